@@ -205,7 +205,7 @@ async def register(url: str, engine_url: str) -> None:
         holders = Holders(ScriptRunner(redis, timeout_s=10), KEYS)
         about = {"address": engine_url, "engine": "vllm 0.32.0", "models": (MODEL,)}
         await holders.register(1, max_requests=1_000_000, **about)
-        await models.announce(redis, KEYS.namespace, [MODEL])
+        await ScriptRunner(redis, 5.0).one(models.announce(KEYS.namespace, [MODEL]))
 
 
 async def first_token_ms(port: int) -> list[float]:

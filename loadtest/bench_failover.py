@@ -87,6 +87,7 @@ async def running_router(
         fleet = Fleet(redis, KEYS, timeout_s)
         router = Router(ScriptRunner(redis, timeout_s), KEYS, settings, fleet, Telemetry())
         running.append(asyncio.ensure_future(router.run()))
+        running.append(asyncio.ensure_future(redis.follow()))
         try:
             yield router
         finally:

@@ -22,8 +22,8 @@ DATA_VERSION = 3
 read, or reads wrongly: raise it with the first such change after a release. Version 1
 recorded none."""
 MODELS = "kvroute:1:models"
-"""The one key outside all namespaces: a sorted set of `<namespace> <model or adapter>`, by when a
-worker last announced it, seconds since 1970 by the Redis clock."""
+"""The one key outside all namespaces: a hash, model or adapter -> `<namespace> <when it was last
+announced there, seconds since 1970 by the Redis clock>`."""
 METRICS_MAXLEN = 4096
 METRICS_INTERVAL_S = 0.1
 METRICS_WORKERS = 256

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
 
 from app.core.errors import RedisUnavailable, shown
 from app.core.worker_report import WorkerInfo
 from app.door.errors import ModelUnavailable, UnknownModel
 from app.router.router import Router
 from app.router.routers import Routers
-from app.state.connect import deadline
-from app.state.models import directory
+from app.state import models
+from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
 
 DIRECTORY_INTERVAL_S = 2.0
+LOOKED_AT = 1000
+"""New namespaces that are looked at each time."""
 VIEW_INTERVAL_S = 0.25
 
 
@@ -54,8 +58,8 @@ class Models:
         self._routers = routers
         self._timeout_s = timeout_s
         self._live: dict[str, Model] = {}
-        self._known: set[str] = set()
-        """Names that some worker had at some time."""
+        self._holders: dict[str, str] = {}
+        """Name -> the namespace that has it, as Redis says."""
         self._seen: dict[str, tuple[WorkerInfo, ...]] = {}
 
     async def run(self) -> None:
@@ -77,18 +81,23 @@ class Models:
                     return self._live[name]
                 if look_again:
                     self._look()
-        if isinstance(name, str) and name in self._known:
+        if isinstance(name, str) and name in self._holders:
             raise ModelUnavailable(f"No worker that serves {shown(name)} is alive.")
         raise UnknownModel(name)
 
     async def _follow_directory(self) -> None:
+        runner = ScriptRunner(self._routers.own.redis, self._timeout_s)
         while True:
             try:
-                async with deadline(self._timeout_s):
-                    announced = await directory(self._routers.own.redis)
-                for names in announced.values():
-                    self._known.update(names)
-                self._routers.serve(announced)
+                holders = await models.directory(runner.redis)
+                wanted, served = set(holders.values()), self._routers.by_namespace.keys()
+                # Anybody may write there: only those count in which there are workers.
+                new = list(wanted - served)
+                new = random.sample(new, min(LOOKED_AT, len(new)))
+                exist = await runner.run([models.exists(namespace) for namespace in new])
+                if holders != self._holders:
+                    self._holders, self._seen = holders, {}
+                self._routers.serve([*(wanted & served), *compress(new, exist)])
             except RedisUnavailable as error:
                 log.debug("models not read: %s", error)
             await asyncio.sleep(DIRECTORY_INTERVAL_S)
@@ -108,15 +117,8 @@ class Models:
         self._live = {}
         for namespace, infos in now.items():
             for model in _models(by_namespace[namespace], infos):
-                first = self._live.setdefault(model.name, model)
-                self._known.add(model.name)
-                if first is not model:
-                    log.warning(
-                        "model %s is announced in namespaces %s and %s: requests go to the first",
-                        model.name,
-                        first.namespace,
-                        namespace,
-                    )
+                if self._holders.get(model.name, namespace) == namespace:
+                    self._live.setdefault(model.name, model)
 
 
 def _models(router: Router, infos: tuple[WorkerInfo, ...]) -> Iterator[Model]:

@@ -30,6 +30,7 @@ from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.router.routers import Routers
+from app.state.client import RedisClient
 from app.state.connect import connect, connected
 from app.state.scripts import ScriptRunner
 
@@ -87,16 +88,17 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
     """
     keys = Keys(settings.api_key, settings.api_key_file)
     check_open(settings.host, keys, no_auth=settings.no_auth)
-    routers = Routers(settings.namespace, partial(_router, settings))
+    timeout_s = settings.redis_timeout_ms / 1000
+    redis = partial(connect, settings.redis_url, timeout_s=timeout_s)
+    routers = Routers(settings.namespace, redis, partial(_router, settings))
     door = FrontDoor(settings, routers, tracing or Tracing(None))
     bodies = BodyReader(settings.max_prompt_tokens)
     return Application(Services(settings, routers, door, keys, bodies))
 
 
-def _router(settings: RouterSettings, namespace: str) -> Router:
+def _router(settings: RouterSettings, namespace: str, redis: RedisClient) -> Router:
     keyspace = Keyspace(namespace)
     timeout_s = settings.redis_timeout_ms / 1000
-    redis = connect(settings.redis_url, timeout_s=timeout_s)
     fleet = Fleet(redis, keyspace, timeout_s)
     on_replicas = READS_OF_THE_INDEX if settings.read_from == "replica" else ()
     runner = ScriptRunner(redis, timeout_s, on_replicas=on_replicas)

@@ -21,7 +21,7 @@ from app.core.worker_report import WorkerInfo, version_in
 from app.ops import namespaces
 from app.ops.terminal import counted
 from app.ops.workers import WorkerStatus
-from app.state import decisions
+from app.state import decisions, models
 from app.state.client import RedisClient
 from app.state.connect import OLDEST, danger_of_eviction, deadline
 from app.state.reading import read_control
@@ -95,6 +95,7 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         summary = await namespaces.summary(redis, keyspace)
         others = await namespaces.names(redis)
         control = await read_control(redis, keyspace)
+        holders = await models.directory(redis)
     except KvrouteError as error:
         yield Check(f"namespace {name}", False, str(error), "see docs/operating.md, upgrades")
         return
@@ -116,8 +117,16 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
     if not live:
         return
     yield _versions(control.workers.values())
-    for check in _alike([w.info for w in live if w.info]):
+    infos = [w.info for w in live if w.info]
+    for check in _alike(infos):
         yield check
+    taken = models.taken(holders, name, infos)
+    yield Check(
+        "model names",
+        not taken,
+        cut("; ".join(taken)) or "no other namespace has them",
+        "give the model another name, or stop the other workers for ten minutes",
+    )
     yield _all_of(
         live,
         "metrics",

@@ -7,7 +7,6 @@ import click
 from app.core.keys import KEYSPACE, Keyspace
 from app.ops.terminal import COMMON, counted, on_redis
 from app.options import Command
-from app.state import models
 from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.reading import STEP_TIMEOUT_S, scan
@@ -37,7 +36,6 @@ async def delete_namespace(redis: RedisClient, keyspace: Keyspace) -> int:
     ]
     async with deadline(STEP_TIMEOUT_S):
         deleted = int(await redis.unlink(*control))
-    await models.forget(redis, keyspace.namespace)
     kept = {key.encode() for key in control}
     async for node, keys in scan(redis, keyspace.pattern + "*"):
         own = [key for key in keys if keyspace.parse(key) and key not in kept]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -14,12 +15,13 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
 from app.core.chains import parse_owners
-from app.core.errors import cut
+from app.core.errors import RedisUnavailable, cut
 from app.core.keys import KEYSPACE, MODELS, NAMESPACE, Keyspace
 from app.core.settings import LONGEST_S
 from app.core.types import Incarnation, parse_incarnation
 from app.core.worker_report import decode_info
 from app.ops.terminal import counted
+from app.state import models
 from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.reading import (
@@ -43,7 +45,6 @@ REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pd]) \S+")
 FAILURE = re.compile(rb"\d \d{1,15}|draining \d{1,15}|undone")
 NUMBER = re.compile(rb"[1-9]\d{0,9}")
 MAX_SHARDS = 1024
-MOST_MODELS = 10_000
 LONGEST_LEASE_S = 3600
 """Of planners."""
 LOOKS = 4
@@ -144,6 +145,16 @@ async def _look(
             found.append(("a shard past the last one", str(shard)))
         else:
             found += await _look_at_shard(redis, keyspace.of_shard(shard))
+    infos = []
+    for text in control.workers.values():
+        with suppress(ValueError):
+            infos.append(decode_info(text))
+    try:
+        holders = await models.directory(redis)
+    except RedisUnavailable:
+        holders = {}  # of another type, which is said above
+    for name in models.taken(holders, keyspace.namespace, infos):
+        found.append(("a model's name that another namespace has", name))
     found += [*_unreadable(control, promised), *_contradictions(control, promised)]
     return found, unusable
 
@@ -186,15 +197,15 @@ async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
     async with deadline(STEP_TIMEOUT_S):
         seconds, _ = await redis.time()
         kind: Any = await redis.type(MODELS)
-        if kind not in (b"none", b"zset"):
-            return [("a key that is not a zset", MODELS)]
-        entries: Any = await redis.zrange(MODELS, 0, MOST_MODELS - 1, withscores=True)
+        if kind not in (b"none", b"hash"):
+            return [("a key that is not a hash", MODELS)]
+        reply: Any = await redis.hscan(MODELS, 0, count=models.MOST)
     found = []
-    for member, announced_s in entries:
-        namespace, _, name = readable(member).partition(" ")
-        if not name or not NAMESPACE.fullmatch(namespace):
+    for member, entry in reply[1].items():
+        namespace, _, at_s = readable(entry).partition(" ")
+        if not at_s.isdecimal() or not NAMESPACE.fullmatch(namespace):
             found.append(("an entry in the list of models that cannot be read", readable(member)))
-        elif not 0 <= announced_s <= seconds + 1:
+        elif int(at_s) > seconds + 1:
             found.append(("a model announced later than now", readable(member)))
     return found
 

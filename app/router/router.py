@@ -80,10 +80,8 @@ class Router:
                 tasks.create_task(self._history.run())
                 tasks.create_task(self._reports.run())
                 tasks.create_task(self.fleet.follow())
-                tasks.create_task(self._runner.redis.follow())
         finally:
             await self._reports.finish()
-            await self.redis.aclose()
 
     async def route(self, request: RouteRequest, prompt: Prompt | None = None) -> Decision:
         """Choose a worker and reserve it. Cancel it if its caller is gone.

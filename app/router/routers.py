@@ -8,18 +8,26 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from app.router.router import Router
+from app.state.client import RedisClient
 
 log = logging.getLogger(__name__)
 
 MAX_NAMESPACES = 256
-"""Each takes connections to Redis and polls it."""
+"""Each polls Redis."""
 
 
 class Routers:
     """Runs Routers while `run` runs. own: the one that there always is."""
 
-    def __init__(self, namespace: str, make: Callable[[str], Router]) -> None:
-        self.own = make(namespace)
+    def __init__(
+        self,
+        namespace: str,
+        connect: Callable[[], RedisClient],
+        make: Callable[[str, RedisClient], Router],
+    ) -> None:
+        """connect: makes a client. All namespaces but one's own share one."""
+        self._clients = (connect(), connect())
+        self.own = make(namespace, self._clients[0])
         self._make = make
         self._routers = {namespace: self.own}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -33,10 +41,14 @@ class Routers:
         """Run until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                for client in self._clients:
+                    self._tasks.create_task(client.follow())
                 for namespace in self._routers:
                     self._start(namespace)
         finally:
             self._tasks = None
+            for client in self._clients:
+                await client.aclose()
 
     async def stop(self) -> None:
         """Let no request wait any longer: the replica is about to stop."""
@@ -56,7 +68,7 @@ class Routers:
                 log.warning("namespace %s is not served: %d are", namespace, MAX_NAMESPACES)
                 continue
             log.info("namespace %s is served as well", namespace)
-            self._routers[namespace] = self._make(namespace)
+            self._routers[namespace] = self._make(namespace, self._clients[1])
             self._start(namespace)
 
     def _start(self, namespace: str) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from redis.asyncio import Redis
+
+from app.core.keys import MODELS
 from app.local.redis_server import EmbeddedRedis
+from app.state.models import directory
 from tests.door.conftest import MODEL, models, replica, until_serving, worker
 from tests.door.test_answers import chat
 from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
+from tests.ops.conftest import kvroute
 
 
 async def test_metrics_are_those_of_all_namespaces_that_the_door_serves(
@@ -31,6 +38,38 @@ async def test_metrics_are_those_of_all_namespaces_that_the_door_serves(
     }
     assert workers == {("a:0", None), ("b:0", "other")}
     assert found("door_requests_total", model="other-model", outcome="ok") == 2
+
+
+async def test_a_name_that_two_namespaces_announce_is_the_first_ones_at_every_replica(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "first", namespace="other"):
+        await eventually(lambda: directory(redis), lambda holders: holders == {MODEL: "other"})
+        with worker(url, "second"):
+            async with replica(url) as door:
+                await until_serving(door, 1)
+                answer = await door.post("/v1/chat/completions", json=chat("x"))
+                assert answer.status_code == 200, answer.text
+                assert answer.headers["x-kvroute-worker"] == "first:0"
+            assert await directory(redis) == {MODEL: "other"}
+            for command in ("inspect verify", "doctor"):
+                shown = await asyncio.to_thread(kvroute, url, *command.split())
+                assert f"{MODEL} is namespace other's (second:0)" in shown.output
+
+
+async def test_names_of_namespaces_without_workers_cost_a_replica_nothing(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    url = one_redis_server.url
+    await redis.hset(MODELS, mapping={f"model-{n}": f"ns-{n} 9999999999" for n in range(3000)})
+    with worker(url, "a"), worker(url, "b", namespace="other", model_name="other-model"):
+        async with replica(url) as door:
+            await eventually(lambda: models(door), lambda found: len(found) == 2, within_s=30.0)
+            shown = (await door.get("/metrics")).text
+            assert 'namespace="other"' in shown
+            assert 'namespace="ns-' not in shown
+            assert len(await redis.client_list()) < 60
 
 
 async def test_a_replica_that_is_ready_lists_its_models(one_redis_server: EmbeddedRedis) -> None:

@@ -49,6 +49,7 @@ WHOLE_TEST_S = 30.0
 SCRIPTS = {
     "worker": {
         "activate",
+        "announce",
         "apply",
         "audit",
         "drain",
@@ -85,7 +86,7 @@ SCRIPTS = {
 ALWAYS = {"ping", "select", "info", "cluster|slots", "asking"}
 TO_RUN_SCRIPTS = {"evalsha", "script|load"}
 OUTSIDE_SCRIPTS = {
-    "worker": {"hgetall", "xadd", "zrangebyscore", "zremrangebyscore"},
+    "worker": {"hgetall", "xadd", "zrangebyscore"},
     "router": {
         "hlen",
         "hmget",
@@ -95,7 +96,6 @@ OUTSIDE_SCRIPTS = {
         "xadd",
         "xread",
         "xrevrange",
-        "zrevrange",
     },
     "operator": {
         "exec",
@@ -116,8 +116,6 @@ OUTSIDE_SCRIPTS = {
         "xrevrange",
         "zrange",
         "zrangebyscore",
-        "zrem",
-        "zrevrange",
         "zscan",
     },
 }
@@ -161,7 +159,7 @@ def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics() -> None:
     tags = {key.prefix: "{*#*}" if key.in_shard else "{*}" for key in KEYSPACE}
     assert granted("worker")[0] == {
         f"kvroute:1:{tags[key]}:{key}{'*' if key.endswith(':') else ''}"
-        for key in named | {"metrics"}
+        for key in (named - {"models"}) | {"metrics"}
     } | {MODELS}
 
 

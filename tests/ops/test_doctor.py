@@ -75,6 +75,7 @@ def test_nothing_is_wrong_with_workers_that_are_alike(url: str, raw: Redis) -> N
         "models",
         "context length",
         "tokenizer",
+        "model names",
         "metrics",
         "blocks",
         "cache hits",

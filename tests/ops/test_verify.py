@@ -91,9 +91,12 @@ Damage = Callable[[Redis], object]
         (lambda r: r.hset(KEYS["planner"], "token", "abc"), "a field of the planner"),
         (lambda r: r.hset(KEYS["planner"], "state", "[]"), "a field of the planner"),
         (lambda r: r.hset(KEYS["planner"], "until_ms", 1 << 49), "a planner's lease that ends"),
-        (lambda r: r.zadd(MODELS, {"{}": 1}), "an entry in the list of models"),
-        (lambda r: r.zadd(MODELS, {"test llama": 9e15}), "a model announced later than now"),
-        (lambda r: r.set(MODELS, "spoilt"), "a key that is not a zset"),
+        (lambda r: r.hset(MODELS, "m", "{} 1"), "an entry in the list of models"),
+        (
+            lambda r: r.hset(MODELS, "llama", "test 9000000000000"),
+            "a model announced later than now",
+        ),
+        (lambda r: r.set(MODELS, "spoilt"), "a key that is not a hash"),
     ],
 )
 def test_verify_finds_contradictions(
@@ -121,7 +124,7 @@ def test_verify_names_all_damage_at_once(
         raw.set(SHARD[name], "spoilt")
     raw.hset(KEYS["load"], "9", "0 0 0 0 0 0 0 0")
     raw.hset(SHARD["blocks:0"], "00", "2d1d")
-    raw.zadd(MODELS, {"{}": 1})
+    raw.hset(MODELS, "m", "{} 1")
     result = kvroute(url, "inspect", "verify", "--json")
     assert result.exit_code == 1
     found = {f["what"]: f["examples"] for f in json.loads(result.output)["findings"]}

@@ -22,6 +22,7 @@ from app.core.errors import (
     Superseded,
 )
 from app.core.hashing import compute_hashes
+from app.core.keys import Keyspace
 from app.core.types import TierOverlap
 from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Speed
 from app.edge.app import create_app
@@ -91,11 +92,11 @@ class ScriptedRunner(ScriptRunner):
 class Replica(Router):
     """A router on a connection pool of its own, with its runner accessible."""
 
-    def __init__(self, redis: RedisClient, **settings: Any) -> None:
+    def __init__(self, redis: RedisClient, keyspace: Keyspace = KEYS, **settings: Any) -> None:
         chosen = RouterSettings(namespace=NAMESPACE, **{"seed": 7} | settings)
         self.runner = ScriptedRunner(redis)
         super().__init__(
-            self.runner, KEYS, chosen, Fleet(redis, KEYS, TIMEOUT_S), telemetry=Telemetry()
+            self.runner, keyspace, chosen, Fleet(redis, keyspace, TIMEOUT_S), telemetry=Telemetry()
         )
 
     def counted(self, name: str, **labels: str) -> float:
@@ -971,19 +972,6 @@ async def test_a_replica_stops_at_whatever_moment_it_is_told_to(
     async with asyncio.timeout(5.0), app.router.lifespan_context(app):
         for _ in range(steps):
             await asyncio.sleep(0)
-
-
-async def test_a_replica_follows_changes_of_redis_that_cause_no_errors(
-    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    follows = asyncio.Event()
-
-    async def follow(_: RedisClient) -> None:
-        follows.set()
-
-    monkeypatch.setattr(RedisClient, "follow", follow)
-    async with running(one_redis_server.url):
-        await follows.wait()
 
 
 async def test_an_overlap_counts_as_far_as_the_engine_reuses_it(

@@ -310,10 +310,19 @@ class Agent:
 
     async def _announce(self) -> None:
         """Have the directory of models know which ones this worker serves."""
+        refused: dict[str, str] = {}
         while True:
             names = (*self.info.models, *self.info.adapters)
+            call = models.announce(self._keyspace.namespace, names)
             try:
-                await models.announce(self._runner.redis, self._keyspace.namespace, names)
+                was_refused, refused = refused, await self._runner.one(call)
+                for name, holder in refused.items() - was_refused.items():
+                    log.warning(
+                        "%s: no request for model %s comes here: %s",
+                        self.info.key,
+                        name,
+                        f"namespace {holder} has that name" if holder else "there are too many",
+                    )
             except RedisUnavailable as error:
                 log.debug("%s: models not announced: %s", self.info.key, error)
             await asyncio.sleep(ANNOUNCE_INTERVAL_S)
