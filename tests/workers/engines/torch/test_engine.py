@@ -611,11 +611,13 @@ async def test_blocks_of_a_waiting_request_are_prefetched(tmp_path: Path) -> Non
 async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [prompt_of(n, 43) for n in range(6)]
-    async with running(tmp_path, {DEVICE: 240, HOST: 120}) as served:
+    prompts, spy = [prompt_of(n, 43) for n in range(6)], SlowSpy(MODEL)
+    spy.may_end.set()
+    async with running(tmp_path, {DEVICE: 240, HOST: 120}, spy=spy) as served:
         for prompt in prompts:
             await served.ask(prompt)
         await served.evict(DEVICE)
+        spy.may_end.clear()  # or the crowd may leave before anybody looks
         cache, asked = served.engine._cache, Counter[SequenceHash]()
         prefetch = cache.prefetch
 
@@ -634,6 +636,7 @@ async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
         await eventually(loaded, lambda count: count >= 30)
         await asyncio.sleep(0.02)
         assert await loaded() == 30
+        spy.may_end.set()
         for generation in [*crowd, *waiting]:
             await output_of(generation)
         assert await loaded() == 60
