@@ -31,9 +31,10 @@ class Affinity:
 def discounted(cost: CostFunction, affinity: Affinity) -> CostFunction:
     """`cost` with a term `affinity`, never above 0: what the credit saves by the policy's account.
 
-    The discount is thus in the policy's own terms, zero where a policy ignores the cache, and never
-    more than `fraction` of the prefill. A worker gets none if its queue is longer than the shortest
-    by more time than the prefill would save, however the policy treats queues.
+    The discount is thus in the policy's own terms, zero where a policy ignores the cache. What the
+    worker got lately does not count against it: that is what the session sent there. A worker gets
+    none if its queue is longer than the shortest by more time than the prefill would save, however
+    the policy treats queues.
     """
 
     def discounted_cost(candidates: Candidates, size: RequestSize) -> Costs:
@@ -54,7 +55,9 @@ def _credited(candidates: Candidates, size: RequestSize, affinity: Affinity) -> 
     lacking = size.isl_tokens / size.block_size - candidates.overlap[at]
     device = candidates.overlap_device.copy()
     device[at] += affinity.fraction * max(lacking, 0.0)
-    return replace(candidates, overlap_device=device)
+    routed = candidates.routed_s.copy()
+    routed[at] = routed.min()
+    return replace(candidates, overlap_device=device, routed_s=routed)
 
 
 def _is_overloaded(candidates: Candidates, size: RequestSize, affinity: Affinity) -> bool:

@@ -276,7 +276,7 @@ async def test_explain_shows_every_candidate_and_the_reason_for_the_choice(decid
     cheapest = found["candidates"][0]
     assert cheapest["worker"] == "w1:0"
     waits, own = ("queue_s", "memory_wait_s"), ("prefill_s", "blocking_s", "eviction_s")
-    terms = (*waits, *own, "decode_s", "interference_s")
+    terms = (*waits, *own, "decode_s", "interference_s", "spread_s")
     assert sum(cheapest[term] for term in terms) == pytest.approx(cheapest["cost"])
 
 

@@ -60,6 +60,12 @@ def test_a_worker_that_holds_the_whole_prompt_gets_no_discount() -> None:
         assert discount(policy, seen, Affinity(1, 1.0)) == 0.0
 
 
+def test_what_a_session_sent_to_its_worker_does_not_count_against_it() -> None:
+    seen = candidates(2, overlap_device=[0, 10], routed_s=[1.0, 3.0])
+    assert POLICIES["latency"].cost(seen, SIZE).terms["spread_s"].tolist() == [0.0, 2.0]
+    assert discount("latency", seen, Affinity(1, 0.5)) == pytest.approx(-2.0)
+
+
 def test_a_full_worker_is_not_chosen_for_its_session() -> None:
     seen = candidates(2, active_requests=[0, 8])
     cost = discounted(POLICIES["latency"].cost, Affinity(1, 1.0))
