@@ -134,6 +134,8 @@ class Snapshot:
     """Whether any request waits for a turn, at any replica; also False if not asked."""
     lapsed: frozenset[Incarnation] = frozenset()
     """Incarnations that would be routable if their leases had not run out."""
+    unreadable: frozenset[Incarnation] = frozenset()
+    """Live ones whose loads are missing, damaged, or written by another release."""
     failing: dict[Incarnation, Failing] = field(default_factory=dict)
     """Those whose workers failed requests; empty if not asked."""
 

@@ -137,7 +137,8 @@ class Fleet:
         self._missed = frozenset()
         self.wrong_version = None
         self._redis_ahead_ms = self._ahead_ms(snapshot.now_ms - time.monotonic() * 1000)
-        shown = [*snapshot.loads, *snapshot.paused]
+        # The unreadable as well: theirs may be workers of another release, to be named.
+        shown = [*snapshot.loads, *snapshot.paused, *snapshot.unreadable]
         if snapshot.workers_ms not in (None, self._workers_ms):
             await self._learn(shown)
             self.forget_except(shown)

@@ -174,13 +174,18 @@ def _snapshot(
     now_ms, live, pairs, rounds = reply
     by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
     load_of = {}
+    unreadable = set()
     for text in live:
-        # An incarnation whose load is corrupted is not routed to until its worker has noticed.
         inc, load = parse_incarnation(text), parse_load(by_inc.pop(text, b""))
         if inc and load:
             load_of[inc] = load
+        elif inc:
+            # Not routed to until its worker has noticed.
+            unreadable.add(inc)
     lapsed = frozenset(filter(None, map(parse_incarnation, by_inc)))
-    return Snapshot(now_ms, load_of, rounds, workers_ms, shards, bool(waiting), lapsed)
+    return Snapshot(
+        now_ms, load_of, rounds, workers_ms, shards, bool(waiting), lapsed, frozenset(unreadable)
+    )
 
 
 @lru_cache(maxsize=4096)
