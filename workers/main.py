@@ -67,8 +67,8 @@ async def _serve_with_agent(
     from workers.http import create_app
 
     async with AsyncExitStack() as opened:
-        log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
         redis = await opened.enter_async_context(connected(settings.redis_url, REDIS_TIMEOUT_S))
+        log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
         gpu = GpuMonitor(os.environ.get("CUDA_VISIBLE_DEVICES"), hosted.gpu)
         opened.push_async_callback(asyncio.to_thread, gpu.stop)
 

@@ -206,7 +206,7 @@ def test_books_follow_the_head_of_the_queue() -> None:
 
 
 def test_a_faster_worker_gets_more_requests_once_its_speed_is_learned() -> None:
-    trace = open_loop(*(request(i, tuple(range(8 * i, 8 * i + 8))) for i in range(120)), every_s=1)
+    trace = open_loop(*(request(i, tuple(range(8 * i, 8 * i + 8))) for i in range(240)), every_s=1)
     setting = Setting(num_workers=2, profiles=(USUAL, PROFILES["8b-1xh100"]))
-    workers = workers_of(trace, setting)[60:]
+    workers = workers_of(trace, setting)[120:]
     assert workers.count("w1:0") > 2 * workers.count("w0:0")
