@@ -1,13 +1,15 @@
 # syntax=docker/dockerfile:1
 #
 # docker build --target router .        one router replica (the default); needs REDIS_URL
-# docker build --target worker .        one worker, with kvroute's own engine; needs REDIS_URL
+# docker build --target worker .        one worker, with the simulated engine; needs REDIS_URL
+#     with --build-arg WORKER_EXTRA=torch, with the torch engine as well
 # docker build --target agent .         the agent beside a vLLM or SGLang; needs REDIS_URL and
 #                                       KVROUTE_ENGINE_URL
 # docker build --target planner .       keeps the fleet's size; needs REDIS_URL
 # docker build --target all-in-one .    Redis, routers, balancer and workers in one container, to
 #                                       try out: only clients inside it can reach its workers
 
+ARG WORKER_EXTRA=worker
 # torch's CPU build. With a GPU: --build-arg TORCH_INDEX=https://pypi.org/simple
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -22,23 +24,22 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     /venv/bin/pip install -c constraints.txt .
 
 FROM build AS build-worker
+ARG WORKER_EXTRA
 ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /venv/bin/pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" '.[worker]'
+    /venv/bin/pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" ".[$WORKER_EXTRA]"
 
 FROM build AS build-agent
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /venv/bin/pip install -c constraints.txt '.[agent]'
+    /venv/bin/pip install -c constraints.txt '.[worker]'
 
 FROM build AS build-planner
 RUN --mount=type=cache,target=/root/.cache/pip \
     /venv/bin/pip install -c constraints.txt '.[planner]'
 
 FROM build AS build-all-in-one
-ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /venv/bin/pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" \
-    '.[worker,embedded,loadtest,planner]'
+    /venv/bin/pip install -c constraints.txt '.[worker,embedded,loadtest,planner]'
 
 FROM python:3.12.12-slim-bookworm AS base
 # A numeric user, so that Kubernetes can see that it is not root.

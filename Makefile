@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-quick test-slow test-gpu test-vllm test-sglang lint format docs demo demo-torch clean
@@ -11,15 +13,22 @@ help: ## Print this list
 
 setup: $(STAMP) ## Install everything into .venv, at the versions in constraints.txt
 
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "kvroute needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 			"Name another: make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { \
 		echo "On Debian and Ubuntu, venv is a package of its own: apt install python3-venv" >&2; \
 		exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[dev]'
+	@touch $(STAMP) $(DEMO_STAMP)
+
+# Without torch, which is larger than all else together.
+$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[worker,planner,embedded,loadtest]'
+	@touch $(DEMO_STAMP)
 
 test: lint ## Lint, type-check and test
 	$(BIN)/pytest -n auto --dist worksteal
@@ -67,7 +76,7 @@ docs: setup ## Write the documents that are made from code and from measurements
 	$(BIN)/python -m app.ops.reference
 	$(BIN)/python -m loadtest.measurements
 
-demo: setup ## Run a whole cluster on this machine, without a GPU
+demo: $(DEMO_STAMP) ## Run a whole cluster on this machine, without a GPU
 	$(BIN)/kvroute demo
 
 demo-torch: setup ## Run two workers with a real model on this machine's CPU

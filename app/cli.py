@@ -125,7 +125,7 @@ def worker(**values: Any) -> None:
 
         run(serve(settings))
     except ModuleNotFoundError as error:  # torch is imported only by the engine that needs it
-        _needs("worker", error)
+        _needs("torch" if error.name in ("torch", "safetensors") else "worker", error)
 
 
 @main.command(cls=Command)
@@ -140,7 +140,7 @@ def agent(**values: Any) -> None:
     try:
         from workers.engine_agent import serve
     except ModuleNotFoundError as error:
-        _needs("agent", error)
+        _needs("worker", error)
     run(serve(settings))
 
 

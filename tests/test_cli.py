@@ -147,10 +147,10 @@ def test_a_plain_install_has_help_and_says_what_to_install_for_other_commands(
     assert refused.exit_code == 1
     how = "is missing: in a checkout of kvroute, run pip install"
     assert refused.output == f"Error: loadtest.demo {how} '.[loadtest]'\n"
-    for module in ("stamina", "torch"):
+    for module, extra in (("stamina", "worker"), ("torch", "torch"), ("safetensors", "torch")):
         refused_worker = kvroute("worker", "--engine=torch", "--port=0", without=module)
         assert refused_worker.returncode == 1
-        assert refused_worker.stderr == f"Error: {module} {how} '.[worker]'\n"
+        assert refused_worker.stderr == f"Error: {module} {how} '.[{extra}]'\n"
 
 
 @pytest.mark.parametrize(
