@@ -13,10 +13,11 @@ from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
 from app.core.worker_report import WorkerInfo
 from app.door.errors import RepeatedFailure, WorkerFailed
 from app.door.forwarding import Outgoing, Parser, headers_for_client
-from app.door.lifecycle import Lifecycle, Usage
+from app.door.lifecycle import Lifecycle
 from app.door.migration import Migrating
 from app.door.missing import Missing
 from app.door.models import Model
+from app.door.record import Usage
 from app.door.stream import TAIL_BYTES, Whole, usage_in
 from app.door.upstream import ConnectFailed, EngineAnswer, Upstream, UpstreamBroken, UpstreamError
 

@@ -8,10 +8,11 @@ from app.core.config import RouterSettings
 from app.core.settings import parse_names
 from app.door.asked import Asked
 from app.door.door import Door, Patience
-from app.door.lifecycle import Admitted, Lifecycle
+from app.door.lifecycle import Lifecycle
 from app.door.metrics import Outcomes
 from app.door.models import Model, Models
 from app.door.prompts import PromptIds, Prompts
+from app.door.record import Admitted
 from app.door.tracing import Trace, Tracing
 from app.door.upstream import Upstream
 from app.policy.decision import RouteRequest

@@ -10,7 +10,7 @@ import orjson
 from prometheus_client import CollectorRegistry
 
 from app.door.alarm import Alarm
-from app.door.lifecycle import RequestRecord
+from app.door.record import RequestRecord
 from app.http.metrics import Table, counter, histogram
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

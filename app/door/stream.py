@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from app.core.errors import shown
-from app.door.lifecycle import Usage
+from app.door.record import Usage
 
 TAIL_BYTES = 4096
 """Usage comes at the end of an answer, followed by little else."""

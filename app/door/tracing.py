@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from app.door.lifecycle import RequestRecord
+    from app.door.record import RequestRecord
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.door import stream as stream_module
-from app.door.lifecycle import Usage
+from app.door.record import Usage
 from app.door.stream import Events, Stream, usage_in
 
 CREATED = b'event: response.created\ndata: {"type":"response.created"}\n\n'
