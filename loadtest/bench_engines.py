@@ -167,19 +167,17 @@ async def ask(
     return reply, Turn(first_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
 
 
-def play(
-    engine_urls: Sequence[str], redis_url: str, policy: str, asked: Conversations, seed: int
-) -> list[Turn]:
-    """One round with agents and a router of its own."""
-    namespace = f"{NAMESPACE}-{seed}"
+def play(engine_urls: Sequence[str], policy: str, asked: Conversations, seed: int) -> list[Turn]:
+    """One round with agents, a router and a Redis of its own."""
     with ExitStack() as stack:
+        redis_url = stack.enter_context(EmbeddedRedis()).url
         for number, url in enumerate(engine_urls):
-            stack.enter_context(agent_beside(url, redis_url, namespace, f"e{number}"))
+            stack.enter_context(agent_beside(url, redis_url, NAMESPACE, f"e{number}"))
         cluster = stack.enter_context(
             Cluster(
                 num_workers=0,
                 num_replicas=1,
-                router=RouterSettings(namespace=namespace, policy=policy, log_level="warning"),
+                router=RouterSettings(namespace=NAMESPACE, policy=policy, log_level="warning"),
                 worker=WorkerSettings(),
                 redis_url=redis_url,
                 haproxy=False,
@@ -204,10 +202,9 @@ def summary(rounds: Sequence[Sequence[Turn]]) -> dict[str, float]:
 def measure(engine_urls: Sequence[str], asked: Conversations, rounds: int) -> dict[str, Any]:
     played: dict[str, list[list[Turn]]] = {policy: [] for policy in POLICIES}
     first = random.randrange(1_000_000)
-    with EmbeddedRedis() as redis:
-        for number in range(rounds * len(POLICIES)):
-            policy = POLICIES[number % len(POLICIES)]
-            played[policy].append(play(engine_urls, redis.url, policy, asked, first + number))
+    for number in range(rounds * len(POLICIES)):
+        policy = POLICIES[number % len(POLICIES)]
+        played[policy].append(play(engine_urls, policy, asked, first + number))
     found = {policy: summary(turns) for policy, turns in played.items()}
     blind, aware = (found[policy] for policy in POLICIES)
     compared = {name: aware[name] / blind[name] for name in aware}
