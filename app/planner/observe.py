@@ -36,9 +36,11 @@ from app.state.endings import Ending
 from app.state.scripts import ScriptRunner
 
 MOST_DECISIONS = 4096
-LEAST_BLOCK_TOKENS, MOST_BLOCKS = 64, 1 << 19
-"""Prompts are replayed in blocks of at least so many tokens, and of so many that all of them
-together have no more blocks than that: a play takes as long as it has blocks."""
+BLOCKS_A_PROMPT = 128
+"""Prompts are replayed in blocks so large that they have no more of them on average: a play takes
+as long as it has blocks. In blocks of a fixed size short prompts would have none."""
+USUAL_BLOCK_SIZE = 16
+"""Tokens; of a fleet without workers."""
 TOLD_LATE_MS = 1000
 """By so much the clocks of those who tell of an end may differ from what Redis sees of it."""
 TIMEOUT_S = 2.0
@@ -167,7 +169,7 @@ class Observer:
         their blocks has. Raises RedisUnavailable."""
         block_size = self.block_size
         if block_size is None:
-            return [], LEAST_BLOCK_TOKENS
+            return [], USUAL_BLOCK_SIZE
         past_s = (rules.window_s + rules.lead_s, 2 * rules.half_life_s, rules.attained_s)
         since_s = self.now_s - max(past_s)
         ended = await endings.read(
@@ -187,10 +189,7 @@ class Observer:
                 records.append(record)
             else:
                 self.unreplayable += 1
-        merged = 1
-        tokens = sum(record.isl_tokens for record in records)
-        while merged * block_size < max(LEAST_BLOCK_TOKENS, tokens / MOST_BLOCKS):
-            merged *= 2
+        merged = _merged([record.isl_tokens for record in records], block_size)
         recent = [
             self._asked(record, block_size, merged, most_tokens, ended.get(record.request_id))
             for record in records
@@ -240,6 +239,14 @@ class Observer:
             block_size=block_size,
             speed=mean_speed(seen.speed for seen in self.workers_seen.values()),
         )
+
+
+def _merged(prompts: Sequence[int], block_size: int) -> int:
+    """How many blocks are replayed as one, of prompts of so many tokens."""
+    merged = 1
+    while merged * block_size * BLOCKS_A_PROMPT * len(prompts) < sum(prompts):
+        merged *= 2
+    return merged
 
 
 def held(recent: Iterable[PastRequest], live: Iterable[str]) -> Iterable[Held]:

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from app.core.loads import Reservation, Wish
 from app.core.planner_settings import PlannerSettings
-from app.core.types import Incarnation, WorkerKey
+from app.core.types import Incarnation, SequenceHash, WorkerKey
 from app.local.redis_server import EmbeddedRedis
 from app.planner import loop
 from app.planner.connectors.base import Advise, Connector, ConnectorError
@@ -34,7 +34,7 @@ from app.state.endings import Ending
 from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
-from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers, fake_agent, running
+from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers, fake_agent, running
 from tests.lua.conftest import A, B
 from tests.state.test_decisions import record
 
@@ -351,6 +351,23 @@ async def test_records_that_no_worker_could_have_answered_are_counted_and_left_o
         assert not one_planner.problem
         scraped = generate_latest(metrics.registry).decode()
         assert 'kvroute_planner_unreplayable_decisions{namespace="test"} 3.0' in scraped
+
+
+@pytest.mark.parametrize(("prompt_tokens", "block_tokens"), [(40, 4), (512, 4), (3000, 32)])
+async def test_prompts_are_replayed_in_128_blocks_at_most(
+    redis: Redis, prompt_tokens: int, block_tokens: int
+) -> None:
+    runner = ScriptRunner(redis, timeout_s=5.0)
+    asked = record("long", [SequenceHash(n) for n in range(prompt_tokens // BLOCK_SIZE)])
+    now_ms = (await redis.time())[0] * 1000
+    asked = replace(asked, at_ms=now_ms, worker="a:0", isl_tokens=prompt_tokens)
+    await FakeWorkers(redis).register("a")
+    await runner.one(decisions.record(KEYS, asked, kept=100))
+    observer = Observer(Fleet(redis, KEYS, 1.0), redis, runner, KEYS)
+    await observer.sample()
+    [found], tokens = await observer.recent(Rules())
+    assert tokens == block_tokens
+    assert len(found.request.blocks) == prompt_tokens // block_tokens
 
 
 async def test_a_replay_that_takes_too_long_plays_fewer_decisions(
