@@ -59,7 +59,8 @@ class Models:
         self._timeout_s = timeout_s
         self._live: dict[str, Model] = {}
         self._holders: dict[str, str] = {}
-        """Name -> the namespace that has it, as Redis says."""
+        """Name -> the namespace that has it, as Redis says; of what Redis does not say yet, the
+        first one in which a worker serves it."""
         self._seen: dict[str, tuple[WorkerInfo, ...]] = {}
 
     async def run(self) -> None:
@@ -117,7 +118,8 @@ class Models:
         self._live = {}
         for namespace, infos in now.items():
             for model in _models(by_namespace[namespace], infos):
-                if self._holders.get(model.name, namespace) == namespace:
+                # Its workers may be gone before the directory is read again.
+                if self._holders.setdefault(model.name, namespace) == namespace:
                     self._live.setdefault(model.name, model)
 
 

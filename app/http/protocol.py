@@ -160,13 +160,16 @@ class Protocol(HttpToolsProtocol):
             self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._end_late)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Let a client that waits for its answer have it. True: the connection stays open.
+        """Let a client that ends its sending before its answer begins have it. True: the connection
+        stays open.
 
         One that is gone ends its sending in the same way, but answers whatever it is sent by
-        resetting the connection, so that the next write fails.
+        resetting the connection. Once an answer has begun, nothing can be sent between its parts,
+        so that whoever ends his sending then is taken as gone. Other servers (uvicorn, nginx, Envoy
+        and Go's) always take it so.
         """
         cycle: Any = self.cycle
-        if cycle is None or cycle.response_complete or self.is_receiving:
+        if cycle is None or cycle.response_started or self.is_receiving:
             return False
         if cycle.scope["http_version"] == "1.0":
             return False
@@ -175,10 +178,15 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, cycle: Any, next_s: float) -> None:
-        """Clients read any number of answers 100 before the true one."""
-        if cycle.response_started or self.transport.is_closing():
+        """Clients read any number of answers 100 before the true one. After its head, look whether
+        that was answered by a reset: nothing is read any more that would tell."""
+        if cycle.response_complete or self.transport.is_closing():
             return
-        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.loop.call_later(next_s, self._probe, cycle, min(2 * next_s, MAX_PROBE_S))
 
     def _parse(self, data: bytes | memoryview) -> None:

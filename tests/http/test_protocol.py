@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -267,40 +268,84 @@ async def test_connect_is_refused() -> None:
         assert status == 400
 
 
-async def test_a_client_that_ends_its_sending_gets_its_answer_and_one_that_is_gone_is_noticed() -> (
-    None
-):
-    asked, go, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+@dataclass
+class Answering:
+    """A server whose answers begin and go on when they are told to.
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    asked, gone: it has a request; its client is known to be gone.
+    """
+
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    begin: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        asked.set()
+        self.asked.set()
         async with watched(scope) as watch:
-            await go.wait()
+            await self.begin.wait()
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"done"})
+            await send({"type": "http.response.body", "body": b"be", "more_body": True})
+            self.begun.set()
+            await self.go_on.wait()
+            await send({"type": "http.response.body", "body": b"gun"})
         if watch.is_gone:
-            gone.set()
+            self.gone.set()
 
+
+@asynccontextmanager
+async def asking() -> AsyncIterator[tuple[Answering, asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A server that has a request, and the client that sent it."""
+    app = Answering()
     with listen("127.0.0.1", 0) as socket:
         task = asyncio.create_task(serve(app, socket))
         async with asyncio.timeout(30.0):
-            _, writer = await asyncio.open_connection(*socket.getsockname())
-            writer.write(GET + b"\r\n")
-            await asked.wait()
-            writer.close()
-            await gone.wait()
-            asked.clear()
             reader, writer = await asyncio.open_connection(*socket.getsockname())
             writer.write(GET + b"\r\n")
-            await asked.wait()
-            writer.write_eof()
-            await reader.readuntil(b"HTTP/1.1 100 Continue\r\n\r\n")
-            go.set()
-            answer = (await reader.read()).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
-            assert answer.startswith(b"HTTP/1.1 200 OK")
-            assert b"done" in answer
+            await app.asked.wait()
+            yield app, reader, writer
             writer.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+async def test_a_client_that_ends_its_sending_gets_its_answer() -> None:
+    async with asking() as (app, reader, writer):
+        writer.write_eof()
+        await reader.readuntil(CONTINUE)
+        app.begin.set()
+        app.go_on.set()
+        answer = (await reader.read()).replace(CONTINUE, b"")
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        assert answer.endswith(b"2\r\nbe\r\n3\r\ngun\r\n0\r\n\r\n")
+
+
+async def test_a_client_that_is_gone_before_its_answer_begins_is_noticed() -> None:
+    async with asking() as (app, _, writer):
+        writer.close()
+        await app.gone.wait()
+
+
+@pytest.mark.parametrize("ends", ["write_eof", "close"])
+async def test_a_client_that_ends_its_sending_once_its_answer_has_begun_is_gone(ends: str) -> None:
+    async with asking() as (app, _, writer):
+        app.begin.set()
+        await app.begun.wait()
+        getattr(writer, ends)()
+        await app.gone.wait()
+
+
+async def test_one_that_ended_its_sending_and_then_resets_the_connection_is_gone() -> None:
+    async with asking() as (app, reader, writer):
+        writer.write_eof()
+        await reader.readuntil(CONTINUE)
+        app.begin.set()
+        await app.begun.wait()
+        writer.transport.abort()
+        await app.gone.wait()
