@@ -1,5 +1,8 @@
 """make_model.py FOLDER: writes a Llama of 2 layers and an adapter for it, both without sense.
 
+Its weights are random, always the same, and so large that what it says depends on every token
+before: with vLLM's own --load-format dummy, all prompts get one and the same answer.
+
 Run by the engine's own Python, which has tokenizers, torch and safetensors.
 """
 
@@ -15,6 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 128, 2, 4, 2, 32, 512
 TEXT = "the quick brown fox jumps over the lazy dog " * 20
+SHARPNESS = 3.0
+"""Sharper attention and choices depend on less of what was said before,
+duller ones on none of it in particular."""
 ROLES = ["<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"]
 TEMPLATE = (
     "{{ bos_token }}"
@@ -69,12 +75,49 @@ def make_model(folder: Path) -> None:
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
             "hidden_act": "silu",
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": False,
             "torch_dtype": "float32",
             "bos_token_id": 0,
             "eos_token_id": 1,
         },
     )
+    texts = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())]
+    words = [
+        token
+        for token, text in enumerate(texts)
+        if text.strip() and text.isprintable() and text.isascii()
+    ]
+    save_file(model_weights(words), str(folder / "model.safetensors"), {"format": "pt"})
+
+
+def model_weights(words: list[int]) -> dict[str, torch.Tensor]:
+    """words: the tokens that it says; it does not end by itself."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(rows: int, columns: int, size: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * size / columns**0.5
+
+    head = torch.zeros(VOCABULARY, HIDDEN)  # no logit of 0 is ever the highest
+    head[words] = random(len(words), HIDDEN, SHARPNESS)
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator),
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": head,
+    }
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        weights |= {
+            f"{at}.self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN, SHARPNESS),
+            f"{at}.self_attn.k_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN, SHARPNESS),
+            f"{at}.self_attn.v_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN, SHARPNESS),
+            f"{at}.self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM, SHARPNESS),
+            f"{at}.mlp.gate_proj.weight": random(2 * HIDDEN, HIDDEN),
+            f"{at}.mlp.up_proj.weight": random(2 * HIDDEN, HIDDEN),
+            f"{at}.mlp.down_proj.weight": random(HIDDEN, 2 * HIDDEN),
+            f"{at}.input_layernorm.weight": torch.ones(HIDDEN),
+            f"{at}.post_attention_layernorm.weight": torch.ones(HIDDEN),
+        }
+    return weights
 
 
 def make_adapter(folder: Path) -> None:

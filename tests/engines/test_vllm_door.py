@@ -54,6 +54,7 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
             httpx.AsyncClient(base_url=engine.url, timeout=60) as direct,
         ):
             await until_serving(door, 1)
+            replies: dict[str, str] = {}
 
             async def ask(messages: list[Any], **more: Any) -> tuple[str, int, int]:
                 """What is answered, and the blocks predicted and found cached."""
@@ -71,6 +72,7 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
                 reply = body["choices"][0]["message"]["content"]
                 assert reply == own["choices"][0]["message"]["content"]
                 assert usage["prompt_tokens"] == own["usage"]["prompt_tokens"]
+                replies[str(asked)] = reply
                 return reply, min(stated, most), cached // BLOCK
 
             async def rendered_here() -> float:
@@ -89,6 +91,8 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
                     if stated != cached:
                         differences.append(f"chat {number}: {stated} stated, {cached} cached")
             assert differences == []
+            # So the answer to another prompt would have been seen.
+            assert len(set(replies.values())) == len(replies) >= CHATS * TURNS
             sources = {
                 source: await counted(
                     door, f'tokens_from_total{{model="{MODEL}",source="{source}"}}'
@@ -116,6 +120,7 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
             httpx.AsyncClient(base_url=engine.url, timeout=60) as direct,
         ):
             await until_serving(door, 1)
+            replies: dict[str, str] = {}
 
             async def ask(path: str, asked: dict[str, Any]) -> str:
                 """What is answered."""
@@ -125,6 +130,7 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
                 own = await direct.post(path, json=asked)
                 reply = answer_in(answer.json())
                 assert reply == answer_in(own.json())
+                replies[f"{path} {asked}"] = reply
                 return reply
 
             async def counts() -> list[float]:
@@ -149,6 +155,8 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
                     reply = await ask("/v1/responses", asked)
                     answer = {"role": "assistant", "content": reply or "yes"}
                     items = [*items, answer, said(text(rng, 20))]
+            # So the answer to another prompt would have been seen.
+            assert len(set(replies.values())) == len(replies) > 20 * TURNS * 2
             rendered, compared, cached = await counts()
             assert rendered >= 20 * TURNS * 2
             assert compared > cached > 0
@@ -213,11 +221,18 @@ async def test_a_stream_whose_vllm_is_killed_says_what_one_left_alone_would_have
             engines[killed].kill()
             left = engines[1 - killed].url
             answers = await asking
+            assert len({told for told, _ in answers}) == len(bodies)
             for one, (told, usage) in zip(bodies, answers, strict=True):
                 alone, counts = await stream(direct, one, asyncio.Event(), left)
                 assert told == alone
                 assert usage["completion_tokens"] == 300
                 assert usage["prompt_tokens"] == counts["prompt_tokens"]
+                # Neither does one go on alike that lost what came before, or repeat itself.
+                half = told[: len(told) // 2]
+                lost = one | ({"messages": [said(half)]} if is_chat else {"prompt": half})
+                lost_told, _ = await stream(direct, lost, asyncio.Event(), left)
+                assert not lost_told.startswith(told[len(half) :][:20])
+                assert half[:20] != told[len(half) :][:20]
             assert await counted(door, f'migrations_total{{model="{MODEL}"}}') > 0
 
 

@@ -58,7 +58,7 @@ class VllmServer:
         command = [
             *(VENV / "bin" / "vllm", "serve", self._folder / "model"),
             *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--load-format", "dummy", "--dtype", "float32", "--enforce-eager"),
+            *("--dtype", "float32", "--enforce-eager"),
             *("--max-model-len", "4096", "--max-num-seqs", "8", "--block-size", str(BLOCK)),
             *("--num-gpu-blocks-override", str(self._blocks)),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
