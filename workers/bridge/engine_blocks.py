@@ -150,7 +150,9 @@ class EngineBlocks:
         So it is if not all groups of its layers are the one that counts. Of those with a sliding
         window or a recurrent state it is known where the engine can resume, and only what leads
         there is shown; but a prompt that branches off on the way is reused up to an earlier such
-        end. What other groups need, as with chunked attention, events do not say."""
+        end. What other groups need, as with chunked attention, events do not say. And where blocks
+        look ahead, for EAGLE or MTP, a prompt that branches off at the end of a block does without
+        that block."""
         return self._is_upper_bound
 
     @property
@@ -210,6 +212,7 @@ class EngineBlocks:
             # vLLM also announces the part of a block at the end of a prompt, after another part
             # that it does not announce. With a window it cannot resume there.
             return [], ()
+        self._is_upper_bound |= event.looks_ahead
         changes, stored = self._store(event, tier)
         if tier is Tier.DEVICE:
             self._largest = max(self._largest, event.block_size)

@@ -46,6 +46,8 @@ class BlockStored:
     lora_id: above 0 for an adapter, even one without a name.
     kv_cache_spec_sliding_window: tokens that a layer of the group sees, the current one included.
     locality: LOCAL or None for this worker's blocks, REMOTE for blocks that lie elsewhere.
+    lookahead_token_ids: for each block, tokens after it that its hash covers too, as a drafter has
+    read them. Of pairs, that is each one's second token.
     """
 
     block_hashes: Sequence[BlockHash]
@@ -61,6 +63,13 @@ class BlockStored:
     locality: str | None = None
     lora_id: int | None = None
     kv_cache_spec_sliding_window: int | None = None
+    lookahead_token_ids: Sequence[Sequence[int]] | None = None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether its blocks are reused only by prompts that go on as the first one did."""
+        tokens = self.token_ids
+        return bool(self.lookahead_token_ids or (tokens and not isinstance(tokens[0], int)))
 
 
 @dataclass(frozen=True, slots=True)

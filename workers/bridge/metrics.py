@@ -33,7 +33,7 @@ UPPER_BOUND = Family(
     "kvroute_agent_overlap_is_upper_bound",
     "gauge",
     "1 if the engine may reuse less than is shown, because events do not say what some of its "
-    "layers need.",
+    "layers need, or because it reuses some blocks only before the same next token (EAGLE, MTP).",
     ("rank",),
 )
 LEFT_OUT = Family(

@@ -5,6 +5,7 @@ Paths and labels from vllm/entrypoints/serve/instrumentator and vllm/v1/metrics/
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,12 @@ CONFIG = "vllm:cache_config_info"
 STARTED = "process_start_time_seconds"
 RUNNING = "vllm:num_requests_running"
 SPECULATIVE = "vllm:spec_decode_num_drafts_total"
-_WANTED = Wanted((CONFIG, STARTED, RUNNING, SPECULATIVE))
+CONNECTED = "vllm:num_requests_kv_fetch_by_stage"
+"""There is a KV connector."""
+LOOKAHEAD_SINCE = (0, 33)
+"""From then on a block's hash covers the tokens after it that a drafter has read, unless there is a
+KV connector."""
+_WANTED = Wanted((CONFIG, STARTED, RUNNING, SPECULATIVE, CONNECTED))
 _LOCAL = ("tcp://127.", "tcp://localhost:", "tcp://0.0.0.0:")
 """vLLM binds only what has `*` or `::` in it, and connects to other addresses. It may report one of
 this node's as bound, because it resolved `tcp://*:0` to it, but never one of these."""
@@ -37,7 +43,8 @@ class _Said:
     config: dict[str, str]
     ranks: tuple[int, ...]
     started_s: float | None
-    drops_last_block: bool
+    is_speculative: bool
+    is_connected: bool
 
 
 async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> EngineFacts:
@@ -58,7 +65,7 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         block_size=block_size,
         capacity_tokens=_capacity(said, overrides),
         reuse_tokens=_number(said, "cache_hit_alignment_tokens") or block_size,
-        recomputed_tokens=block_size if said.drops_last_block else 0,
+        recomputed_tokens=block_size if _drops_last_block(said, version) else 0,
         sources=sources,
         announces_copies=True,
         started_s=said.started_s,
@@ -72,9 +79,18 @@ def _read(samples: list[Sample]) -> _Said:
         values[CONFIG].labels if CONFIG in values else {},
         tuple(sorted(ranks)) or (0,),
         values[STARTED].value if STARTED in values else None,
-        # Which kind of drafter it is, only its log says. EAGLE and MTP are most of them.
         SPECULATIVE in values,
+        CONNECTED in values,
     )
+
+
+def _drops_last_block(said: _Said, version: str) -> bool:
+    """Whether it computes the last block of a hit again, as the drafter's KV of its last token may
+    be that of another continuation. Which kind of drafter it is, only its log says: EAGLE and MTP,
+    which need that, are most of them."""
+    numbers = re.match(r"v?(\d+)\.(\d+)", version)
+    is_older = numbers is None or (int(numbers[1]), int(numbers[2])) < LOOKAHEAD_SINCE
+    return said.is_speculative and (is_older or said.is_connected)
 
 
 def _rank(sample: Sample) -> int:

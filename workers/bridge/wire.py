@@ -57,6 +57,7 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     cache_salt: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
     def event(self) -> BlockStored:
         return BlockStored(
@@ -73,6 +74,7 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
             locality=self.locality,
             lora_id=self.lora_id,
             kv_cache_spec_sliding_window=self.kv_cache_spec_sliding_window,
+            lookahead_token_ids=self.lookahead_token_ids,
         )
 
 

@@ -116,10 +116,25 @@ async def test_hits_of_a_hybrid_model_land_on_its_alignment() -> None:
     assert (facts.block_size, facts.reuse_tokens) == (528, 1056)
 
 
-async def test_speculation_costs_vllm_the_last_block_of_a_hit() -> None:
-    drafts = b'\nvllm:spec_decode_num_drafts_total{engine="0"} 0.0\n'
-    facts = await facts_of(VLLM | {"/metrics": VLLM["/metrics"] + drafts})
-    assert facts.recomputed_tokens == facts.block_size == 32
+@pytest.mark.parametrize(
+    ("version", "has_connector", "recomputed"),
+    [
+        ("0.32.0", False, 32),
+        ("0.33.0", False, 0),
+        ("0.33.0rc1", False, 0),
+        ("1.0.0", False, 0),
+        ("0.33.0", True, 32),
+        ("dev", False, 32),
+    ],
+)
+async def test_speculation_costs_vllm_the_last_block_of_a_hit_unless_hashes_look_ahead(
+    version: str, has_connector: bool, recomputed: int
+) -> None:
+    metrics = VLLM["/metrics"] + b'\nvllm:spec_decode_num_drafts_total{engine="0"} 0.0\n'
+    if has_connector:
+        metrics += b'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="in_progress"} 0.0\n'
+    facts = await facts_of(VLLM | {"/metrics": metrics, "/version": {"version": version}})
+    assert (facts.block_size, facts.recomputed_tokens) == (32, recomputed)
 
 
 async def test_the_blocks_that_older_vllm_reports_belong_to_all_ranks() -> None:

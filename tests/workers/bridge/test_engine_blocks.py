@@ -380,6 +380,22 @@ def test_the_first_of_each_pair_of_tokens_counts(holder: Holder) -> None:
 
 
 @pytest.mark.parametrize(
+    "event",
+    [
+        replace(stored([11]), lookahead_token_ids=[[TOKENS[SIZE]]]),
+        BlockStored([11], None, list(pairwise(TOKENS))[:SIZE], SIZE),
+    ],
+)
+def test_blocks_that_look_ahead_may_be_reused_less_than_is_shown(
+    holder: Holder, event: BlockStored
+) -> None:
+    holder.take(stored([10]))
+    assert not holder.blocks.is_upper_bound
+    holder.take(event)
+    assert holder.blocks.is_upper_bound
+
+
+@pytest.mark.parametrize(
     ("event", "message"),
     [
         (stored([11], size=SIZE + 2), "block_size: 6 is not a multiple of the index's 4"),

@@ -40,6 +40,7 @@ def test_no_field_of_an_event_is_lost() -> None:
         locality="LOCAL",
         lora_id=3,
         kv_cache_spec_sliding_window=128,
+        lookahead_token_ids=[[3]],
     )
     removed = BlockRemoved([7], "GPU", 1, "LOCAL", [2])
     for event in (stored, removed):
