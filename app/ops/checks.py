@@ -15,6 +15,7 @@ from urllib.request import ProxyHandler, build_opener
 import orjson
 
 from app.core.check import Check
+from app.core.documents import page
 from app.core.errors import KvrouteError, RedisUnavailable, cut
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.worker_report import WorkerInfo, version_in
@@ -97,7 +98,9 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         control = await read_control(redis, keyspace)
         holders = await models.directory(redis)
     except KvrouteError as error:
-        yield Check(f"namespace {name}", False, str(error), "see docs/operating.md, upgrades")
+        yield Check(
+            f"namespace {name}", False, str(error), f"see {page('operating.md')}, Upgrading"
+        )
         return
     if summary is None:
         yield Check(
@@ -158,7 +161,8 @@ def _versions(texts: Iterable[bytes]) -> Check:
         "versions",
         spoken <= {DATA_VERSION},
         f"workers speak version {', '.join(map(str, sorted(spoken))) or '?'} of the data model",
-        f"this release speaks {DATA_VERSION}: run one release in a namespace (docs/operating.md)",
+        f"this release speaks {DATA_VERSION}: run one release in a namespace; see "
+        f"{page('operating.md')}",
     )
 
 
@@ -241,7 +245,7 @@ async def of_router(url: str) -> Check:
         about,
         ready and not missing,
         "; ".join(missing) or "ready",
-        "see docs/front-door.md and docs/operating.md for what each of these means",
+        f"{page('front-door.md')} and {page('operating.md')} say what each of these means",
     )
 
 

@@ -10,6 +10,7 @@ import aiohttp
 import zmq.asyncio
 
 from app.core.check import Check
+from app.core.documents import page
 from app.core.errors import ConfigError, EngineUnavailable
 from app.core.types import WorkerKey
 from workers.bridge.discovery import discover
@@ -41,7 +42,7 @@ async def of_engine(
             return
         except ConfigError as error:
             found, _, remedy = str(error).partition(": ")
-            yield Check(f"engine {url}", False, found, remedy or "see docs/engines.md")
+            yield Check(f"engine {url}", False, found, remedy or f"see {page('engines.md')}")
             return
         engine = EngineHttp(session, url)
         yield Check(
