@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
@@ -20,7 +21,7 @@ from app.core.config import RouterSettings
 from app.core.keys import Keyspace
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
-from app.edge import native, openai
+from app.edge import docs, native, openai
 from app.edge.client import Client
 from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
@@ -125,9 +126,16 @@ class Application(FastAPI):
                     task.cancel()
 
         # A redirect to the path with or without a slash would repeat the caller's Host header.
-        super().__init__(title="kvroute router", lifespan=lifespan, redirect_slashes=False)
+        super().__init__(
+            title="kvroute router",
+            version=version("kvroute"),
+            lifespan=lifespan,
+            redirect_slashes=False,
+            docs_url=None,
+            redoc_url=None,
+        )
         self.replica = replica
-        routes = [*native.ROUTES, *openai.ROUTES]
+        routes = [*native.ROUTES, *openai.ROUTES, *docs.ROUTES]
         self.router.routes[:0] = routes
         self._at = {
             (method, route.path): route.app for route in routes for method in route.methods or ()

@@ -417,6 +417,16 @@ async def test_every_error_is_told_in_the_dialect_of_its_path(
         assert answer.status_code == (404 if path == "/v1/nowhere" else 405)
 
 
+async def test_the_page_of_all_paths_needs_no_other_host(client: httpx.AsyncClient) -> None:
+    page = await client.get("/docs")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "<code>/v1/chat/completions</code>" in page.text
+    assert "openapi.json" in page.text
+    assert "//" not in page.text
+    assert (await client.get("/redoc")).status_code == 404
+
+
 class TestOpenApi:
     @pytest.fixture
     async def document(self, client: httpx.AsyncClient) -> dict[str, Any]:
