@@ -87,9 +87,17 @@ SPEED_ERROR = Family(
     "How far predictions with a constant were off lately, relative to what was measured.",
     ("rank", "constant"),
 )
+SPEED_LENGTH = Family(
+    "kvroute_agent_speed_learned_tokens",
+    "gauge",
+    "Tokens of the longest prompts, as means between two readings, that the speed of prefills was "
+    "learned from. Of longer ones it is extrapolated. 0: none were seen, or the engine counts the "
+    "time of its steps.",
+    ("rank",),
+)
 FAMILIES = (
     *(STATE, ENGINE, HELD, UNKNOWN, UPPER_BOUND, LEFT_OUT, MEDIA, LOSSES, LAG, ANSWERS, BATCHES),
-    *(SPEED, SPEED_SOURCE, SPEED_ERROR),
+    *(SPEED, SPEED_SOURCE, SPEED_ERROR, SPEED_LENGTH),
 )
 
 
@@ -104,6 +112,7 @@ def _samples(follower: EngineFollower) -> Iterator[Sampled]:
     for rank in follower.ranks:
         yield from _of_rank(rank, str(rank.info.key.dp_rank))
     for number, speed in follower.speeds.items():
+        yield SPEED_LENGTH, (str(number),), speed.longest_prefill
         for constant in speed.constants():
             name = str(number), constant.name
             yield SPEED, name, constant.value

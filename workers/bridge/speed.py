@@ -7,7 +7,8 @@ all of the time:
     seconds of a prompt = v0 + v1*computed_tokens + v2*attention_pairs
 
 is fitted to the means of the prompts between two readings, less what they are expected to have
-shared, and readings in which little was shared count most. Likewise, of an engine that decodes,
+shared, and readings in which little was shared count most. Of short prompts nothing is learned of
+v2, and it stays what was assumed. Likewise, of an engine that decodes,
 
     seconds of a step = w0 + w1*decode_seqs + w2*decode_context_tokens
 """
@@ -26,16 +27,15 @@ from app.simulation.speed import LeastSquares
 from workers.bridge.facts import EngineLoad
 
 ENOUGH_PROMPTS = 20
-SHORTEST_MEAN = 256.0
-"""Tokens. What a prompt takes whatever its length is spread over the tokens of a mean prompt, or
-over so many: one token is all that is computed of some, and long ones would seem to take minutes.
-"""
+MANY_PAIRS = 500_000.0
+"""Of 1,000 tokens: from then on, attention takes a share that can be told from noise."""
 ENOUGH_GAPS = 1_000
 """So many gaps between two tokens of a request."""
 ENOUGH_REQUESTS = 10
 PROMPT_TOKENS = 1_000.0
 """Errors count relative to the time that a prompt takes, which is taken to grow from this length
-on: otherwise only the longest prompts would."""
+on: otherwise only the longest prompts would. v0 is spread over the tokens of a mean prompt, or over
+so many: after short chats alone, long prompts would seem to take many times as long as they do."""
 LEAST_WEIGHT = 0.02
 """Of a reading in which all prompts came at once, if they always do."""
 STALL = 2.0
@@ -138,13 +138,17 @@ class EngineSpeed:
         self._assumption: Source = "default" if profile is None else "profile"
         assumed = self._assumed
         self._prefill = LeastSquares(
-            [assumed.prefill_s_per_token, assumed.prefill_s_per_token2], [100.0, 1e4]
+            [assumed.prefill_s_per_token, assumed.prefill_s_per_token2], [100.0, 2e5]
         )
         self._decode = LeastSquares(
             [assumed.decode_s_per_seq, assumed.decode_s_per_kv_token], [3.0, 3e3]
         )
         self._prompts = _Mean()
         """Computed tokens of a prompt."""
+        self._long_prompts = 0.0
+        """Those with MANY_PAIRS, as far as is known."""
+        self.longest_prefill = 0.0
+        """Computed tokens of a prompt, on average of the reading that had the longest."""
         self._busy = _Mean()
         """Seconds of a computed token, where the engine counts them."""
         self._outputs = _Mean()
@@ -192,11 +196,12 @@ class EngineSpeed:
         pairs = tokens * (prompt / count - tokens / 2)
         features = np.array([[tokens, max(0.0, pairs)]])
         if self._is_learned("prefill_s_per_token"):
-            constants = np.array(self._prefill_constants())
-            self._note_error(_PREFILL, float(features[0] @ constants), seconds)
-            expected = self._prefill.weights() @ np.array([1.0, *features[0]])
-            seconds = min(seconds, STALL * float(expected))
+            expected = float(self._prefill.weights() @ np.array([1.0, *features[0]]))
+            self._note_error(_PREFILL, expected, seconds)
+            seconds = min(seconds, STALL * expected)
         self._prompts.add(computed, count)
+        self._long_prompts += count * (pairs >= MANY_PAIRS)
+        self.longest_prefill = max(self.longest_prefill, tokens)
         weight = max(LEAST_WEIGHT, math.exp(-4 * others))
         weight *= count * (PROMPT_TOKENS / (PROMPT_TOKENS + tokens)) ** 2
         self._prefill.add(features, np.array([seconds]), weight)
@@ -233,7 +238,9 @@ class EngineSpeed:
             # The time that attention took is part of it: nothing tells it apart.
             return self._busy.mean, 0.0
         fixed, per_token, per_pair = map(float, self._prefill.weights())
-        return per_token + fixed / max(self._prompts.mean, SHORTEST_MEAN), per_pair
+        if not self._is_learned("prefill_s_per_token2"):
+            per_pair = self._assumed.prefill_s_per_token2
+        return per_token + fixed / max(self._prompts.mean, PROMPT_TOKENS), per_pair
 
     def _note_error(self, names: tuple[str, ...], predicted: float, seconds: float) -> None:
         if seconds <= 0:
@@ -273,7 +280,8 @@ class EngineSpeed:
 
     def _is_learned(self, name: str) -> bool:
         if name in _PREFILL:
-            return bool(self._busy.count) or self._prompts.count >= ENOUGH_PROMPTS
+            seen = self._long_prompts if name == _PREFILL[1] else self._prompts.count
+            return bool(self._busy.count) or seen >= ENOUGH_PROMPTS
         if name in _DECODE:
             return self._gaps >= ENOUGH_GAPS
         return name in _OUTPUT and self._outputs.count >= ENOUGH_REQUESTS

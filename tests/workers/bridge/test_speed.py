@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from app.core.worker_report import DEFAULT_SPEED, Speed
-from app.simulation.profiles import PROFILES
+from app.simulation.profiles import PROFILES, Profile
 from workers.bridge.facts import EngineLoad
 from workers.bridge.speed import Constant, EngineSpeed, speed_of
 
@@ -181,6 +181,34 @@ def test_what_is_computed_of_nearly_cached_prompts_does_not_make_tokens_seem_slo
         engine.prefill(prefill_s(tokens, 2000), tokens, 2000)
         engine.read()
     assert predicted_s(engine.learner.speed(), 4000) < 3 * prefill_s(4000)
+
+
+@pytest.mark.parametrize("fixed_s", [2e-3, 8e-3, 50e-3])
+@pytest.mark.parametrize("profile", [None, PROFILE])
+def test_short_chats_do_not_make_long_prompts_seem_slow(
+    fixed_s: float, profile: Profile | None
+) -> None:
+    assumed = DEFAULT_SPEED if profile is None else speed_of(profile)
+
+    def took_s(tokens: float) -> float:
+        pairs = tokens * tokens / 2
+        return fixed_s + TOKEN_S * tokens + assumed.prefill_s_per_token2 * pairs
+
+    engine, choose = Vllm(EngineSpeed(CAPACITY, profile)), random.Random(5)
+    for _ in range(300):
+        tokens = choose.randrange(20, 200)
+        engine.prefill(took_s(tokens) * choose.uniform(0.9, 1.2), tokens)
+        engine.read()
+    speed = engine.learner.speed()
+    for tokens in (2_000, 8_000, 32_000):
+        ratio = predicted_s(speed, tokens) / took_s(tokens)
+        assert 0.5 < ratio < 3
+    assert engine.learner.longest_prefill < 200
+    assert constant(engine.learner, "prefill_s_per_token").source == "learned"
+    unlearned = constant(engine.learner, "prefill_s_per_token2")
+    assert unlearned.source == ("default" if profile is None else "profile")
+    prompts(engine, 100)
+    assert constant(engine.learner, "prefill_s_per_token2").source == "learned"
 
 
 def test_predictions_of_an_engine_that_does_not_change_are_right() -> None:
