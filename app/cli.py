@@ -18,8 +18,8 @@ from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
-from app.core.settings import LOG_LEVELS, base_url
-from app.options import PORT, Command, Group, cluster_size, options, pick
+from app.core.settings import COMMON, LOG_LEVELS, base_url
+from app.options import CLUSTER, PORT, Command, Group, Option, cluster_size, options, pick
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 POLL_S = 0.5
@@ -173,6 +173,8 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     envvar="REDIS_URL",
     show_envvar=True,
     help="Redis to use; unset: an embedded one.",
+    cls=Option,
+    heading=CLUSTER,
 )
 @click.option(
     "--balancer-host",
@@ -181,6 +183,8 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     show_envvar=True,
     show_default=True,
     help="Address the balancer listens on.",
+    cls=Option,
+    heading=CLUSTER,
 )
 @click.option(
     "--port",
@@ -190,11 +194,15 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     show_envvar=True,
     show_default=True,
     help="Port the balancer listens on; 0 takes a free one.",
+    cls=Option,
+    heading=CLUSTER,
 )
 @click.option(
     "--haproxy/--no-haproxy",
     default=None,
     help="Balance with HAProxy. Default: if it is installed.",
+    cls=Option,
+    heading=CLUSTER,
 )
 @options(RouterSettings, without=("redis_url", "port", "shared_fd", "log_level"))
 @options(
@@ -209,6 +217,8 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     "with_planner",
     default=False,
     help="Have a planner start and stop the workers, of which there are then at least --workers.",
+    cls=Option,
+    heading=CLUSTER,
 )
 @options(
     PlannerSettings,
@@ -226,6 +236,8 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     show_envvar=True,
     show_default=True,
     help="Minimum severity to log.",
+    cls=Option,
+    heading=COMMON,
 )
 def up(**values: Any) -> None:
     """Run a cluster on this machine until Ctrl-C."""

@@ -16,11 +16,25 @@ import click
 
 from app.core import settings
 from app.core.errors import ConfigError, KvrouteError
-from app.core.settings import CommonSettings, Kind, OneOf, PolicyName, Real, Text, Whole, variable
+from app.core.settings import (
+    CommonSettings,
+    Kind,
+    OneOf,
+    PolicyName,
+    Real,
+    Text,
+    Whole,
+    flag,
+    headings,
+    variable,
+)
 from app.policy.cost import POLICIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=CommonSettings)
+
+CLUSTER = "Cluster"
+"""The heading of the options of a cluster on this machine."""
 
 
 class Number(click.FloatRange):
@@ -79,10 +93,12 @@ POLICY = option_type(settings.PolicyName())
 
 def cluster_size(command: F) -> F:
     """Adds --workers and --replicas to a command that starts a cluster on this machine."""
-    for flag, number, what in (("replicas", 3, "router replicas"), ("workers", 8, "workers")):
+    for name, number, what in (("replicas", 3, "router replicas"), ("workers", 8, "workers")):
         command = click.option(
-            f"--{flag}",
-            f"num_{flag}",
+            f"--{name}",
+            f"num_{name}",
+            cls=Option,
+            heading=CLUSTER,
             default=number,
             show_default=True,
             type=PROCESSES,
@@ -109,11 +125,25 @@ class _OneLine(click.Command):
 
 
 class Command(_OneLine):
-    """A command."""
+    """A command. Its help lists its options by subject."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        by_heading: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                heading = getattr(param, "heading", "Options")
+                by_heading.setdefault(heading, []).append(record)
+        for heading, records in by_heading.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
-class Group(_OneLine, click.Group):
+class Group(Command, click.Group):
     """A command that has others."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
 
 
 @contextmanager
@@ -127,8 +157,37 @@ def naming_file(file: object) -> Iterator[None]:
         raise ConfigError(f"{file}: {error.strerror or error}") from None
 
 
-class _Option(click.Option):
-    """Ignores what Kubernetes puts into KVROUTE_PORT of every pod near a Service named kvroute."""
+class Option(click.Option):
+    """An option whose help shows its default as one would type it.
+
+    heading: under which the help lists it.
+
+    Ignores what Kubernetes puts into KVROUTE_PORT of every pod near a Service named kvroute.
+    """
+
+    def __init__(self, *args: Any, heading: str = "Options", **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.heading = heading
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        extra = super().get_help_extra(ctx)
+        if "default" in extra:
+            extra["default"] = self._typed(self.get_default(ctx, call=False))
+            if not extra["default"]:
+                del extra["default"]
+        if "range" in extra:
+            least, _, most = extra["range"].partition("<=x<=")
+            if most in map(str, (settings.MOST, settings.LONGEST_S)):
+                extra["range"] = f"x>={least}"
+        return extra
+
+    def _typed(self, default: Any) -> str:
+        if self.is_bool_flag:
+            flags = self.opts if default else self.secondary_opts
+            return flags[0] if flags else ""
+        if isinstance(default, tuple):
+            return ", ".join(map(self._typed, default))
+        return f"{default:.12g}" if isinstance(default, float) else str(default)
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         value = super().resolve_envvar_value(ctx)
@@ -143,12 +202,15 @@ def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Adds a click option for every field of `cls`, except those in `without`, to a command."""
 
     def decorate(command: F) -> F:
+        listed = headings(cls)
         for f in reversed(fields(cls)):
             if f.name not in without:
                 command = click.option(
                     _spelt(f),
                     f.name,
-                    cls=_Option,
+                    is_flag=f.metadata["kind"] is bool,
+                    cls=Option,
+                    heading=listed[f.name],
                     default=None if f.default is MISSING else f.default,
                     type=option_type(f.metadata["kind"]),
                     envvar=variable(f),
@@ -169,17 +231,15 @@ def pick(cls: type[S], values: dict[str, Any], *, without: tuple[str, ...] = ())
 
 def flags(settings: Any, *, without: tuple[str, ...] = ()) -> list[str]:
     """The command line that `options` would read as `settings`."""
-    names = [f.name for f in fields(settings) if f.name not in without]
-    values = {name.replace("_", "-"): getattr(settings, name) for name in names}
-    return [_flag(name, value) for name, value in values.items() if value is not None]
-
-
-def _flag(name: str, value: object) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    return f"--{name}={value}"
+    named = [(f, getattr(settings, f.name)) for f in fields(settings) if f.name not in without]
+    texts = (
+        flag(f, value) if isinstance(value, bool) else f"{flag(f)}={value}"
+        for f, value in named
+        if value is not None
+    )
+    return list(filter(None, texts))
 
 
 def _spelt(f: Field[Any]) -> str:
-    name = f.name.replace("_", "-")
-    return f"--{name}/--no-{name}" if f.metadata["kind"] is bool else f"--{name}"
+    opposite = flag(f, False) if f.metadata["kind"] is bool else ""
+    return "/".join(filter(None, (flag(f), opposite)))

@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING
 import click
 
 from app.http.server import run
-from app.options import BASE_URL, FACTOR, POSITIVE, POSITIVE_SECONDS, SECONDS, SEED, Command, Number
+from app.options import (
+    BASE_URL,
+    FACTOR,
+    POSITIVE,
+    POSITIVE_SECONDS,
+    SECONDS,
+    SEED,
+    Command,
+    Number,
+    Option,
+)
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, RequestError, clock
 from loadtest.command import FILE, distinct, json_option, save
@@ -40,6 +50,7 @@ CLIENTS = {Api.KVROUTE: ClusterClient, Api.OPENAI: DoorClient}
 
 api_option = click.option(
     "--api",
+    cls=Option,
     default=Api.KVROUTE,
     show_default=True,
     type=click.Choice(Api, case_sensitive=False),

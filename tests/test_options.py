@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,7 @@ from click.testing import CliRunner, Result
 from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import ConfigError
 from app.core.settings import variable
-from app.options import flags, naming_file, options, pick
+from app.options import Command, flags, naming_file, options, pick
 
 SETTINGS = (RouterSettings, WorkerSettings)
 
@@ -46,6 +47,37 @@ def test_a_flag_beats_a_variable_beats_the_default() -> None:
     assert run(RouterSettings, env=env)[0].redis_timeout_ms == 40
     assert run(RouterSettings, env=env)[0].redis_url == "redis://elsewhere:7000/2"
     assert run(RouterSettings, "--redis-timeout-ms=7", env=env)[0].redis_timeout_ms == 7
+
+
+@click.command(cls=Command)
+@options(RouterSettings)
+def routed(**_: Any) -> None:
+    pass
+
+
+def test_the_help_lists_options_by_subject_with_defaults_as_one_types_them() -> None:
+    text = CliRunner().invoke(routed, ["--help"], terminal_width=100).output
+    sections = dict(re.findall(r"^(\w[\w ]*):\n((?:  .*\n|\n(?=  ))+)", text, re.MULTILINE))
+    assert {"Common", "Access", "Limits", "Waiting", "Options"} <= sections.keys()
+    assert re.findall(r"^  (--[\w-]+)", sections["Waiting"], re.MULTILINE) == [
+        "--wait-queue",
+        "--wait-above-s",
+        "--wait-timeout-s",
+        "--tenant-weights",
+    ]
+    words = " ".join(text.split()).replace("- ", "-")  # lines break at hyphens
+    assert "env var: KVROUTE_GAP_TIMEOUT_S; default: 300; x>=0.001]" in words
+    assert "env var: KVROUTE_MIGRATE; default: --no-migrate]" in words
+    assert "--no-no" not in text
+    assert '""' not in text
+
+
+def test_what_is_named_for_being_off_is_one_flag() -> None:
+    assert run(RouterSettings, "--no-auth")[0].no_auth
+    assert not run(RouterSettings)[0].no_auth
+    assert run(RouterSettings, env={"KVROUTE_NO_AUTH": "true"})[0].no_auth
+    assert flags(RouterSettings(no_auth=True)).count("--no-auth") == 1
+    assert "--no-auth" not in flags(RouterSettings())
 
 
 @pytest.mark.parametrize("cls", SETTINGS)

@@ -10,7 +10,7 @@ import pytest
 
 from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
 from app.core.planner_settings import PlannerSettings
-from app.core.settings import variable
+from app.core.settings import shown_default, variable
 from app.door.metrics import Outcomes
 from app.planner.metrics import PlannerMetrics
 from app.policy.cost import POLICIES
@@ -31,7 +31,7 @@ def test_the_configuration_table_has_every_setting_with_its_default_and_help(set
     rows = [line for line in CONFIGURATION.splitlines() if line.startswith("| `--")]
     for f in fields(settings):
         flag = f"`--{f.name.replace('_', '-')}`"
-        default = "" if f.default in (None, "") else f"`{f.default}`"
+        default = f"`{shown_default(f)}`" if shown_default(f) else ""
         start, end = f"| {flag} | `{variable(f)}` |", f"| {default} | {f.metadata['help']} |"
         assert any(row.startswith(start) and row.endswith(end) for row in rows), flag
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from app.core.door_settings import DoorSettings
 from app.core.settings import (
     BASE_URL,
+    COMMON,
     COUNT,
     FACTOR,
     PORT,
@@ -34,8 +35,10 @@ from app.core.settings import (
 class RouterSettings(DoorSettings):
     """One router replica."""
 
-    port: int = setting(8080, "Port to listen on; 0 takes a free one.", PORT)
-    policy: str = setting("latency", "Cost function for requests that name none.", PolicyName())
+    port: int = setting(8080, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON)
+    policy: str = setting(
+        "latency", "Cost function for requests that name none.", PolicyName(), heading="Decisions"
+    )
     temperature: float = setting(
         0.0,
         "0 always takes the lowest cost; above 0 samples, the cheaper the likelier (softmax).",
@@ -46,6 +49,7 @@ class RouterSettings(DoorSettings):
         250,
         "Milliseconds to wait for Redis; after that, requests are routed by the last loads seen.",
         Whole(1, 600_000),
+        heading="Redis",
     )
     read_from: str = setting(
         "master",
@@ -58,6 +62,7 @@ class RouterSettings(DoorSettings):
         "Whether workers publish what they cache. If not, blocks routed to a worker count as "
         "cached there for --prediction-ttl-s after their last use.",
         bool,
+        heading="What workers cache",
     )
     count_in_flight: bool = setting(
         False,
@@ -78,6 +83,7 @@ class RouterSettings(DoorSettings):
         8192,
         "Decisions kept in Redis for `kvroute explain`, `whatif` and `inspect usage`; 0: none.",
         COUNT,
+        heading="Records of decisions",
     )
     details_per_s: int = setting(
         20,
@@ -90,6 +96,7 @@ class RouterSettings(DoorSettings):
         "A reservation not released within this time of its first token expires. What the front "
         "door carries stays reserved until it ends, and for ten seconds if its replica dies.",
         POSITIVE_SECONDS,
+        heading="Reservations",
     )
     prefill_ttl_s: float = setting(
         60.0,
@@ -102,6 +109,7 @@ class RouterSettings(DoorSettings):
         "Requests that may wait at this replica while no worker can take them; 0: they are refused "
         "(429).",
         Whole(0, 4096),
+        heading="Waiting",
     )
     wait_above_s: float | None = setting(
         None,
@@ -122,6 +130,7 @@ class RouterSettings(DoorSettings):
         "0-1: the worker a session last went to is credited with this fraction of the part of the "
         "prompt that it does not hold; 0 ignores sessions.",
         Real(0, 1),
+        heading="Sessions",
     )
     session_ttl_s: float = setting(
         600.0,
@@ -129,13 +138,14 @@ class RouterSettings(DoorSettings):
         POSITIVE_SECONDS,
     )
     max_body_bytes: int = setting(
-        8 * 1024 * 1024, "Larger request bodies are refused (413).", POSITIVE
+        8 * 1024 * 1024, "Larger request bodies are refused (413).", POSITIVE, heading="Limits"
     )
     max_prompt_tokens: int = setting(1_048_576, "Longer prompts are refused (422).", POSITIVE)
     shared_fd: int | None = setting(
         None,
         "An inherited listening socket to serve as well, shared with other replicas.",
         Whole(0, 2**31 - 1),
+        heading=COMMON,
     )
 
     @property
@@ -149,7 +159,7 @@ class RouterSettings(DoorSettings):
 class MemberSettings(CommonSettings):
     """What all that register workers share."""
 
-    worker_id: str = setting("", "Name in the fleet; unset: the host name.")
+    worker_id: str = setting("", "Name in the fleet; unset: the host name.", heading="Worker")
     max_requests: int = setting(
         256,
         "Requests that may be reserved on the worker at once; then it is full.",
@@ -163,6 +173,7 @@ class MemberSettings(CommonSettings):
         "Unique blocks the namespace is laid out for, set by the first worker to register; "
         "unset: 16 times this worker's pool.",
         POSITIVE,
+        heading="Index",
     )
     index_shards: int = setting(
         1,
@@ -178,8 +189,8 @@ class MemberSettings(CommonSettings):
 class WorkerSettings(MemberSettings):
     """One worker: an agent and the engine it hosts."""
 
-    port: int = setting(8081, "Port to listen on; 0 takes a free one.", PORT)
-    dp_rank: int = setting(0, "Data-parallel rank.", Whole(0, 65535))
+    port: int = setting(8081, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON)
+    dp_rank: int = setting(0, "Data-parallel rank.", Whole(0, 65535), heading="Worker")
     address: str = setting(
         "",
         "Base URL at which clients reach the worker; unset: http://<host>:<port>, with the host "
@@ -187,7 +198,7 @@ class WorkerSettings(MemberSettings):
         BASE_URL,
     )
     # At most what fits into the pool of any worker whose pool size is not given.
-    block_size: int = setting(16, "Tokens per KV block.", Whole(1, 4096))
+    block_size: int = setting(16, "Tokens per KV block.", Whole(1, 4096), heading="Engine")
     engine: str = setting(
         "sim", "sim: simulated; torch: computes a Llama model.", OneOf(("sim", "torch"))
     )
@@ -214,10 +225,12 @@ class WorkerSettings(MemberSettings):
         "(sim) or --model's (torch).",
     )
     worker_key: str = setting(
-        "", "Key that every request to the worker must carry, except for /health."
+        "", "Key that every request to the worker must carry, except for /health.", heading="Access"
     )
     device: str = setting(
-        "auto", "Device of the torch engine: cpu, cuda or cuda:N; auto: a GPU if there is one."
+        "auto",
+        "Device of the torch engine: cpu, cuda or cuda:N; auto: a GPU if there is one.",
+        heading="Torch engine",
     )
     dtype: str = setting(
         "auto",
@@ -237,7 +250,9 @@ class WorkerSettings(MemberSettings):
     max_num_seqs: int = setting(
         64, "Maximum number of requests the torch engine runs at once.", POSITIVE
     )
-    disk_pool_tokens: int = setting(0, "Size of the torch engine's disk KV pool in tokens.", COUNT)
+    disk_pool_tokens: int = setting(
+        0, "Size of the torch engine's disk KV pool in tokens.", COUNT, heading="Torch engine"
+    )
     disk_folder: str = setting(
         "", "Folder of the disk KV pool; each worker has its own folder in it."
     )
@@ -257,6 +272,7 @@ class WorkerSettings(MemberSettings):
         "vllm: the engine publishes its KV events and metrics as vLLM does, for `kvroute agent`; "
         "empty: the worker registers itself in Redis.",
         OneOf(("", "vllm")),
+        heading="Publishing as vLLM",
     )
     events_port: int = setting(
         0, "Port for published KV events (ZeroMQ); 0 takes a free one.", PORT
@@ -269,6 +285,7 @@ class WorkerSettings(MemberSettings):
         "How long a worker that is told to stop may take to finish the requests routed to it, and "
         "then the answers under way.",
         SECONDS,
+        heading="Worker",
     )
 
     def model_names(self, default: str) -> tuple[str, ...]:
@@ -283,8 +300,12 @@ class WorkerSettings(MemberSettings):
 class EngineAgentSettings(MemberSettings):
     """One agent beside an engine of another make."""
 
-    port: int = setting(8082, "Port for /health and /metrics; 0 takes a free one.", PORT)
-    engine_url: str = setting("", "Base URL of the engine that runs beside the agent.", BASE_URL)
+    port: int = setting(
+        8082, "Port for /health and /metrics; 0 takes a free one.", PORT, heading=COMMON
+    )
+    engine_url: str = setting(
+        "", "Base URL of the engine that runs beside the agent.", BASE_URL, heading="Engine"
+    )
     engine_api_key: str = setting("", "API key that the engine asks for, if it does.")
     address: str = setting(
         "", "Base URL at which clients reach the engine; unset: --engine-url.", BASE_URL
@@ -328,6 +349,7 @@ class EngineAgentSettings(MemberSettings):
         "How long an agent that is told to stop waits for its engine's requests to end, while no "
         "further ones are routed there.",
         SECONDS,
+        heading="Worker",
     )
     memory_folder: str = setting(
         "",

@@ -15,6 +15,7 @@ class DoorSettings(CommonSettings):
         "",
         "Key that every request must carry (Authorization: Bearer KEY), except for /health and "
         "/readiness. Better given by the variable, as `ps` shows flags.",
+        heading="Access",
     )
     api_key_file: str = setting(
         "",
@@ -33,14 +34,19 @@ class DoorSettings(CommonSettings):
         "Where the tokenizers of models are, NAME=FOLDER_OR_HUGGING_FACE_NAME,...; unset: where "
         "their workers say.",
         Text("NAME=SOURCE,...", parse_names),
+        heading="Front door",
     )
     max_request_bytes: int = setting(
-        64 * 1024 * 1024, "Larger bodies of OpenAI clients are refused (413).", POSITIVE
+        64 * 1024 * 1024,
+        "Larger bodies of OpenAI clients are refused (413).",
+        POSITIVE,
+        heading="Limits",
     )
     answer_timeout_s: float = setting(
         600.0,
         "An engine's answer must begin within this time, all tries together.",
         POSITIVE_SECONDS,
+        heading="Front door",
     )
     gap_timeout_s: float = setting(
         300.0, "Longest pause between two parts of an engine's answer.", POSITIVE_SECONDS

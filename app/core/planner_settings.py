@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from app.core.settings import (
+    COMMON,
     PORT,
     POSITIVE_SECONDS,
     PROCESSES,
@@ -33,9 +34,14 @@ class ScalingPolicy(StrEnum):
 class PlannerSettings(CommonSettings):
     """One planner; any number of them may stand by."""
 
-    port: int = setting(8083, "Port for /health and /metrics; 0 takes a free one.", PORT)
+    port: int = setting(
+        8083, "Port for /health and /metrics; 0 takes a free one.", PORT, heading=COMMON
+    )
     connector: str = setting(
-        "advise", "Who changes the fleet; advise: somebody else does.", OneOf(CONNECTORS)
+        "advise",
+        "Who changes the fleet; advise: somebody else does.",
+        OneOf(CONNECTORS),
+        heading="Size of the fleet",
     )
     scaling_policy: str = setting(
         "slo", "What the fleet's size follows.", OneOf(tuple(ScalingPolicy))
@@ -51,17 +57,24 @@ class PlannerSettings(CommonSettings):
         "Seconds within which an answer should begin, besides one and a half times the prefill "
         "that its prompt takes alone.",
         POSITIVE_SECONDS,
+        heading="Objectives",
     )
     slo_token_s: float = setting(0.1, "Seconds that each further token may take.", POSITIVE_SECONDS)
     slo_target: float = setting(0.95, "Share of requests that keep to both; 0-1.", Real(0, 1))
     routing_policy: str = setting(
-        "latency", "Policy of the routers, by which decisions are replayed.", PolicyName()
+        "latency",
+        "Policy of the routers, by which decisions are replayed.",
+        PolicyName(),
+        heading="Replay of decisions",
     )
     count_in_flight: bool = setting(
         False, "Whether the routers run with --count-in-flight; decisions are replayed so.", bool
     )
     startup_deadline_s: float = setting(
-        600.0, "Seconds after which a worker that has not registered is given up.", SECONDS
+        600.0,
+        "Seconds after which a worker that has not registered is given up.",
+        SECONDS,
+        heading="Deadlines",
     )
     drain_deadline_s: float = setting(
         600.0, "Seconds after which a worker is stopped though requests are left on it.", SECONDS
@@ -75,7 +88,9 @@ class PlannerSettings(CommonSettings):
         8.0, "Seconds that a change of the fleet may take to be ordered.", POSITIVE_SECONDS
     )
     exec_command: str = setting(
-        "", "Connector exec: the command that is run, with a JSON object on its standard input."
+        "",
+        "Connector exec: the command that is run, with a JSON object on its standard input.",
+        heading="Connectors",
     )
     worker_flags: str = setting(
         "", "Connector local: flags of the `kvroute worker` processes that are started."

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
 from app.core.types import TENANT_ID
 
 PRIORITIES = ("high", "normal", "low")
+COMMON = "Common"
+"""The heading of what every process has."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -113,9 +115,48 @@ WEIGHTS = Text("NAME=WEIGHT,...", parse_weights)
 BASE_URL = Text("URL", check_base_url)
 
 
-def setting(default: Any, help_text: str, kind: Kind = None, env: str | None = None) -> Any:
-    """A dataclass field that can be set. env: its variable, if not KVROUTE_<NAME>."""
-    return field(default=default, metadata={"help": help_text, "kind": kind, "env": env})
+def setting(
+    default: Any,
+    help_text: str,
+    kind: Kind = None,
+    env: str | None = None,
+    heading: str | None = None,
+) -> Any:
+    """A dataclass field that can be set.
+
+    env: its variable, if not KVROUTE_<NAME>. heading: under which it is listed, and all further
+    fields of its class up to the next heading.
+    """
+    metadata = {"help": help_text, "kind": kind, "env": env, "heading": heading}
+    return field(default=default, metadata=metadata)
+
+
+def headings(cls: type) -> dict[str, str]:
+    """The heading under which each setting is listed."""
+    heading, by_name = COMMON, {}
+    for f in fields(cls):
+        by_name[f.name] = heading = f.metadata["heading"] or heading
+    return by_name
+
+
+def flag(f: Field[Any], value: bool = True) -> str:
+    """How a setting is given on a command line. value: of one that is only on or off.
+
+    One that is named for what it switches off, and is not by default, has no opposite: "".
+    """
+    name = f.name.replace("_", "-")
+    if f.metadata["kind"] is not bool or value:
+        return f"--{name}"
+    return "" if name.startswith("no-") else f"--no-{name}"
+
+
+def shown_default(f: Field[Any]) -> str:
+    """The default as one would type it; "": there is none, or nothing to be typed."""
+    if f.default in (None, ""):
+        return ""
+    if f.metadata["kind"] is bool:
+        return flag(f, bool(f.default))
+    return f"{f.default:.12g}" if isinstance(f.default, float) else str(f.default)
 
 
 def variable(f: Field[Any]) -> str:

@@ -63,9 +63,10 @@ def configuration() -> str:
         WRITTEN_BY,
         "",
         "Each part below is a command: `kvroute router`, `worker`, `agent` or `planner`. Every "
-        "setting is a flag and an environment variable; the flag wins. What is `True` by default "
-        "is switched off with `--no-...`. A bad value stops the start with a message that names "
-        "it. `kvroute up` takes the settings of routers, workers and the planner.",
+        "setting is a flag and an environment variable; the flag wins. What is only on or off has "
+        "a flag for each, `--migrate` and `--no-migrate`, and `true` or `false` in its variable. A "
+        "bad value stops the start with a message that names it. `kvroute up` takes the settings "
+        "of routers, workers and the planner.",
         "",
         "The variables of the balancer are in [kubernetes.md](kubernetes.md#the-balancer).",
     ]
@@ -76,11 +77,11 @@ def configuration() -> str:
 
 
 def _setting(f: Field[Any]) -> tuple[str, ...]:
-    from app.core.settings import variable
+    from app.core.settings import flag, shown_default, variable
 
-    default = "" if f.default in (None, "") else f"`{f.default}`"
-    flag = f.name.replace("_", "-")
-    return f"`--{flag}`", f"`{variable(f)}`", default, f.metadata["help"]
+    default = shown_default(f)
+    shown = f"`{default}`" if default else ""
+    return f"`{flag(f)}`", f"`{variable(f)}`", shown, f.metadata["help"]
 
 
 def api() -> str:
