@@ -196,6 +196,7 @@ class Chat(FastHttpUser):
             "model": self.model,
             "messages": self.messages,
             "max_tokens": self.output_tokens(),
+            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

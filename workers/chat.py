@@ -1,9 +1,10 @@
-"""Chats, models and tokens over HTTP, as vLLM's server has them."""
+"""Chats, in the forms of three APIs, embeddings, models and tokens over HTTP, as vLLM's server has
+them."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,121 +14,48 @@ from fastapi.responses import Response
 
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import token_bytes
-from app.door.tokens import Renderer, Unrenderable, chat_of_messages, load
+from app.door.tokens import Renderer, Unrenderable, load
 from app.http.body import header, json_response, read_body
-from app.simulation.steps import Finished
-from workers.engines.base import Engine, Tokenizer
-from workers.http import Completion, CompletionCall, check, respond, usage_of
-from workers.messages import Message
+from app.simulation.steps import PromptTooLargeError
+from workers.engines.openai.answer import Answer, Form, now_s
+from workers.engines.openai.chats import (
+    chat_of,
+    chat_of_input,
+    chat_of_message,
+    renderable,
+    with_opaque_images,
+)
+from workers.engines.openai.completions import ChatForm
+from workers.engines.openai.embeddings import EmbeddingForm
+from workers.engines.openai.members import Generated, generated
+from workers.engines.openai.messages import MessageForm
+from workers.engines.openai.responses import ResponseForm
+from workers.engines.openai.scripts import Script, check_unscripted, script_of
+from workers.engines.openai.writers import NATURAL_TOKENS, Served, new_id, written
+from workers.http import ids_of, respond, texts_of
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 DEFAULT_MAX_TOKENS = 128
 
-
-class _Chat(Completion):
-    """A chat's answer under way: the first event comes with the first token."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        call: CompletionCall,
-        model: str,
-        tokenizer: Tokenizer | None,
-        *,
-        usage: bool,
-    ) -> None:
-        super().__init__(engine, call, model, tokenizer)
-        self._streams = call.stream
-        self._wants_usage = usage
-        kind = "chat.completion.chunk" if call.stream else "chat.completion"
-        self._frame |= {"id": f"chatcmpl-{call.completion.request_id}", "object": kind}
-        self._has_begun = False
-
-    def _json_now(self, token_ids: list[int], finished: Finished | None) -> bytes:
-        text = self._next_text(token_ids, finished is not None)
-        message: dict[str, object] = {"content": text}
-        if not self._has_begun:
-            message = {"role": "assistant", "content": text}
-            self._has_begun = True
-        choice = {
-            "index": 0,
-            "delta" if self._streams else "message": message,
-            "token_ids": token_ids,
-            "finish_reason": finished.finish_reason if finished else None,
-        }
-        if finished is None:
-            return orjson.dumps({**self._frame, "choices": [choice]})
-        usage = usage_of(finished)
-        if not self._streams:
-            return orjson.dumps({**self._frame, "choices": [choice], "usage": usage})
-        event = orjson.dumps({**self._frame, "choices": [choice]})
-        if not self._wants_usage:
-            return event
-        last = orjson.dumps({**self._frame, "choices": [], "usage": usage})
-        return event + b"\n\ndata: " + last
+FormOf = Callable[[str, Generated, Script | None], Form]
 
 
-def add_chat(
-    app: FastAPI,
-    engine: Engine,
-    names: Sequence[str],
-    tokenizer: Tokenizer | None,
-    source: str,
-) -> None:
-    """Add POST /v1/chat/completions, /v1/messages, /tokenize, /detokenize and GET /v1/models to
-    `app`.
+def add_chat(app: FastAPI, served: Served, source: str) -> None:
+    """Add the paths of chats, embeddings, models and tokens to `app`.
 
     source: the folder of the model's tokenizer and chat template; "": there is none, and chats come
     as token ids. Raises TokenizerUnavailable.
     """
-    renderer = load(source) if source else None
-    created = int(time.time())
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        fields = await _fields(request, names)
-        if fields.get("n") not in (None, 1):
-            raise InvalidRequest("n", f"must be 1, got {shown(fields['n'])}")
-        prompt = await _chat_ids(fields, renderer)
-        limit = fields.get("max_completion_tokens") or fields.get("max_tokens")
-        call = _call(request, {**fields, "max_tokens": limit or DEFAULT_MAX_TOKENS}, prompt)
-        options = fields.get("stream_options")
-        usage = bool(isinstance(options, dict) and options.get("include_usage"))
-        answer = _Chat(engine, call, fields["model"], tokenizer, usage=usage)
-        return await respond(request, call, answer)
-
-    @app.post("/v1/messages")
-    async def messages(request: Request) -> Response:
-        fields = await _fields(request, names)
-        if "max_tokens" not in fields:
-            raise InvalidRequest("max_tokens", "is missing")
-        call = _call(request, fields, await _message_ids(fields, renderer))
-        return await respond(request, call, Message(engine, call, fields["model"], tokenizer))
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        fields = await _fields(request, names)
-        if "messages" in fields:
-            ids = np.frombuffer(await _chat_ids(fields, renderer), "<u4").tolist()
-        else:
-            text = fields.get("prompt")
-            if tokenizer is None or not isinstance(text, str):
-                raise InvalidRequest("prompt", f"needs text, got {shown(text)}")
-            ids = tokenizer.encode(text)
-        limit = engine.max_context_tokens
-        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        fields = await _fields(request, names)
-        ids = fields.get("tokens")
-        if (
-            tokenizer is None
-            or not isinstance(ids, list)
-            or not all(type(token) is int and 0 <= token < 1 << 32 for token in ids)
-        ):
-            raise InvalidRequest("tokens", f"needs token ids, got {shown(ids)}")
-        return json_response({"prompt": tokenizer.decode(ids)})
+    chats = _Chats(served, load(source) if source else None)
+    app.post("/v1/chat/completions")(chats.complete)
+    app.post("/v1/messages")(chats.message)
+    app.post("/v1/messages/count_tokens")(chats.count)
+    app.post("/v1/responses")(chats.response)
+    app.post("/tokenize")(chats.tokenize)
+    app.post("/detokenize")(chats.detokenize)
+    if served.invents:
+        app.post("/v1/embeddings")(chats.embed)
+    created = now_s()
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -137,67 +65,180 @@ def add_chat(
                 "object": "model",
                 "created": created,
                 "owned_by": "kvroute",
-                "root": source or names[0],
+                "root": source or served.names[0],
                 "parent": None,
-                "max_model_len": engine.max_context_tokens,
+                "max_model_len": served.engine.max_context_tokens,
             }
-            for name in names
+            for name in served.names
         ]
         return json_response({"object": "list", "data": cards})
 
 
-async def _fields(request: Request, names: Sequence[str]) -> dict[str, Any]:
-    """Raises InvalidRequest."""
-    try:
-        fields = orjson.loads(await read_body(request, MAX_BODY_BYTES))
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest("body", f"not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequest("body", f"needs a JSON object, got {type(fields).__name__}")
-    model = fields.setdefault("model", names[0])
-    if model not in names:
-        raise InvalidRequest("model", f"must be one of {', '.join(names)}, got {shown(model)}")
-    return fields
+class _Chats:
+    """renderer: None: prompts come as token ids."""
 
+    def __init__(self, served: Served, renderer: Renderer | None) -> None:
+        self._served = served
+        self._renderer = renderer
 
-def _call(request: Request, fields: Mapping[str, Any], prompt: bytes) -> CompletionCall:
-    """Raises InvalidRequest."""
-    given = header(request, b"x-request-id")
-    return check({"request_id": given} | dict(fields) if given else fields, prompt)
+    async def complete(self, request: Request) -> Response:
+        fields = await self._fields(request)
 
+        def form(request_id: str, asked: Generated, script: Script | None) -> ChatForm:
+            return ChatForm(
+                request_id,
+                fields["model"],
+                call=script.call if script else None,
+                streams=asked.stream,
+                usage=asked.wants_usage,
+            )
 
-async def _chat_ids(fields: Mapping[str, Any], renderer: Renderer | None) -> bytes:
-    """The prompt, little-endian u32: as a router gives it, or else rendered. Raises
-    InvalidRequest."""
-    given = _given_ids(fields)
-    return await _rendered(fields, renderer) if given is None else given
+        names = {"prompt": "messages"}
+        return await self._answer(request, self._seen(fields), chat_of, form, names)
 
+    async def message(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        if fields.get("max_tokens") is None:
+            raise InvalidRequest("max_tokens", "is missing")
 
-async def _message_ids(fields: Mapping[str, Any], renderer: Renderer | None) -> bytes:
-    """As _chat_ids."""
-    given = _given_ids(fields)
-    if given is not None:
-        return given
-    try:
-        chat = chat_of_messages(fields)
-    except Unrenderable as error:
-        raise InvalidRequest("messages", str(error)) from None
-    return await _rendered(chat, renderer)
+        def form(request_id: str, _: Generated, script: Script | None) -> MessageForm:
+            return MessageForm(request_id, fields["model"], call=script.call if script else None)
+
+        names = {"prompt": "messages"}
+        return await self._answer(request, self._seen(fields), chat_of_message, form, names)
+
+    async def response(self, request: Request) -> Response:
+        fields = await self._fields(request)
+
+        def form(request_id: str, _: Generated, script: Script | None) -> ResponseForm:
+            return ResponseForm(
+                request_id, fields["model"], fields, call=script.call if script else None
+            )
+
+        names = {"prompt": "input", "max_tokens": "max_output_tokens"}
+        return await self._answer(request, self._seen(fields), chat_of_input, form, names)
+
+    async def _answer(
+        self,
+        request: Request,
+        fields: dict[str, Any],
+        chat_of: Callable[[Mapping[str, Any]], dict[str, Any]],
+        form_of: FormOf,
+        names: Mapping[str, str],
+    ) -> Response:
+        """names: of members, where they are called otherwise than in completions."""
+        request_id = header(request, b"x-request-id")
+        if request_id is not None:
+            fields.setdefault("request_id", request_id)
+        chat = chat_of(fields)
+        asked = generated(chat)
+        served = self._served
+        script = script_of(chat) if served.invents else None
+        if not served.invents:
+            check_unscripted(chat)
+        prompt = _given_ids(fields)
+        if prompt is None:
+            prompt = await self._rendered(chat)
+        request_id = asked.request_id or new_id()
+        try:
+            writers = written(
+                served,
+                [prompt],
+                asked,
+                request_id,
+                limit=asked.max_tokens or DEFAULT_MAX_TOKENS,
+                natural=NATURAL_TOKENS if served.invents and not asked.ignore_eos else None,
+                script=script,
+            )
+        except PromptTooLargeError as error:
+            error.field = names.get(error.field, error.field)
+            raise
+        form = form_of(request_id, asked, script)
+        answer = Answer(writers, form, per_prompt=asked.choices)
+        return await respond(request, answer, streams=asked.stream)
+
+    async def embed(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        inputs = texts_of(fields.get("input"))
+        prompts = [await ids_of(each, self._served, "input") for each in inputs]
+        form = EmbeddingForm(fields, prompts)
+        asked = replace(generated({}), ignore_eos=True)
+        writers = written(self._served, prompts, asked, new_id(), limit=1)
+        return await respond(request, Answer(writers, form), streams=False)
+
+    async def count(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        prompt = await self._rendered(chat_of_message(self._seen(fields)))
+        count = len(prompt) // 4
+        return json_response(
+            {"input_tokens": count, "context_management": {"original_input_tokens": count}}
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        if "messages" in fields:
+            ids = np.frombuffer(await self._rendered(self._seen(fields)), "<u4").tolist()
+        else:
+            text = fields.get("prompt")
+            if self._served.tokenizer is None or not isinstance(text, str):
+                raise InvalidRequest("prompt", f"needs text, got {shown(text)}")
+            ids = self._served.tokenizer.encode(text)
+        limit = self._served.engine.max_context_tokens
+        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        ids, tokenizer = fields.get("tokens"), self._served.tokenizer
+        if (
+            tokenizer is None
+            or not isinstance(ids, list)
+            or not all(type(token) is int and 0 <= token < 1 << 32 for token in ids)
+        ):
+            raise InvalidRequest("tokens", f"needs token ids, got {shown(ids)}")
+        return json_response({"prompt": tokenizer.decode(ids)})
+
+    async def _fields(self, request: Request) -> dict[str, Any]:
+        """Raises InvalidRequest."""
+        names = self._served.names
+        try:
+            fields = orjson.loads(await read_body(request, MAX_BODY_BYTES))
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest("body", f"not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise InvalidRequest("body", f"needs a JSON object, got {type(fields).__name__}")
+        if fields.get("model") is None:
+            fields["model"] = names[0]
+        if fields["model"] not in names:
+            raise InvalidRequest(
+                "model", f"must be one of {', '.join(names)}, got {shown(fields['model'])}"
+            )
+        return fields
+
+    def _seen(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """With images as this engine sees them."""
+        if not self._served.invents:
+            return fields
+        seen = {"messages": "text", "input": "input_text"}
+        return fields | {
+            name: with_opaque_images(fields[name], text)
+            for name, text in seen.items()
+            if name in fields
+        }
+
+    async def _rendered(self, chat: Mapping[str, Any]) -> bytes:
+        """A chat's prompt, little-endian u32. Raises InvalidRequest."""
+        if self._renderer is None:
+            raise InvalidRequest("messages", "are text, but this worker has no tokenizer")
+        try:
+            return token_bytes(await self._renderer.of_chat(renderable(chat)))
+        except Unrenderable as error:
+            raise InvalidRequest("messages", str(error)) from None
 
 
 def _given_ids(fields: Mapping[str, Any]) -> bytes | None:
+    """A prompt as a router gives it."""
     params = fields.get("kv_transfer_params")
     given = params.get("prompt_token_ids") if isinstance(params, dict) else None
     if given is None:
         given = fields.get("input_ids")
     return token_bytes(given) if isinstance(given, list) else None
-
-
-async def _rendered(chat: Mapping[str, Any], renderer: Renderer | None) -> bytes:
-    if renderer is None:
-        raise InvalidRequest("messages", "are text, but this worker has no tokenizer")
-    try:
-        ids = await renderer.of_chat(chat)
-    except Unrenderable as error:
-        raise InvalidRequest("messages", str(error)) from None
-    return token_bytes(ids)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import fields as fields_of
 
-import numpy as np
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -22,59 +17,47 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
-from app.core.types import checked_request_id
 from app.http.body import CLOSE, error_body, header, http_error, json_response, read_body
 from app.http.watch import watched
-from app.simulation.steps import Finished, PromptTooLargeError
-from workers.engines.base import (
-    CompletionRequest,
-    Engine,
-    EngineStoppedError,
-    QueueFullError,
-    TextStream,
-    Tokenizer,
-)
-from workers.engines.sampling_options import Sampling
+from app.simulation.steps import PromptTooLargeError
+from workers.engines.base import EngineStoppedError, QueueFullError
+from workers.engines.openai.answer import Answer
+from workers.engines.openai.completions import STOPPING, CompletionForm
+from workers.engines.openai.members import GENERATION, Generated, check_members, generated
+from workers.engines.openai.writers import Served, new_id, written
 from workers.metrics import registry_of
 
 DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API assumes when a request does not say."""
 
 RETRY_AFTER_S = 1
-STOPPING = "stopping"
 RAW_TOKENS = "application/octet-stream"
 RAW_TOKEN_BYTES = 4
 JSON_TOKEN_BYTES = 12
 """Ten digits, a comma and a space."""
 TEXT_TOKEN_BYTES = 32
 """A word of five non-Latin letters, each escaped in six bytes."""
-LONG_OUTPUT_TOKENS = 1024
-"""Decoding this many tokens takes milliseconds, 100,000 most of a second."""
 ROOM_BYTES = 65_536
 """Room in a body for everything but the prompt."""
-_SAMPLING = tuple(field.name for field in fields_of(Sampling))
+_COMPLETION = GENERATION | {"prompt"}
 
 
 def create_app(
-    engine: Engine,
-    *,
-    model: str = "simulated",
-    tokenizer: Tokenizer | None = None,
-    registry: CollectorRegistry | None = None,
-    key: str = "",
+    served: Served, *, registry: CollectorRegistry | None = None, key: str = ""
 ) -> FastAPI:
-    """The HTTP interface of `engine`; the caller runs it.
+    """The HTTP interface of an engine; the caller runs it.
 
     `POST /v1/completions` takes a JSON object with `prompt` (token ids; with a tokenizer, also
-    text, and the answer then has text too), `max_tokens`, `stream`, `request_id`,
-    `stream_interval` (tokens per chunk after the first), `ignore_eos` and the fields of Sampling;
-    or, as `application/octet-stream`, the prompt in raw little-endian u32 with the other fields in
-    the query. Unknown fields are ignored. A body larger than the longest prompt that fits could
-    need is not read to its end. A client that disconnects cancels its request.
+    text, and the answer then has text too; or a list of either), `stream_interval` (tokens per
+    chunk after the first) and the other members of GENERATION; or, as `application/octet-stream`,
+    the prompt in raw little-endian u32 with the other fields in the query. A body larger than the
+    longest prompt that fits could need is not read to its end. A client that disconnects cancels
+    its request.
 
     registry: of the metrics; None: the engine's. key: that requests must carry, but for /health;
     "": none.
     """
+    engine = served.engine
     app = FastAPI(title="kvroute worker", openapi_url=None, redirect_slashes=False)
     for kind in (
         InvalidRequest,
@@ -105,8 +88,8 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        call = await _read(request, engine.max_context_tokens, tokenizer)
-        return await respond(request, call, Completion(engine, call, model, tokenizer))
+        answer, asked = await _completion(request, served)
+        return await respond(request, answer, streams=asked.stream)
 
     return app
 
@@ -129,58 +112,80 @@ class _Guard:
         await self._app(scope, receive, send)
 
 
-async def respond(request: Request, call: CompletionCall, completion: Completion) -> Response:
-    """The answer, streamed if the call asks for that."""
-    return _Stream(completion) if call.stream else await _answer(request, completion)
+async def respond(request: Request, answer: Answer, *, streams: bool) -> Response:
+    """The answer, streamed if that is asked for.
+
+    Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
+    """
+    return _Stream(answer) if streams else await _whole(request, answer)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionCall:
-    """A checked request."""
+async def _completion(request: Request, served: Served) -> tuple[Answer, Generated]:
+    """Submitted. Raises InvalidRequest, naming the field and its value, what `read_body` raises,
+    and as Engine.complete."""
+    fields, prompts = await _read(request, served)
+    check_members(fields, _COMPLETION)
+    asked = generated(fields)
+    request_id = asked.request_id or f"cmpl-{new_id()}"
+    limit = asked.max_tokens or DEFAULT_MAX_TOKENS
+    writers = written(served, prompts, asked, request_id, limit=limit)
+    form = CompletionForm(request_id, served.names[0], choices=len(writers))
+    return Answer(writers, form, per_prompt=asked.choices), asked
 
-    completion: CompletionRequest
-    stream: bool
-    stream_interval: int
 
-
-async def _read(
-    request: Request, max_context_tokens: int, tokenizer: Tokenizer | None
-) -> CompletionCall:
-    """Raises InvalidRequest, naming the field and its value, and what `read_body` raises."""
+async def _read(request: Request, served: Served) -> tuple[Mapping[str, object], list[bytes]]:
+    """The members of a body, and the prompts in it."""
     is_raw = (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS)
     if is_raw:
         token_size = RAW_TOKEN_BYTES
     else:
-        token_size = JSON_TOKEN_BYTES if tokenizer is None else TEXT_TOKEN_BYTES
-    body = await read_body(request, max_context_tokens * token_size + ROOM_BYTES)
+        token_size = JSON_TOKEN_BYTES if served.tokenizer is None else TEXT_TOKEN_BYTES
+    limit = served.engine.max_context_tokens * token_size + ROOM_BYTES
+    body = await read_body(request, limit)
     if is_raw:
         if len(body) % 4:
             raise InvalidRequest("prompt", f"{len(body)} bytes are not a whole number of u32")
-        return check(_query_fields(request.query_params), body)
+        return _query_fields(request.query_params), [_not_empty(body)]
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest("body", f"not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("body", f"needs a JSON object, got {type(fields).__name__}")
-    prompt = fields.get("prompt")
+    return fields, [await ids_of(each, served) for each in texts_of(fields.get("prompt"))]
+
+
+def texts_of(given: object) -> list[object]:
+    """Each of the texts, or lists of token ids, that a member gives, be it one or several."""
+    is_batch = isinstance(given, list) and given and isinstance(given[0], list | str)
+    return given if isinstance(given, list) and is_batch else [given]
+
+
+async def ids_of(prompt: object, served: Served, field: str = "prompt") -> bytes:
+    """A prompt, little-endian u32. Raises InvalidRequest."""
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise InvalidRequest("prompt", "is text, but this worker has no tokenizer")
+        if served.tokenizer is None:
+            raise InvalidRequest(field, "is text, but this worker has no tokenizer")
         # Encoding a megabyte takes a second.
-        prompt = await asyncio.to_thread(tokenizer.encode, prompt)
-    return check(fields, _prompt_bytes(prompt))
+        prompt = await asyncio.to_thread(served.tokenizer.encode, prompt)
+    return _not_empty(_prompt_bytes(prompt, field), field)
 
 
-def _prompt_bytes(prompt: object) -> bytes:
+def _not_empty(prompt: bytes, field: str = "prompt") -> bytes:
+    if not prompt:
+        raise InvalidRequest(field, "is empty")
+    return prompt
+
+
+def _prompt_bytes(prompt: object, field: str) -> bytes:
     if not isinstance(prompt, list):
-        raise InvalidRequest("prompt", f"needs a list of token ids, got {type(prompt).__name__}")
+        raise InvalidRequest(field, f"needs a list of token ids, got {type(prompt).__name__}")
     # In Python a boolean is an int, but it is not a token.
     if set(map(type, prompt)) <= {int}:
         with suppress(InvalidRequest):
             return token_bytes(prompt)
     bad = next(t for t in prompt if type(t) is not int or not 0 <= t < 1 << 32)
-    raise InvalidRequest("prompt", f"{shown(bad)} is not a token id")
+    raise InvalidRequest(field, f"{shown(bad)} is not a token id")
 
 
 def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
@@ -192,148 +197,28 @@ def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
     return fields
 
 
-def check(fields: Mapping[str, object], prompt: bytes) -> CompletionCall:
-    """The request that these fields of a body ask for. Raises InvalidRequest."""
-    if not prompt:
-        raise InvalidRequest("prompt", "is empty")
-    request_id = fields.get("request_id")
-    if request_id is None:
-        request_id = f"cmpl-{uuid.uuid4().hex}"
-    chosen = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
-    completion = CompletionRequest(
-        checked_request_id(request_id),
-        prompt,
-        _positive(fields, "max_tokens", DEFAULT_MAX_TOKENS),
-        Sampling(**chosen),  # type: ignore[arg-type]  # it checks them
-        _flag(fields, "ignore_eos"),
-    )
-    return CompletionCall(
-        completion, _flag(fields, "stream"), _positive(fields, "stream_interval", 1)
-    )
-
-
-def _flag(fields: Mapping[str, object], name: str) -> bool:
-    value = fields.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise InvalidRequest(name, f"needs true or false, got {shown(value)}")
-    return value
-
-
-def _positive(fields: Mapping[str, object], name: str, default: int) -> int:
-    value = fields.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or value < 1:
-        raise InvalidRequest(name, f"needs an integer of at least 1, got {shown(value)}")
-    return value
-
-
-class Completion:
-    """A request under way, submitted on construction; `cancel` it in every case."""
-
-    def __init__(
-        self, engine: Engine, call: CompletionCall, model: str, tokenizer: Tokenizer | None
-    ) -> None:
-        request = call.completion
-        interval = call.stream_interval if call.stream else request.max_tokens
-        self._generation = engine.complete(request, stream_interval=interval)
-        self._text: TextStream | None = None
-        if tokenizer is not None:
-            self._text = tokenizer.stream(np.frombuffer(request.prompt, "<u4").tolist())
-        self._frame: dict[str, object] = {
-            "id": request.request_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def cancel(self) -> None:
-        """Does nothing once it has finished."""
-        self._generation.cancel()
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        try:
-            async for output in self._generation:
-                yield b"data: %b\n\n" % await self._json(output.token_ids, output.finished)
-        except EngineStoppedError as error:
-            # The status line is already sent, so only the stream can report the error.
-            yield b"data: %b\n\n" % orjson.dumps(error_body(STOPPING, str(error)))
-        else:
-            yield b"data: [DONE]\n\n"
-
-    async def whole(self) -> bytes:
-        """Raises EngineStoppedError if the engine stops before the request is complete."""
-        token_ids: list[int] = []
-        async for output in self._generation:
-            token_ids += output.token_ids
-        return await self._json(token_ids, output.finished)
-
-    async def _json(self, token_ids: list[int], finished: Finished | None) -> bytes:
-        if len(token_ids) < LONG_OUTPUT_TOKENS:
-            return self._json_now(token_ids, finished)
-        return await asyncio.to_thread(self._json_now, token_ids, finished)
-
-    def _next_text(self, token_ids: Sequence[int], is_last: bool) -> str:
-        if self._text is None:
-            return ""
-        pieces = [self._text.push(token) for token in token_ids]
-        return "".join([*pieces, self._text.end()] if is_last else pieces)
-
-    def _json_now(self, token_ids: list[int], finished: Finished | None) -> bytes:
-        choice = {
-            "index": 0,
-            "text": self._next_text(token_ids, finished is not None),
-            "token_ids": token_ids,
-            "finish_reason": finished.finish_reason if finished else None,
-        }
-        usage = {"usage": usage_of(finished)} if finished else {}
-        return orjson.dumps({**self._frame, "choices": [choice], **usage})
-
-
 class _Stream(StreamingResponse):
     """Cancels the request however the exchange with the client ends."""
 
-    def __init__(self, completion: Completion) -> None:
-        super().__init__(completion.chunks(), media_type="text/event-stream")
-        self._completion = completion
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.events(), media_type="text/event-stream")
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._completion.cancel()
+            self._answer.cancel()
 
 
-async def _answer(request: Request, completion: Completion) -> Response:
-    """The whole answer, computed before anything is sent, so that the status reflects the outcome.
-
-    Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
-    """
+async def _whole(request: Request, answer: Answer) -> Response:
+    """Computed before anything is sent, so that the status reflects the outcome."""
     try:
         async with watched(request.scope):
-            return Response(await completion.whole(), media_type="application/json")
+            return Response(await answer.whole(), media_type="application/json")
     finally:
-        completion.cancel()
+        answer.cancel()
     raise ClientDisconnect
-
-
-def usage_of(finished: Finished) -> dict[str, object]:
-    """As in the OpenAI API, with the cached tokens by tier."""
-    return {
-        "prompt_tokens": finished.prompt_tokens,
-        "completion_tokens": finished.output_tokens,
-        "total_tokens": finished.prompt_tokens + finished.output_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": finished.cached_tokens,
-            "cached_tokens_by_tier": {
-                "device": finished.cached_tokens - finished.host_tokens - finished.disk_tokens,
-                "host": finished.host_tokens,
-                "disk": finished.disk_tokens,
-            },
-        },
-    }
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -26,6 +26,7 @@ from workers.agent.agent import Agent, AgentSettings
 from workers.agent.gpu import GpuMonitor
 from workers.engines.base import Engine, Hosted
 from workers.engines.hosting import host
+from workers.engines.openai.writers import Served
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +81,9 @@ async def _serve_with_agent(
         )
         engine = hosted.start(agent)
         names = settings.model_names(hosted.model)
-        app = create_app(
-            engine, model=names[0], tokenizer=hosted.tokenizer, key=settings.worker_key
-        )
-        add_chat(app, engine, names, hosted.tokenizer, hosted.tokenizer_source)
+        served = Served(engine, names, hosted.tokenizer, hosted.invents)
+        app = create_app(served, key=settings.worker_key)
+        add_chat(app, served, hosted.tokenizer_source)
         async with asyncio.TaskGroup() as tasks:
             running_agent = tasks.create_task(_run(agent))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
@@ -25,6 +26,7 @@ from app.simulation.speed import sped_up
 from app.simulation.steps import SimRequest
 from tests.eventually import eventually
 from workers.engines.base import EngineStoppedError, Generation, Output, TextStream, Tokenizer
+from workers.engines.openai.writers import Served
 from workers.engines.sim.runner import EngineRunner
 from workers.http import create_app
 
@@ -98,10 +100,16 @@ async def serving(
     runner: EngineRunner, tokenizer: Tokenizer | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Run `runner` and serve it on a free port; yields a client."""
+    async with served_by(runner, create_app(Served(runner, ["simulated"], tokenizer))) as client:
+        yield client
+
+
+@asynccontextmanager
+async def served_by(runner: EngineRunner, app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """Run `runner` and serve `app` on a free port; yields a client."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # connections made before the server is up wait here
-        app = create_app(runner, tokenizer=tokenizer)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:
             tasks.create_task(runner.run())
@@ -274,7 +282,15 @@ async def test_a_completion_is_answered_as_a_whole_unless_streaming_is_asked_for
         "id": "r",
         "object": "text_completion",
         "model": "simulated",
-        "choices": [{"index": 0, "text": "", "token_ids": OUTPUT, "finish_reason": "length"}],
+        "choices": [
+            {
+                "index": 0,
+                "text": "",
+                "token_ids": OUTPUT,
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+        ],
         "usage": {
             "prompt_tokens": 10,
             "completion_tokens": 7,
@@ -420,7 +436,7 @@ async def test_other_requests_are_served_while_a_long_text_is_tokenized() -> Non
 async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_together(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.http.LONG_OUTPUT_TOKENS", 7)
+    monkeypatch.setattr("workers.engines.openai.answer.LONG_OUTPUT_TOKENS", 7)
     tokenizer = SlowTokenizer()
     async with serving(fast(), tokenizer) as client:
         fields = {"prompt": ABC, "max_tokens": 8, "stream": stream, "stream_interval": 7}
@@ -507,7 +523,7 @@ async def test_bad_raw_input_is_refused_too(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt": ["x" * 5000]},
+        {"prompt": [1, "x" * 5000]},
         {"prompt": [1], "request_id": "x" * 5000},
         {"prompt": [1], "stream": "x" * 5000},
         {"prompt": [1], "max_tokens": "x" * 5000},
@@ -748,7 +764,8 @@ async def test_an_engine_that_stops_in_mid_stream_is_reported_in_the_last_chunk(
         "error": {
             "code": "stopping",
             "message": "the engine stopped request r after 1 tokens",
-            "field": None,
+            "type": "api_error",
+            "param": None,
         }
     }
     assert caplog.messages == []

@@ -189,3 +189,5 @@ class Hosted:
     """Prompts reuse multiples of so many tokens; None: of a block."""
     tokenizer_source: str = ""
     """Folder of the tokenizer and the chat template; "": there is none."""
+    invents: bool = False
+    """Its words are made up, so that they can be in any form."""

@@ -49,5 +49,6 @@ def _simulated(settings: WorkerSettings) -> Hosted:
         num_blocks,
         start,
         tokenizer=SimTokenizer(),
+        invents=True,
         tokenizer_source=str(FOLDER),
     )

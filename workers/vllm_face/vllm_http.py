@@ -13,6 +13,7 @@ from app.core.types import Tier
 from app.http.body import json_response
 from workers.chat import add_chat
 from workers.engines.base import Engine, Hosted
+from workers.engines.openai.writers import Served
 from workers.http import create_app
 from workers.vllm_face.event_socket import EventSocket
 from workers.vllm_face.request_metrics import LoadCollector
@@ -40,8 +41,9 @@ def create_vllm_app(
     )
     ProcessCollector(registry=registry)
     names = settings.model_names(hosted.model)
-    app = create_app(engine, model=names[0], tokenizer=hosted.tokenizer, registry=registry)
-    add_chat(app, engine, names, hosted.tokenizer, hosted.tokenizer_source)
+    served = Served(engine, names, hosted.tokenizer, hosted.invents)
+    app = create_app(served, registry=registry)
+    add_chat(app, served, hosted.tokenizer_source)
 
     @app.get("/version")
     async def show_version() -> Response:

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from workers.engines.openai.stops import StopStrings
+
+
+def said(stops: StopStrings, *pieces: str) -> list[str]:
+    return [stops.push(piece) for piece in pieces]
+
+
+def test_a_stop_string_is_found_across_pieces_and_is_not_said() -> None:
+    stops = StopStrings(["END", "X"])
+
+    assert said(stops, "abE", "N", "Dx") == ["ab", "", ""]
+    assert stops.found == "END"
+    assert stops.end() == ""
+
+
+def test_what_only_begins_like_a_stop_string_is_said_later() -> None:
+    stops = StopStrings(["END"])
+
+    assert said(stops, "aEN", "E", "N!") == ["a", "EN", "EN!"]
+    assert said(stops, "zEN") == ["z"]
+    assert stops.end() == "EN"
+    assert stops.found is None
+
+
+def test_the_first_of_several_counts() -> None:
+    stops = StopStrings(["later", "b"])
+
+    assert said(stops, "ab later") == ["a"]
+    assert stops.found == "b"

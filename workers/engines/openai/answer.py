@@ -1,0 +1,209 @@
+"""What an engine says to one HTTP request, piece by piece, whatever form it is then given."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.simulation.steps import Finished
+from workers.engines.base import CompletionRequest, Engine, EngineStoppedError, TextStream
+from workers.engines.openai.stops import StopStrings
+
+LONG_OUTPUT_TOKENS = 1024
+"""Decoding this many tokens takes milliseconds, 100,000 most of a second."""
+
+
+def now_s() -> int:
+    """For the dates of answers."""
+    return int(time.time())
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one of the choices says next.
+
+    finish_reason: `stop` or `length` with its last piece. stopped_by: the stop string that ended
+    it, if one did.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stopped_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, by all choices of an answer. cached_tokens: of the prompts, by tier; None: unknown,
+    because a stop string ended the answer first."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: dict[str, int] | None
+
+
+class Writer:
+    """One choice of an answer, submitted on construction; `cancel` it in every case.
+
+    ends: the last token that the request may have is the natural end of what it says.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: CompletionRequest,
+        text: TextStream | None,
+        *,
+        stream_interval: int,
+        stops: Sequence[str] = (),
+        ends: bool = False,
+    ) -> None:
+        self._generation = engine.complete(request, stream_interval=stream_interval)
+        self._prompt_tokens = len(request.prompt) // 4
+        self._text = text
+        self._stops = StopStrings(stops)
+        self._ends = ends
+        self.num_tokens = 0
+        self.finished: Finished | None = None
+
+    def cancel(self) -> None:
+        """Does nothing once it has finished."""
+        self._generation.cancel()
+
+    async def pieces(self, index: int) -> AsyncIterator[Piece]:
+        """Raises EngineStoppedError if the engine stops before the request is complete."""
+        async for output in self._generation:
+            is_last = output.finished is not None
+            if len(output.token_ids) < LONG_OUTPUT_TOKENS:
+                text, num_tokens = self._read(output.token_ids, is_last)
+            else:
+                text, num_tokens = await asyncio.to_thread(self._read, output.token_ids, is_last)
+            self.num_tokens += num_tokens
+            self.finished = output.finished
+            reason = self._reason()
+            yield Piece(
+                index, text, output.token_ids[:num_tokens], reason, stopped_by=self._stops.found
+            )
+            if self._stops.found is not None:
+                self.cancel()
+                break
+
+    def usage(self) -> Usage:
+        """So far."""
+        cached = None if self.finished is None else _by_tier(self.finished)
+        return Usage(self._prompt_tokens, self.num_tokens, cached)
+
+    def _read(self, token_ids: list[int], is_last: bool) -> tuple[str, int]:
+        """Their text, and how many of them were read until a stop string came."""
+        if self._text is None:
+            return "", len(token_ids)
+        texts = []
+        for number, token in enumerate(token_ids, start=1):
+            texts.append(self._stops.push(self._text.push(token)))
+            if self._stops.found is not None:
+                return "".join(texts), number
+        if is_last:
+            texts += [self._stops.push(self._text.end()), self._stops.end()]
+        return "".join(texts), len(token_ids)
+
+    def _reason(self) -> str | None:
+        if self._stops.found is not None or (self._ends and self.finished is not None):
+            return "stop"
+        return self.finished.finish_reason if self.finished is not None else None
+
+
+class Form(Protocol):
+    """How an answer is written."""
+
+    def piece(self, piece: Piece) -> bytes:
+        """As events of a stream."""
+
+    def end(self, usage: Usage) -> bytes:
+        """The events that end a stream."""
+
+    def failed(self, error: EngineStoppedError) -> bytes:
+        """The events that end a stream whose engine has stopped: the status is already sent."""
+
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+        """In one body."""
+
+
+class Answer:
+    """The choices of one answer; `cancel` it in every case. per_prompt: choices in a row that have
+    the same prompt, whose tokens count once."""
+
+    def __init__(self, writers: Sequence[Writer], form: Form, per_prompt: int = 1) -> None:
+        self._writers = writers
+        self._form = form
+        self._per_prompt = per_prompt
+
+    def cancel(self) -> None:
+        """Does nothing once it has finished."""
+        for writer in self._writers:
+            writer.cancel()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._pieces():
+                if events := self._form.piece(piece):
+                    yield events
+        except EngineStoppedError as error:
+            yield self._form.failed(error)
+        else:
+            yield self._form.end(self._usage())
+
+    async def whole(self) -> bytes:
+        """Raises EngineStoppedError if the engine stops before it is complete."""
+        choices: dict[int, Piece] = {}
+        async for piece in self._pieces():
+            before = choices.get(piece.index, Piece(piece.index, "", []))
+            text, token_ids = before.text + piece.text, before.token_ids + piece.token_ids
+            choices[piece.index] = Piece(
+                piece.index, text, token_ids, piece.finish_reason, piece.stopped_by
+            )
+        return self._form.whole([choices[index] for index in sorted(choices)], self._usage())
+
+    async def _pieces(self) -> AsyncIterator[Piece]:
+        """Those of all choices, as they come."""
+        if len(self._writers) == 1:
+            async for piece in self._writers[0].pieces(0):
+                yield piece
+            return
+        streams = [writer.pieces(index) for index, writer in enumerate(self._writers)]
+        nexts = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
+        try:
+            while nexts:
+                done, _ = await asyncio.wait(nexts, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    stream = nexts.pop(task)
+                    next_piece = task.result()
+                    if next_piece is not None:
+                        nexts[asyncio.ensure_future(anext(stream, None))] = stream
+                        yield next_piece
+        finally:
+            for task in nexts:
+                task.cancel()
+
+    def _usage(self) -> Usage:
+        usages = [writer.usage() for writer in self._writers]
+        prompts = usages[:: self._per_prompt]
+        cached = [usage.cached_tokens for usage in prompts if usage.cached_tokens is not None]
+        return Usage(
+            sum(usage.prompt_tokens for usage in prompts),
+            sum(usage.output_tokens for usage in usages),
+            {tier: sum(each[tier] for each in cached) for tier in cached[0]}
+            if len(cached) == len(prompts)
+            else None,
+        )
+
+
+def _by_tier(finished: Finished) -> dict[str, int]:
+    return {
+        "device": finished.cached_tokens - finished.host_tokens - finished.disk_tokens,
+        "host": finished.host_tokens,
+        "disk": finished.disk_tokens,
+    }

@@ -1,0 +1,168 @@
+"""Every kind of chat as one of OpenAI's: the one form in which our engines take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from xxhash import xxh3_64_hexdigest
+
+from app.core.errors import InvalidRequest, shown
+from app.door.tokens import Unrenderable, chat_of_messages, chat_of_response
+from workers.engines.openai.members import GENERATION, check_members, count, stops_in
+
+_ROUTERS = frozenset({"kv_transfer_params", "input_ids"})
+"""By which a router gives the ids of the prompt."""
+_RENDERED = frozenset({"messages", "tools", "tool_choice", "parallel_tool_calls"})
+_CHAT = (
+    GENERATION
+    | _ROUTERS
+    | _RENDERED
+    | {
+        *("max_completion_tokens", "response_format", "add_generation_prompt"),
+        "continue_final_message",
+    }
+)
+_MESSAGES = frozenset(
+    (
+        *("model", "stream", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k"),
+        *("system", "messages", "tools", "tool_choice", "output_config", "thinking"),
+        *("request_id", *_ROUTERS),
+    )
+)
+_RESPONSE = frozenset(
+    (
+        *("model", "stream", "stream_options", "max_output_tokens", "temperature", "top_p"),
+        *("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text"),
+        *("include", "request_id", "ignore_eos", *_ROUTERS),
+    )
+)
+_GIVEN = ("model", "stream", "temperature", "top_p", "top_k", "request_id", "ignore_eos")
+_IMAGES = frozenset({"image", "image_url", "input_image"})
+
+
+def chat_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat. Raises InvalidRequest."""
+    check_members(fields, _CHAT)
+    limit = count(fields, "max_completion_tokens")
+    return {**fields} if limit is None else {**fields, "max_tokens": limit}
+
+
+def chat_of_message(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request of the Messages API asks, as a chat. Raises InvalidRequest."""
+    check_members(fields, _MESSAGES)
+    thinking = fields.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("type") in ("disabled", "adaptive"):
+        thinking = None
+    if thinking is not None:
+        raise InvalidRequest("thinking", f"is not supported by this engine, got {shown(thinking)}")
+    asked = {name: value for name, value in fields.items() if name != "thinking"}
+    chat = _converted(chat_of_messages, asked, "messages")
+    form = chat.pop("response_format", None)
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        chat["response_format"] = {"type": "json_schema", "json_schema": form}
+    chat.pop("reasoning_effort", None)  # effort is a hint
+    return (
+        _given(fields)
+        | chat
+        | {
+            "max_tokens": fields.get("max_tokens"),
+            "stop": [*stops_in(fields, "stop_sequences")],
+        }
+    )
+
+
+def chat_of_input(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request of the Responses API asks, as a chat. Raises InvalidRequest."""
+    check_members(fields, _RESPONSE)
+    asked = {name: value for name, value in fields.items() if value is not None}
+    asked["input"] = _items(fields.get("input"))
+    for tool in _dicts(fields.get("tools")):
+        if tool.get("type") != "function":
+            raise InvalidRequest("tools", f"only functions are supported, got {shown(tool)}")
+    chat = _converted(chat_of_response, asked, "input")
+    choice = chat.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    text = fields.get("text")
+    form = text.get("format") if isinstance(text, dict) else text
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": form}
+    return (
+        _given(fields)
+        | chat
+        | {
+            "max_tokens": count(fields, "max_output_tokens"),
+            "response_format": form,
+        }
+    )
+
+
+def with_opaque_images(items: Any, text: str) -> Any:
+    """`items`, messages or content, with a text in place of each image, that differs between
+    different ones. text: the type of parts that are text."""
+    if not isinstance(items, list):
+        return items
+    made = []
+    for item in items:
+        if isinstance(item, dict):
+            if item.get("type") in _IMAGES:
+                name = xxh3_64_hexdigest(orjson.dumps(item, option=orjson.OPT_SORT_KEYS))
+                item = {"type": text, "text": f"[image {name}]"}
+            for name in ("content", "output"):
+                if isinstance(item.get(name), list):
+                    item = {**item, name: with_opaque_images(item[name], text)}
+        made.append(item)
+    return made
+
+
+def renderable(chat: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a chat its prompt depends on."""
+    kept = {name: value for name, value in chat.items() if name not in _NOT_RENDERED}
+    choice = chat.get("tool_choice")
+    if chat.get("tools"):
+        kept["tool_choice"] = choice if choice == "none" else "auto"
+    return kept
+
+
+_NOT_RENDERED = GENERATION | {"response_format", "tool_choice"}
+
+
+def _items(given: Any) -> Any:
+    """The input of a response, without what labels it."""
+    if not isinstance(given, list):
+        return given
+    made = []
+    for item in given:
+        if not isinstance(item, dict):
+            raise InvalidRequest("input", f"needs objects, got {shown(item)}")
+        if item.get("type") == "item_reference":
+            raise InvalidRequest("input", "refers to what would have to be stored here")
+        if item.get("type") == "reasoning" and not (item.get("content") or item.get("summary")):
+            continue  # only who wrote it can read it
+        item = {name: value for name, value in item.items() if name != "phase"}
+        content = item.get("content")
+        if item.get("role") == "assistant" and isinstance(content, list):
+            texts = [str(part.get("text") or part.get("refusal") or "") for part in _dicts(content)]
+            item["content"] = "".join(texts)
+        made.append(item)
+    return made
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fields[name] for name in _GIVEN if name in fields}
+
+
+def _converted(
+    convert: Callable[[Mapping[str, Any]], dict[str, Any]], asked: Mapping[str, Any], field: str
+) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    try:
+        return convert(asked)
+    except Unrenderable as error:
+        raise InvalidRequest(field, str(error)) from None

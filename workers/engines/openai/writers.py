@@ -1,0 +1,91 @@
+"""Has an engine write what a request asks for."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.core.errors import InvalidRequest
+from workers.engines.base import CompletionRequest, Engine, TextStream, Tokenizer
+from workers.engines.openai.answer import Writer
+from workers.engines.openai.members import MAX_CHOICES, Generated
+from workers.engines.openai.scripts import Script, ScriptStream
+
+NATURAL_TOKENS = 128
+"""After so many an answer to a chat with made up words ends, unless it is to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The engine behind an HTTP interface. names: of its model. invents: its words are made up, so
+    they can be in any form, but have no end of their own."""
+
+    engine: Engine
+    names: Sequence[str]
+    tokenizer: Tokenizer | None = None
+    invents: bool = False
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def written(
+    served: Served,
+    prompts: Sequence[bytes],
+    asked: Generated,
+    request_id: str,
+    *,
+    limit: int,
+    natural: int | None = None,
+    script: Script | None = None,
+) -> list[Writer]:
+    """As many choices as are asked for of each prompt, one prompt after another.
+
+    limit: of tokens, each. natural: after so many a choice ends by itself; None: only the engine
+    knows. script: what they are to be. Raises InvalidRequest, and as Engine.complete.
+    """
+    num_choices = len(prompts) * asked.choices
+    if num_choices > MAX_CHOICES:
+        field = "prompt" if asked.choices == 1 else "n"
+        raise InvalidRequest(field, f"asks for {num_choices} choices, over {MAX_CHOICES}")
+    if asked.min_tokens > limit:
+        raise InvalidRequest("min_tokens", f"is {asked.min_tokens}, over max_tokens {limit}")
+    if asked.min_tokens and not served.invents:
+        raise InvalidRequest("min_tokens", f"is not supported here, got {asked.min_tokens}")
+    if script is not None:
+        natural = script.num_tokens
+    elif natural is not None:
+        natural = max(natural, asked.min_tokens)
+    num_tokens = limit if natural is None else min(limit, natural)
+    writers: list[Writer] = []
+    try:
+        for number in range(num_choices):
+            prompt = prompts[number // asked.choices]
+            name = f"{request_id}-{number}" if number else request_id
+            writers.append(
+                Writer(
+                    served.engine,
+                    CompletionRequest(name, prompt, num_tokens, asked.sampling, asked.ignore_eos),
+                    _text(served, prompt, script),
+                    stream_interval=asked.stream_interval if asked.stream else num_tokens,
+                    stops=asked.stops,
+                    ends=natural == num_tokens,
+                )
+            )
+    except BaseException:
+        for writer in writers:
+            writer.cancel()
+        raise
+    return writers
+
+
+def _text(served: Served, prompt: bytes, script: Script | None) -> TextStream | None:
+    if script is not None:
+        return ScriptStream(script)
+    if served.tokenizer is None:
+        return None
+    return served.tokenizer.stream(np.frombuffer(prompt, "<u4").tolist())
