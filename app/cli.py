@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 
 import click
 
+from app.config_file import with_config_file
 from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
@@ -93,6 +94,7 @@ def main() -> None:
 
 
 @main.command(cls=Command)
+@with_config_file
 @options(RouterSettings)
 def router(**values: Any) -> None:
     """Run one router replica. Any number of replicas can share a Redis behind a load balancer."""
@@ -112,6 +114,7 @@ def router(**values: Any) -> None:
 
 
 @main.command(cls=Command)
+@with_config_file
 @options(WorkerSettings)
 def worker(**values: Any) -> None:
     """Run one worker: an engine and the agent that publishes its cache and load."""
@@ -129,6 +132,7 @@ def worker(**values: Any) -> None:
 
 
 @main.command(cls=Command)
+@with_config_file
 @options(EngineAgentSettings)
 def agent(**values: Any) -> None:
     """Run beside an engine, such as vLLM or SGLang, and make it a worker."""
@@ -145,6 +149,7 @@ def agent(**values: Any) -> None:
 
 
 @main.group(cls=_Planner, invoke_without_command=True)
+@with_config_file
 @options(PlannerSettings)
 @click.pass_context
 def planner(ctx: click.Context, /, **values: Any) -> None:
@@ -165,6 +170,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
 
 
 @main.command(cls=Command)
+@with_config_file
 @cluster_size
 @click.option(
     "--redis",

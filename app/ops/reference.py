@@ -63,10 +63,12 @@ def configuration() -> str:
         WRITTEN_BY,
         "",
         "Each part below is a command: `kvroute router`, `worker`, `agent` or `planner`. Every "
-        "setting is a flag and an environment variable; the flag wins. What is only on or off has "
-        "a flag for each, `--migrate` and `--no-migrate`, and `true` or `false` in its variable. A "
-        "bad value stops the start with a message that names it. `kvroute up` takes the settings "
-        "of routers, workers and the planner.",
+        "setting is a flag, an environment variable, and a key of the TOML file that `--config` "
+        "(`KVROUTE_CONFIG`) names, spelt like the flag: `wait-queue = 64`. The flag goes before "
+        "the variable, and that before the file. What is only on or off has a flag for each, "
+        "`--migrate` and `--no-migrate`, and `true` or `false` in a variable or a file. A bad "
+        "value or name in a file stops the start with a message that names it. `kvroute up` takes "
+        "the settings of routers, workers and the planner.",
         "",
         "The variables of the balancer are in [kubernetes.md](kubernetes.md#the-balancer).",
     ]

@@ -1,0 +1,96 @@
+"""Settings from a TOML file, by the names of their flags.
+
+The command line goes before the environment, that before the file, and that before the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from app.core.settings import COMMON
+from app.options import Option
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_BYTES = 1024 * 1024
+
+
+def with_config_file(command: F) -> F:
+    """Adds --config to a command."""
+    return click.option(
+        "--config",
+        cls=Option,
+        heading=COMMON,
+        envvar="KVROUTE_CONFIG",
+        show_envvar=True,
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=_take_over,
+        help="TOML file with settings, by the names of their flags: wait-queue = 64. What the "
+        "command line or the environment sets goes before.",
+    )(command)
+
+
+def _take_over(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
+    if path:
+        ctx.default_map = {**(ctx.default_map or {}), **read(ctx.command, path)}
+
+
+def read(command: click.Command, path: str) -> dict[str, str]:
+    """The parameters of `command` that a file sets, as texts. Raises UsageError, which names the
+    file and the setting."""
+    settings = {_name(option): option for option in command.params if isinstance(option, Option)}
+    del settings["config"]
+    texts = {}
+    for name, value in _table(path).items():
+        option = settings.get(name)
+        if option is None:
+            raise click.UsageError(f"{path}: {unknown(name, settings)}")
+        assert option.name is not None
+        texts[option.name] = text = _text(path, name, value)
+        try:
+            option.type.convert(text, option, None)
+        except click.BadParameter as error:
+            raise click.UsageError(f"{path}: {name}: {error.message}") from None
+    return texts
+
+
+def unknown(name: str, settings: Any) -> str:
+    """What to say of a name that no setting has."""
+    similar = difflib.get_close_matches(name.replace("_", "-"), settings, 1)
+    return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")
+
+
+def _name(option: click.Option) -> str:
+    return max(option.opts, key=len).removeprefix("--")
+
+
+def _table(path: str) -> dict[str, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise click.UsageError(f"{path}: over {MAX_BYTES} bytes")
+        return tomllib.loads(content.decode())
+    except OSError as error:
+        raise click.UsageError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise click.UsageError(f"{path}: {error}") from None
+
+
+def _text(path: str, name: str, value: object) -> str:
+    """A value as it would be typed."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise click.UsageError(
+        f"{path}: {name}: needs a text, a number, true or false, got {type(value).__name__}"
+    )
