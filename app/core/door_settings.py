@@ -37,7 +37,7 @@ class DoorSettings(CommonSettings):
         heading="Front door",
     )
     max_request_bytes: int = setting(
-        64 * 1024 * 1024,
+        16 * 1024 * 1024,
         "Larger bodies of OpenAI clients are refused (413).",
         POSITIVE,
         heading="Limits",

@@ -1,4 +1,4 @@
-"""What the body of a request for an answer asks for, and what of it only routers may say."""
+"""What the body of a request for an answer asks for."""
 
 from __future__ import annotations
 
@@ -10,27 +10,6 @@ from typing import Any
 
 from app.core.errors import InvalidRequest, shown
 
-ONLY_ROUTERS = frozenset(
-    (
-        "kv_transfer_params",
-        "prompt_token_ids",
-        "input_ids",
-        "input_embeds",
-        "prompt_embeds",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "routed_dp_rank",
-        "data_parallel_rank",
-        "disagg_prefill_dp_rank",
-        "extra_key",
-        "rid",
-        "chat_template",
-        "priority",
-    )
-)
-"""Members of a body by which a client could read what others cached, choose its engine, overtake
-others, or run a template of its own."""
 PASSED_ON = ("/tokenize", "/detokenize")
 """Paths of which any worker of a model may answer requests, without being reserved."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -76,12 +55,6 @@ class Asked:
 
 def read(api: Api, fields: Mapping[str, Any]) -> Asked:
     """What `fields`, the top-level members of a body, ask for. Raises InvalidRequest."""
-    for name in sorted(ONLY_ROUTERS & fields.keys()):
-        if fields[name] is not None:
-            raise InvalidRequest(name, f"may only be set by a router, got {shown(fields[name])}")
-    xargs = fields.get("vllm_xargs")
-    if isinstance(xargs, dict) and "kv_cache_report_mode" in xargs:
-        raise InvalidRequest("vllm_xargs", "kv_cache_report_mode may only be set by a router")
     if api is Api.RESPONSES:
         for name in _STORED:
             if fields.get(name):

@@ -12,8 +12,9 @@ from typing import Protocol
 from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
 from app.core.worker_report import WorkerInfo
 from app.door.errors import RepeatedFailure, WorkerFailed
-from app.door.forwarding import Outgoing, Parser, headers_for_client
+from app.door.forwarding import Outgoing, Parser
 from app.door.lifecycle import Lifecycle
+from app.door.members import headers_back
 from app.door.migration import Migrating
 from app.door.missing import Missing
 from app.door.models import Model
@@ -108,7 +109,7 @@ class Door:
                 continue
             try:
                 more = [(b"content-length", b"%d" % len(piece))] if is_all else []
-                await client.start(answer.status, headers_for_client(answer.headers) + more)
+                await client.start(answer.status, headers_back(answer.headers) + more)
                 while not is_all and piece:
                     await client.send(piece)
                     piece = await answer.read(between_s)
@@ -216,7 +217,7 @@ class _Carriage:
         """Pass an answer on. While it migrates, another worker's beginning takes the place of
         `begun`."""
         life, client, answer = self.life, self.client, begun.answer
-        headers = headers_for_client(answer.headers)
+        headers = headers_back(answer.headers)
         life.record.status = answer.status
         if begun.whole:
             headers.append((b"content-length", b"%d" % len(begun.first)))

@@ -1,75 +1,37 @@
-"""What goes to an engine: the client's own bytes, but for the few members that change."""
+"""What goes to an engine: the client's own members, but for the few that change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from app.core.worker_report import WorkerInfo
+from app.door import members
 from app.door.asked import Api, Asked
-from app.door.body import JsonBody
 from app.door.engines import ids_field
+from app.door.members import Headers
 from app.door.migration import Migrating
 from app.door.prompts import PromptIds
 from app.door.stream import MAX_TOKENS, Stream, Whole
+from app.http.json_body import JsonBody
 
 Parser = Stream | Whole | Migrating
 
-_HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-connection",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    )
-)
-_OURS = frozenset(
-    (
-        b"host",
-        b"content-length",
-        b"authorization",
-        b"x-api-key",
-        b"accept-encoding",
-        b"expect",
-        b"x-request-id",
-        b"traceparent",
-        b"tracestate",
-        b"x-data-parallel-rank",
-        b"x-tenant-id",
-        b"x-priority",
-        b"x-balancer-id",
-    )
-)
 DEFAULT_COMPLETION_TOKENS = 16
 """What the API of completions assumes when a request does not say."""
-_FROM_ENGINES = _HOP_BY_HOP | {b"content-length", b"server", b"date", b"x-request-id"}
 
 
 def headers_for_engine(
-    headers: Iterable[tuple[bytes, bytes]], request_id: str, worker_key: str
+    headers: Headers, request_id: str, worker_key: str
 ) -> list[tuple[bytes, bytes]]:
     """A client's headers as they go on, with our own in place of what is between it and us."""
-    kept = [
-        (name, value)
-        for name, value in headers
-        if name not in _HOP_BY_HOP and name not in _OURS and not name.startswith(b"x-smg-")
-    ]
-    kept.append((b"x-request-id", request_id.encode()))
+    sent = members.headers_on(headers)
+    sent += [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     if worker_key:
-        kept.append((b"authorization", b"Bearer " + worker_key.encode()))
-    return kept
-
-
-def headers_for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """An engine's headers as they go on."""
-    return [(name, value) for name, value in headers if name.lower() not in _FROM_ENGINES]
+        sent.append((b"authorization", b"Bearer " + worker_key.encode()))
+    return sent
 
 
 @dataclass(slots=True)
@@ -137,7 +99,7 @@ class Outgoing:
             changes[limit[0]] = limit[1] - len(self._output)
         if self._output and least:
             changes["min_tokens"] = max(0, least - len(self._output))
-        return self.body.spliced(changes, ()) if changes else self.body.raw
+        return self.body.changed(changes)
 
     def _limit(self) -> tuple[str, int] | None:
         """The member that limits the tokens of the answer, and its value."""

@@ -34,6 +34,7 @@ from app.door.tokens import (
     load,
 )
 from app.door.upstream import Upstream, UpstreamError
+from app.http.json_body import Fields
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Prompts:
             if rendering.differs or rendering.renderer is None
         }
 
-    async def of(self, api: Api, model: Model, fields: Mapping[str, Any]) -> PromptIds:
+    async def of(self, api: Api, model: Model, fields: Fields) -> PromptIds:
         """The ids of the prompt in a body. Raises InvalidRequest, RouterOverloaded."""
         if api is Api.COMPLETIONS:
             given = _given_ids(fields.get("prompt"))
@@ -112,7 +113,7 @@ class Prompts:
         except Overloaded as error:
             raise RouterOverloaded(str(error)) from None
         except NotTokenized as error:
-            length = len(_dumps(_text_of(api, fields)))
+            length = sum(fields.size(name) for name in _TEXTS[api])
             return PromptIds(None, max(1, length // CHARACTERS_PER_TOKEN), f"blind:{error.reason}")
 
     async def _rendered(self, api: Api, model: Model, fields: Mapping[str, Any]) -> PromptIds:
@@ -196,7 +197,7 @@ class Prompts:
         ids = None
         with suppress(ValueError, LookupError, TypeError, InvalidRequest):
             if is_all and answer.status == 200:
-                ids = _given_ids([orjson.loads(answered)["tokens"]])
+                ids = _given_ids(np.array(orjson.loads(answered)["tokens"]))
         if ids is None:
             raise NotTokenized("refused")
         return ids
@@ -285,11 +286,15 @@ def _dumps(value: object) -> bytes:
 
 def _given_ids(prompt: object) -> NDArray[np.uint32] | None:
     """The ids that a client gives as its prompt; None: it gives text. Raises InvalidRequest."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
-        prompt = np.array(prompt[0]) if {*map(type, prompt[0])} == {int} else None
     if not isinstance(prompt, np.ndarray):
         return None
-    if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= 2**32:
+    if (
+        prompt.ndim != 1
+        or not len(prompt)
+        or prompt.dtype.kind not in "iu"
+        or prompt.min() < 0
+        or prompt.max() >= 2**32
+    ):
         raise InvalidRequest("prompt", "not all are token ids, which are integers below 2^32")
     return prompt.astype(np.uint32)
 
@@ -316,12 +321,11 @@ def _has_media(messages: object) -> bool:
     return any(isinstance(part, dict) and part.get("type") not in ("text", None) for part in parts)
 
 
-def _text_of(api: Api, fields: Mapping[str, Any]) -> object:
-    """What of a body the engine makes the prompt of."""
-    if api is Api.CHAT:
-        return [fields.get(name) for name in ("messages", "tools")]
-    if api is Api.MESSAGES:
-        return [fields.get(name) for name in ("system", "messages", "tools")]
-    if api is Api.RESPONSES:
-        return [fields.get(name) for name in ("instructions", "input", "tools")]
-    return fields.get("prompt" if api is Api.COMPLETIONS else "input")
+_TEXTS: Mapping[Api, tuple[str, ...]] = {
+    Api.CHAT: ("messages", "tools"),
+    Api.COMPLETIONS: ("prompt",),
+    Api.EMBEDDINGS: ("input", "messages"),
+    Api.MESSAGES: ("system", "messages", "tools"),
+    Api.RESPONSES: ("instructions", "input", "tools"),
+}
+"""What of a body the engine makes the prompt of."""

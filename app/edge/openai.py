@@ -7,9 +7,8 @@ import time
 from typing import Any
 
 from app.core.errors import KvrouteError
-from app.door import asked
+from app.door import asked, members
 from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS, Api
-from app.door.body import JsonBody
 from app.door.door import Headers
 from app.door.errors import ClientStalled
 from app.door.forwarding import Outgoing, headers_for_engine
@@ -21,6 +20,7 @@ from app.edge.ask import request_id_in, request_of
 from app.edge.client import Client
 from app.edge.errors import outcome_of
 from app.edge.routes import Route, body_of, parameters_of
+from app.http.json_body import JsonBody
 
 MODELS = "/v1/models"
 BEGUN_S = int(time.time())
@@ -122,7 +122,9 @@ def _card(model: Model) -> dict[str, object]:
 
 
 async def _read(client: Client) -> JsonBody:
-    return JsonBody.parse(await client.read(client.replica.settings.max_request_bytes))
+    body = await JsonBody.read(await client.read(client.replica.settings.max_request_bytes))
+    members.check(client.scope["path"], body)
+    return body
 
 
 def _headers_on(client: Client, request_id: str) -> list[tuple[bytes, bytes]]:
@@ -133,7 +135,7 @@ def _headers_on(client: Client, request_id: str) -> list[tuple[bytes, bytes]]:
 async def _ask_any(client: Client, model: Model, body: JsonBody) -> None:
     headers = _headers_on(client, request_id_in(client.raw_headers))
     door = client.replica.door.door
-    await door.pass_on(model, body.raw, client.scope["path"], headers, client)
+    await door.pass_on(model, body.changed({}), client.scope["path"], headers, client)
 
 
 class _Shown:

@@ -17,12 +17,12 @@ from redis.asyncio import Redis
 
 from app.door import asked, migration
 from app.door.asked import Api
-from app.door.body import JsonBody
 from app.door.forwarding import Outgoing
 from app.door.migration import Migrating, can_migrate
 from app.door.prompts import PromptIds
 from app.door.record import Usage
 from app.door.stream import usage_in
+from app.http.json_body import JsonBody
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, completing, replica, until_serving, worker
 from tests.door.test_answers import chat, counted, events

@@ -1,9 +1,11 @@
-"""Members of bodies, and the same bytes with some changed; orjson says what is right."""
+"""Members of bodies, and the same with some changed; orjson says what is right."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -11,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.errors import InvalidRequest
-from app.door.body import MAX_MEMBERS, JsonBody
 from app.http import numbers
+from app.http.json_body import MAX_IDS, MAX_LISTS, MAX_MEMBERS, MAX_VALUES, JsonBody
 
 BLANK = st.text(" \t\r\n", max_size=2)
 NAMES = st.sampled_from(
@@ -96,16 +98,22 @@ def members(draw: st.DrawFn) -> list[tuple[str, str, str]]:
     ]
 
 
-def text_of(parts: list[str], around: tuple[str, str, str, str], *, empty: bool) -> bytes:
+def text_of(parts: list[str], around: tuple[str, str, str, str]) -> bytes:
     before, blank, _, after = around
-    return f"{before}{{{','.join(parts) or (blank if empty else '')}}}{after}".encode()
+    return f"{before}{{{','.join(parts) or blank}}}{after}".encode()
 
 
-def plain(fields: Any) -> dict[str, Any]:
-    return {
-        name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in fields.items()
-    }
+def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """As orjson would give them."""
+    return {name: _plain(fields[name]) for name in fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list) and value and isinstance(value[0], msgspec.Raw):
+        return [orjson.loads(bytes(item)) for item in value]
+    return value
 
 
 @each_parser
@@ -113,40 +121,23 @@ def plain(fields: Any) -> dict[str, Any]:
     given_members=members(),
     around=st.tuples(BLANK, BLANK, BLANK, BLANK),
     changes=st.dictionaries(NAMES, st.sampled_from([None, 1, "x", [1, 2], {"a": {}}]), max_size=3),
-    removed=st.sets(NAMES, max_size=3),
 )
 @settings(max_examples=400, deadline=None)
-def test_only_the_members_named_change_and_every_other_byte_stays(
+def test_members_stay_as_they_came_but_for_those_that_are_changed(
     given_members: list[tuple[str, str, str]],
     around: tuple[str, str, str, str],
     changes: dict[str, object],
-    removed: set[str],
 ) -> None:
-    removed -= changes.keys()
-    raw = text_of(
-        [key + value.replace("\0", "") for _, key, value in given_members], around, empty=True
-    )
+    raw = text_of([key + value.replace("\0", "") for _, key, value in given_members], around)
     body = JsonBody.parse(raw)
-    assert plain(body.fields) == orjson.loads(raw)
-    assert list(body.fields) == list(orjson.loads(raw))
-    spliced = body.spliced(changes, removed)
-    expected = {n: v for n, v in orjson.loads(raw).items() if n not in removed} | changes
-    assert orjson.loads(spliced) == expected
-    parts = [
-        key + (orjson.dumps(changes[name]).decode() + value.partition("\0")[2])
-        if name in changes
-        else key + value.replace("\0", "")
-        for name, key, value in given_members
-        if name not in removed
-    ]
-    present = {name for name, _, _ in given_members}
-    parts += [
-        f"{orjson.dumps(name).decode()}:{orjson.dumps(value).decode()}"
-        for name, value in changes.items()
-        if name not in present
-    ]
-    if given_members or not parts:
-        assert spliced == text_of(parts, around, empty=not given_members)
+    expected = orjson.loads(raw)
+    assert list(body.fields) == list(expected)
+    for name, value in plain(body.fields).items():
+        assert value == expected[name] or [value] == expected[name]  # ids alone in an array
+    texts = {name: value.partition("\0")[0].encode() for name, _, value in given_members}
+    texts |= {name: orjson.dumps(value) for name, value in changes.items()}
+    made = [orjson.dumps(name) + b":" + text for name, text in texts.items()]
+    assert body.changed(changes) == b"{%b}" % b",".join(made)
 
 
 @each_parser
@@ -186,9 +177,7 @@ def test_a_long_name_that_comes_twice_is_not_repeated_whole() -> None:
         b'{"a": 1} x',
         b"\xef\xbb\xbf{}",
         b'{"a": NaN}',
-        b'{"a": 1e999}',
         b'{"a": "\\ud800"}',
-        b'{"a": "\xff"}',
         b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
         b'{"a": ' * 5000,
         b'{"prompt": [1, 2}',
@@ -202,11 +191,19 @@ def test_what_is_no_object_in_json_is_refused(raw: bytes) -> None:
     assert refused.value.field == "body"
 
 
-@each_parser
-def test_deep_nesting_is_skipped() -> None:
-    deep = b"[" * 1000 + b"]" * 1000
+@pytest.mark.parametrize("text", [b"1e999", b'"\xff"'])
+def test_what_cannot_be_read_is_refused_when_it_is_looked_at(text: bytes) -> None:
+    body = JsonBody.parse(b'{"a": %b, "b": 1}' % text)
+    assert body.fields["b"] == 1
+    with pytest.raises(InvalidRequest) as refused:
+        body.fields.get("a")
+    assert refused.value.field == "a"
+
+
+def test_deep_nesting_passes_unread() -> None:
+    deep = b"[" * 900 + b"]" * 900
     body = JsonBody.parse(b'{"a": %b, "b": 1, "c": %b}' % (deep, deep))
-    assert body.spliced({"b": 2}, ["a"]) == b'{ "b": 2, "c": %b}' % deep
+    assert body.changed({"b": 2}) == b'{"a":%b,"b":2,"c":%b}' % (deep, deep)
 
 
 @each_parser
@@ -226,7 +223,8 @@ def test_arrays_of_ids_are_arrays_of_numpy(name: str, ids: list[int]) -> None:
         b'{"prompt": [-1]}',
         b'{"prompt": [true, 1]}',
         b'{"prompt": [1.0, 2]}',
-        b'{"prompt": [[1, 2]]}',
+        b'{"prompt": [[1], 2]}',
+        b'{"prompt": [1, [2]]}',
         b'{"prompt": [18446744073709551616]}',
         b'{"prompt": "\\"prompt\\": [1]"}',
         b'{"x\\"prompt": [1]}',
@@ -237,37 +235,55 @@ def test_arrays_of_ids_are_arrays_of_numpy(name: str, ids: list[int]) -> None:
     ],
 )
 def test_all_else_is_as_orjson_gives_it(raw: bytes) -> None:
-    fields = JsonBody.parse(raw).fields
+    fields = dict(JsonBody.parse(raw).fields)
     assert fields == orjson.loads(raw)
     assert not any(isinstance(value, np.ndarray) for value in fields.values())
 
 
-def test_arrays_of_numpy_can_be_spliced_in() -> None:
+@each_parser
+def test_ids_in_an_array_of_their_own_are_ids_and_several_arrays_stay_as_they_came() -> None:
+    fields = JsonBody.parse(b'{"prompt": [ [1, 2] ], "input": [[1], [2, 3]]}').fields
+    assert fields["prompt"].tolist() == [1, 2]
+    assert [bytes(ids) for ids in fields["input"]] == [b"[1]", b"[2, 3]"]
+
+
+def test_arrays_of_numpy_can_be_set() -> None:
     ids = np.arange(3, dtype=np.uint64)
     body = JsonBody.parse(b'{"prompt": "abc"}')
-    assert body.spliced({"prompt": ids, "x": {"ids": ids}}) == (
-        b'{"prompt": [0,1,2],"x":{"ids":[0,1,2]}}'
+    assert body.changed({"prompt": ids, "x": {"ids": ids}}) == (
+        b'{"prompt":[0,1,2],"x":{"ids":[0,1,2]}}'
     )
 
 
-@each_parser
-def test_a_long_string_and_its_end_may_lie_anywhere_in_the_pieces_that_are_scanned() -> None:
-    for size in range(65_520, 65_545):
-        text = b"x, {[" * (3 * size // 5) + b'\\"' + b"]}" * (size % 5)
-        body = JsonBody.parse(b'{"a": "%b", "b": [{}, 1], "c": {"b": [2, 3]}}' % text)
-        assert body.spliced({"c": 1}, ["b"]) == b'{"a": "%b", "c": 1}' % text
+@pytest.mark.parametrize(
+    ("member", "refused"),
+    [
+        (b'"messages":[%b{}]' % (b"{}," * (MAX_VALUES // 2)), True),
+        (b'"messages":[%b""]' % (b'"a\\"",' * MAX_VALUES), True),
+        (b'"a":{%b"b":0}' % (b'"b":0,' * MAX_VALUES), True),
+        (b'"prompt":[%b[]]' % (b"[0,0,0,0,0,0,0,0,0,0,0]," * MAX_LISTS), True),
+        (b'"prompt":[%b0]' % (b"0," * (MAX_IDS + 1)), True),
+        (b'"prompt":[%b0]' % (b"0," * (MAX_VALUES + 1)), False),
+        (b'"input":[%b[0]]' % (b"[0,0,0,0,0,0,0,0,0,0,0]," * (MAX_LISTS - 2)), False),
+        (b'"text":"%b"' % (b"[{," * MAX_VALUES), False),
+        (b'"text":"%b"' % (b'\\"[{,\\\\' * MAX_VALUES), False),
+    ],
+)
+async def test_more_values_than_can_be_read_in_time_are_refused(
+    member: bytes, refused: bool
+) -> None:
+    raw = b'{"model":"m",%b}' % member
+    if refused:
+        with pytest.raises(InvalidRequest, match="over"):
+            await JsonBody.read(raw)
+    else:
+        assert (await JsonBody.read(raw)).changed({}) == raw
 
 
-@each_parser
-@pytest.mark.parametrize("name", [b"n%d", b"n"])
-def test_more_members_than_any_api_has_are_refused(name: bytes) -> None:
+def test_more_members_than_any_api_has_are_refused() -> None:
     def raw(count: int) -> bytes:
-        return b"{%b}" % b",".join(
-            b'"%b": 1' % (name % i if b"%" in name else name) for i in range(count)
-        )
+        return b"{%b}" % b",".join(b'"n%d": 1' % i for i in range(count))
 
     with pytest.raises(InvalidRequest, match=f"over {MAX_MEMBERS} members"):
         JsonBody.parse(raw(MAX_MEMBERS + 1))
-    if b"%" in name:
-        body = JsonBody.parse(raw(MAX_MEMBERS))
-        assert len(orjson.loads(body.spliced({}, [f"n{MAX_MEMBERS - 1}"]))) == MAX_MEMBERS - 1
+    assert len(JsonBody.parse(raw(MAX_MEMBERS)).members) == MAX_MEMBERS

@@ -1,0 +1,204 @@
+"""The JSON body of a request: its members as they came, each of them read when it is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from app.core.errors import InvalidRequest, cut
+from app.http import numbers
+
+MAX_MEMBERS = 1000
+"""No API has a tenth of that."""
+MAX_VALUES = 100_000
+"""Values of a body, besides plain numbers in arrays of nothing else: to make objects of millions
+takes seconds, here and in engines."""
+MAX_IDS = 1 << 21
+"""In one array: no prompt is as long."""
+MAX_LISTS = 10_000
+"""Arrays of ids in an array."""
+PROMPTS = ("prompt", "input")
+"""Members that may be arrays of token ids."""
+
+_PIECE_BYTES = 64 * 1024
+"""Larger members are looked at in pieces of this size before they are read, and other tasks run
+between any two. What is smaller is read in a few ms."""
+_OF_IDS = b"0123456789,[] \t\r\n"
+_ONE = re.compile(rb"\][ \t\r\n]*\]\Z")
+_NO_BATCH = re.compile(rb"\A\[[ \t\r\n]*[0-9\]]|\][ \t\r\n]*,[ \t\r\n]*[0-9]")
+"""Something of an array of numbers and arrays that is no array."""
+
+
+class _Name(str):
+    """msgspec calls a hook for each name of this type, else it would keep one of two."""
+
+    __slots__ = ()
+
+
+class Fields(Mapping[str, Any]):
+    """The members of a body, by name. Raises InvalidRequest where one cannot be read.
+
+    Those of PROMPTS that are arrays of integers in [0, 2^64), and not empty, are arrays of numpy's
+    uint64; so is one in an array of its own. If there are several in an array, they stay as they
+    came.
+    """
+
+    __slots__ = ("_members", "_read")
+
+    def __init__(self, members: Mapping[str, msgspec.Raw]) -> None:
+        self._members = members
+        self._read: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._read:
+            self._read[name] = _value(name, bytes(self._members[name]))
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def size(self, name: str) -> int:
+        """Bytes of a member; 0: there is none."""
+        return len(memoryview(self._members[name])) if name in self._members else 0
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBody:
+    """members: at its top level, as they came, in their order. fields: their values."""
+
+    members: Mapping[str, msgspec.Raw]
+    fields: Fields
+
+    @classmethod
+    def parse(cls, raw: bytes) -> JsonBody:
+        """Raises InvalidRequest if it is no object in JSON, or if a name comes twice at its top
+        level: of two values, two parsers may take different ones. What is not looked at may be no
+        Unicode, or a number that nobody can hold."""
+        names: set[str] = set()
+
+        def named(_: type, name: str) -> _Name:
+            if name in names:
+                raise InvalidRequest(cut(name), "comes twice")
+            if len(names) == MAX_MEMBERS:
+                raise InvalidRequest("body", f"has over {MAX_MEMBERS} members")
+            names.add(name)
+            return _Name(name)
+
+        try:
+            members: dict[Any, msgspec.Raw] = msgspec.json.decode(
+                raw, type=dict[_Name, msgspec.Raw], dec_hook=named
+            )
+        except (msgspec.DecodeError, RecursionError) as error:
+            # Its text says where, and repeats nothing.
+            raise InvalidRequest("body", f"is not an object in JSON: {error}") from None
+        return cls(members, Fields(members))
+
+    @classmethod
+    async def read(cls, raw: bytes) -> JsonBody:
+        """As `parse`; also raises InvalidRequest if there are too many values to be read."""
+        body = cls.parse(raw)
+        left = MAX_VALUES
+        for name, member in body.members.items():
+            if body.fields.size(name) > _PIECE_BYTES:
+                await asyncio.sleep(0)
+                left -= await _num_values(name, bytes(member), left)
+        return body
+
+    def changed(self, changes: Mapping[str, object]) -> bytes:
+        """The object with the members in `changes` set; the others stay as they are. A member that
+        is new comes last."""
+        parts: list[Any] = []
+        for name, value in {**self.members, **changes}.items():
+            is_raw = isinstance(value, msgspec.Raw)
+            parts += [b",", orjson.dumps(name), b":", value if is_raw else _dumps(value)]
+        return b"".join([b"{", *parts[1:], b"}"])
+
+
+def _dumps(value: object) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _value(name: str, text: bytes) -> Any:
+    """Raises InvalidRequest."""
+    if name in PROMPTS and _has_only_numbers(text):
+        ids = _ids(text)
+        if ids is not None:
+            return ids
+        if _NO_BATCH.search(text) is None:
+            return msgspec.json.decode(text, type=list[msgspec.Raw])
+        if len(text) > _PIECE_BYTES:
+            raise InvalidRequest(name, "is neither an array of token ids nor one of such arrays")
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(cut(name), f"cannot be read: {error}") from None
+
+
+def _has_only_numbers(text: bytes) -> bool:
+    return text.startswith(b"[") and not text.translate(None, _OF_IDS)
+
+
+def _ids(text: bytes) -> NDArray[np.uint64] | None:
+    """Those of an array of integers in [0, 2^64), or of the only one in an array; None: it is none,
+    or it is empty."""
+    begin = text.rfind(b"[")
+    if begin and (text[1:begin].strip() or _ONE.search(text, begin) is None):
+        return None
+    flat = text[begin : text.find(b"]") + 1]
+    found = numbers.unsigned_of(flat)
+    if found is None and numbers.simdjson is None:
+        with suppress(OverflowError, ValueError):
+            found = np.array(orjson.loads(flat), np.uint64)
+    return found if found is not None and len(found) else None
+
+
+async def _num_values(name: str, text: bytes, most: int) -> int:
+    """How many values count. Raises InvalidRequest if over `most`."""
+    num_lists, num_items = text.count(b"["), text.count(b",")
+    num = num_lists + num_items + text.count(b"{")
+    if num <= most:
+        return num
+    await asyncio.sleep(0)
+    if _has_only_numbers(text):
+        if num_lists > MAX_LISTS or num_items > MAX_IDS:
+            raise InvalidRequest(cut(name), f"over {MAX_LISTS} arrays or {MAX_IDS} numbers")
+        return 0
+    num = 0
+    async for outside in _outside_strings(text):
+        num += sum(outside.count(mark) for mark in (b",", b"[", b"{"))
+        if num > most:
+            raise InvalidRequest(cut(name), f"the body has over {MAX_VALUES} values")
+    return num
+
+
+async def _outside_strings(text: bytes) -> AsyncIterator[bytes]:
+    """What of `text`, valid JSON, is outside of strings, in pieces."""
+    is_quoted = False
+    start = 0
+    while start < len(text):
+        await asyncio.sleep(0)
+        end = start + _PIECE_BYTES
+        piece = text[start:end]
+        # A backslash goes with what follows it.
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            end += 1
+            piece = text[start:end]
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield b"".join(parts[is_quoted::2])
+        is_quoted ^= len(parts) % 2 == 0
+        start = end
