@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 
 import click
 
-from app.config_file import with_config_file
+from app.config_file import FILE, read_again, with_config_file
 from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
@@ -110,7 +110,15 @@ def router(**values: Any) -> None:
     sockets = [listen(settings.host, settings.port), *shared]
     host, port = sockets[0].getsockname()[:2]
     logging.getLogger("kvroute").info("router listening on %s", base_url(host, port))
-    run(serve_router(settings, *sockets))
+    ctx = click.get_current_context()
+    run(
+        serve_router(
+            settings,
+            *sockets,
+            file=ctx.meta[FILE],
+            read=lambda: RouterSettings(**read_again(ctx)),
+        )
+    )
 
 
 @main.command(cls=Command)

@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 
 import click
 
+from app.core.errors import ConfigError
 from app.core.settings import COMMON
-from app.options import Option
+from app.options import ARGUMENTS, Option
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_BYTES = 1024 * 1024
+FILE = "kvroute.config"
+"""In a context's `meta`: the path that --config gave; "": none."""
 
 
 def with_config_file(command: F) -> F:
@@ -39,8 +42,18 @@ def with_config_file(command: F) -> F:
 
 
 def _take_over(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
+    ctx.meta[FILE] = path or ""
     if path:
         ctx.default_map = {**(ctx.default_map or {}), **read(ctx.command, path)}
+
+
+def read_again(ctx: click.Context) -> dict[str, Any]:
+    """What the values of a command's options would be, were it started now. Raises ConfigError."""
+    try:
+        arguments = list(ctx.meta[ARGUMENTS])
+        return ctx.command.make_context(ctx.info_name, arguments, ctx.parent).params
+    except click.ClickException as error:
+        raise ConfigError(error.format_message()) from None
 
 
 def read(command: click.Command, path: str) -> dict[str, str]:

@@ -33,6 +33,8 @@ from app.policy.cost import POLICIES
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=CommonSettings)
 
+ARGUMENTS = "kvroute.arguments"
+"""In a context's `meta`: what stood on the command line, for whoever reads it once more."""
 CLUSTER = "Cluster"
 """The heading of the options of a cluster on this machine."""
 
@@ -126,6 +128,10 @@ class _OneLine(click.Command):
 
 class Command(_OneLine):
     """A command. Its help lists its options by subject."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         by_heading: dict[str, list[tuple[str, str]]] = {}

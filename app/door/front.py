@@ -32,12 +32,12 @@ class FrontDoor:
     def __init__(self, settings: RouterSettings, routers: Routers, tracing: Tracing) -> None:
         self.models = Models(routers, settings.redis_timeout_ms / 1000)
         self.tracing = tracing
-        self._settings = settings
+        self.settings = settings
         self._outcomes = Outcomes(routers.own.telemetry.registry, log=settings.access_log)
 
     async def run(self) -> None:
         """Run until cancelled."""
-        settings = self._settings
+        settings = self.settings
         upstream = Upstream()
         try:
             self.prompts = Prompts(upstream, parse_names(settings.tokenizers), settings.worker_key)
@@ -67,7 +67,7 @@ class FrontDoor:
         """Raises InvalidRequest, of which ContextTooLong is one."""
         prompt = None
         if ids.ids is not None:
-            check_length("messages", ids.num_tokens, self._settings.max_prompt_tokens)
+            check_length("messages", ids.num_tokens, self.settings.max_prompt_tokens)
             prompt = Prompt(
                 ids.num_tokens,
                 tokens=ids.ids,

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from app.edge import docs, native, openai
 from app.edge.client import Client
 from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
+from app.edge.live import LiveSettings
 from app.edge.routes import CLIENT
 from app.http.server import serve
 from app.router.fleet import Fleet
@@ -41,9 +42,12 @@ CHECK_TIMEOUT_S = 2.0
 READS_OF_THE_INDEX = ("match", "predicted")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Services:
-    """What the endpoints of one replica use."""
+    """What the endpoints of one replica use.
+
+    settings: `adopt` changes those that app/edge/live.py names.
+    """
 
     settings: RouterSettings
     routers: Routers
@@ -61,9 +65,25 @@ class Services:
         """Tokens per block there; None: not known yet."""
         return self.routers.own.fleet.block_size
 
+    def adopt(self, settings: RouterSettings) -> None:
+        """Go by these settings from now on. Raises ConfigError, and then changes nothing."""
+        new = Keys(settings.api_key, settings.api_key_file)
+        check_open(settings.host, new, no_auth=settings.no_auth)
+        self.keys.change(settings.api_key, settings.api_key_file)
+        logging.getLogger().setLevel(settings.log_level.upper())
+        self.settings = self.door.settings = settings
+        self.bodies.max_tokens = settings.max_prompt_tokens
 
-async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> None:
+
+async def serve_router(
+    settings: RouterSettings,
+    *sockets: socket.socket,
+    file: str = "",
+    read: Callable[[], RouterSettings] | None = None,
+) -> None:
     """Run a replica until it is told to stop.
+
+    file: with settings, that may change while it runs. read: see LiveSettings.
 
     The environment is asked for OTEL_* variables, which OpenTelemetry's SDK reads itself, too.
     Raises ConfigError for bad settings, or a Redis that would drop keys when its memory is full.
@@ -71,15 +91,24 @@ async def serve_router(settings: RouterSettings, *sockets: socket.socket) -> Non
     app = create_app(settings, Tracing(provider_named(os.environ)))
     async with connected(settings.redis_url, CHECK_TIMEOUT_S):
         pass
+    live = LiveSettings(app.replica, file, read or (lambda: settings))
+
+    def reload() -> None:
+        app.replica.keys.reload()
+        live.reload()
+
     # Else it would end the process, and with it all streams.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.replica.keys.reload)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     routers = app.replica.routers
-    await serve(
-        app,
-        *sockets,
-        on_stop=routers.stop,
-        on_refused=lambda code: routers.own.telemetry.refusals.labels(code).inc(),
-    )
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(live.run())
+        await serve(
+            app,
+            *sockets,
+            on_stop=routers.stop,
+            on_refused=lambda code: routers.own.telemetry.refusals.labels(code).inc(),
+        )
+        watching.cancel()
 
 
 def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Application:

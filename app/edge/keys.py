@@ -7,16 +7,16 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from app.core.errors import ConfigError, InvalidRequest
 from app.door.errors import Unauthorized
+from app.edge.live import LOOK_EVERY_S, stamp_of
 
 log = logging.getLogger(__name__)
 
 MAX_KEYS_BYTES = 1024 * 1024
-LOOK_EVERY_S = 1.0
 OPEN = ("/health", "/readiness")
 """Paths that need no key."""
 _LONGEST = 4096
@@ -31,24 +31,31 @@ class Keys:
 
     def __init__(self, api_key: str, path: str = "") -> None:
         """Raises ConfigError."""
-        self._own = [("api-key", _digest(api_key.encode()))] if api_key else []
-        self._path = path
-        self._stamp = self._look()
-        self._digests = self._own + _read(path)
+        self.change(api_key, path)
+
+    def change(self, api_key: str, path: str) -> None:
+        """Take other keys, as if they had been given at the start. Raises ConfigError, and then
+        stays as it was."""
+        stamp = stamp_of(path)
+        own = [("api-key", _digest(api_key.encode()))] if api_key else []
+        self._digests = own + _read(path)
+        self._own, self._path, self._stamp = own, path, stamp
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     async def run(self) -> None:
         """Read the file again whenever it has changed, until cancelled."""
-        while self._path:
+        while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if self._look() != self._stamp:
+            if stamp_of(self._path) != self._stamp:
                 self.reload()
 
     def reload(self) -> None:
         """Read the file again. While that is impossible, the keys stay as they are."""
-        self._stamp = self._look()
+        if not self._path:
+            return
+        self._stamp = stamp_of(self._path)
         try:
             self._digests = self._own + _read(self._path)
         except ConfigError as error:
@@ -91,14 +98,6 @@ class Keys:
             if hmac.compare_digest(digest, given):
                 found = name
         return found
-
-    def _look(self) -> Sequence[int]:
-        """What is different once the file has been written, or another one is in its place."""
-        try:
-            seen = Path(self._path).stat()
-        except OSError:
-            return ()
-        return seen.st_mtime_ns, seen.st_ino, seen.st_size
 
 
 def _digest(key: bytes) -> bytes:

@@ -58,7 +58,7 @@ class BodyReader:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._turn = asyncio.Lock()
 
     async def read(
@@ -77,9 +77,9 @@ class BodyReader:
         self, model: type[M], raw: bytes, block_size: int
     ) -> tuple[M, bytes | None]:
         rest, cuts = await _without_arrays(raw)
-        max_blocks = self._max_tokens // block_size
+        max_blocks = self.max_tokens // block_size
         for name, found in cuts.items():
-            most = max_blocks if name == "local_hashes" else self._max_tokens
+            most = max_blocks if name == "local_hashes" else self.max_tokens
             most = schemas.MAX_EXCLUDED if name == "exclude" else most
             _check_count(name, b",", raw, found, most - 1)
             if found.has_lists:

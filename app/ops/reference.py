@@ -70,12 +70,21 @@ def configuration() -> str:
         "value or name in a file stops the start with a message that names it. `kvroute up` takes "
         "the settings of routers, workers and the planner.",
         "",
+        "A router reads its file again when it changes and on SIGHUP. Keys, the log level and "
+        f"limits then count at once ({_live()}), all else from the next start on.",
+        "",
         "The variables of the balancer are in [kubernetes.md](kubernetes.md#the-balancer).",
     ]
     for title, settings in sections:
         lines += ["", f"## {title}", ""]
         lines += _table(("flag", "variable", "default", "meaning"), map(_setting, settings))
     return _page(lines)
+
+
+def _live() -> str:
+    from app.edge.live import LIVE
+
+    return ", ".join(f"`{name.replace('_', '-')}`" for name in sorted(LIVE))
 
 
 def _setting(f: Field[Any]) -> tuple[str, ...]:
