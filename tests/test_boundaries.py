@@ -234,6 +234,11 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
         if reads.search(line)
     ]
     assert sorted(found) == [
+        (
+            "app/door/record.py",
+            "came_at: datetime = field(default_factory=partial(datetime.now, UTC))",
+        ),
+        ("app/door/record.py", "from datetime import UTC, datetime"),
         ("app/door/tokens/templates.py", "from datetime import datetime"),
         ("app/door/tokens/templates.py", "return datetime.now().strftime(format)"),
         ("app/edge/openai.py", "BEGUN_S = int(time.time())"),

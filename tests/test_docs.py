@@ -24,6 +24,7 @@ DOCUMENTS = [
 WRITTEN = {
     "api.md": reference.api,
     "configuration.md": reference.configuration,
+    "access-log.md": reference.access_log,
     "measurements.md": lambda: measurements.page(orjson.loads(measurements.FIGURES.read_bytes())),
 }
 MAX_WORDS_OF_THE_README = 1300

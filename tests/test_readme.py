@@ -11,6 +11,7 @@ import pytest
 from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
 from app.core.planner_settings import PlannerSettings
 from app.core.settings import shown_default, variable
+from app.door.access_log import AccessLog
 from app.door.metrics import Outcomes
 from app.planner.metrics import PlannerMetrics
 from app.policy.cost import POLICIES
@@ -52,7 +53,7 @@ def test_every_setting_is_used_by_a_test_or_named_by_a_page_a_deployment_or_a_lo
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_metric_that_a_document_names_exists(document: str) -> None:
     telemetry = Telemetry()
-    Outcomes(telemetry.registry, log=False)
+    Outcomes(telemetry.registry, AccessLog(on=False, hashes=False, replica=""))
     planner = PlannerMetrics("test")
     families = [*telemetry.registry.collect(), *planner.registry.collect()]
     existing = {family.name for family in families}

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.core.settings import POSITIVE, POSITIVE_SECONDS, CommonSettings, Text, parse_names, setting
+from app.core.settings import (
+    POSITIVE,
+    POSITIVE_SECONDS,
+    CommonSettings,
+    OneOf,
+    Text,
+    parse_names,
+    setting,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +76,9 @@ class DoorSettings(CommonSettings):
     )
     access_log: bool = setting(
         False, "A line of JSON on standard output for each request of an OpenAI client.", bool
+    )
+    log_identities: str = setting(
+        "plain",
+        "How that line names sessions and users: plain, as clients do, or as a hash.",
+        OneOf(("plain", "hash")),
     )

@@ -31,9 +31,9 @@ MAX_SHOWN = 80
 """A message repeats at most this many characters of a caller's input, which may be megabytes."""
 
 
-def cut(text: str) -> str:
+def cut(text: str, most: int = MAX_SHOWN) -> str:
     """`text`, or as much of it as messages show."""
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown(value: object) -> str:
@@ -42,6 +42,11 @@ def shown(value: object) -> str:
         return cut(repr(value))
     except RecursionError:  # JSON parsers take deeper nesting than repr
         return f"a deeply nested {type(value).__name__}"
+
+
+def without_values(message: str) -> str:
+    """A message as logs may have it: what callers sent, which follows `got`, may be a prompt."""
+    return message.partition(", got ")[0]
 
 
 class KvrouteError(Exception):

@@ -1,8 +1,9 @@
-"""A limit on how often something is done or logged."""
+"""Limits on how often something is done or logged."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 
 
 class RateLimit:
@@ -21,3 +22,19 @@ class RateLimit:
             return False
         self._due_s = now_s + size * self._pause_s
         return True
+
+
+class RateLimits:
+    """A RateLimit for each of a few causes."""
+
+    def __init__(self, per_s: float) -> None:
+        self._limits: defaultdict[str, RateLimit] = defaultdict(lambda: RateLimit(per_s))
+        self._left_out: Counter[str] = Counter()
+
+    def allows(self, cause: str, now_s: float) -> int | None:
+        """How many events of that cause were left out since the last one, if this one may happen;
+        None: it is left out too."""
+        if self._limits[cause].allows(now_s):
+            return self._left_out.pop(cause, 0)
+        self._left_out[cause] += 1
+        return None

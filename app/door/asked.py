@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from app.core.errors import InvalidRequest, shown
+from app.core.errors import InvalidRequest, cut, shown
 
 PASSED_ON = ("/tokenize", "/detokenize")
 """Paths of which any worker of a model may answer requests, without being reserved."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
+MODELS = "/v1/models"
 _STORED = ("previous_response_id", "conversation", "background")
 
 
@@ -35,10 +36,18 @@ PATHS = {
 }
 
 
+_OF_DOOR = frozenset((*PATHS, *PASSED_ON, COUNT_TOKENS, MODELS))
+
+
+def is_of_door(path: str) -> bool:
+    """Whether requests to `path` are for the front door, and so logged and counted as such."""
+    return path in _OF_DOOR or path.startswith(MODELS + "/")
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """session: the client's name for what belongs together; "" for none. cache_salt: as the client
-    gave it; "": none.
+    gave it; "": none. user: whom the client names as the one it asks for; "": nobody.
 
     streams: the answer comes in events. reads_cache: the engine takes what it has cached of the
     prompt. wants_usage: a stream is to end with its usage.
@@ -51,6 +60,7 @@ class Asked:
     session: object
     cache_salt: str
     reads_cache: bool = True
+    user: str = ""
 
 
 def read(api: Api, fields: Mapping[str, Any]) -> Asked:
@@ -79,6 +89,7 @@ def read(api: Api, fields: Mapping[str, Any]) -> Asked:
         session=_session(fields),
         cache_salt=_salt(fields.get("cache_salt")),
         reads_cache=_reads_cache(api, fields),
+        user=_user(fields),
     )
 
 
@@ -97,6 +108,14 @@ def _session(fields: Mapping[str, Any]) -> object:
         return fields.get("session_id")
     # Any text may be there.
     return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def _user(fields: Mapping[str, Any]) -> str:
+    """For whom the client asks, as OpenAI's clients and Anthropic's say it: for the log alone."""
+    metadata = fields.get("metadata")
+    of_metadata = metadata.get("user_id") if isinstance(metadata, dict) else None
+    names = (fields.get("safety_identifier"), fields.get("user"), of_metadata)
+    return next((cut(name) for name in names if isinstance(name, str)), "")
 
 
 def _salt(value: object) -> str:

@@ -178,7 +178,7 @@ class _Carriage:
     async def _failed(self, error: UpstreamError) -> WorkerFailed:
         """Leave a worker that failed; returns how it did."""
         failure = WorkerFailed(f"worker {self.life.decision.worker.key}: {error}")
-        log.warning("%s; request %s", failure, self.life.record.admitted.request_id)
+        log.warning("%s; request %s", failure, self.life.record.request_id)
         await self._leave(suspend=True)
         if not isinstance(error, ConnectFailed):  # else nothing of the request has reached it
             self.num_failed += 1

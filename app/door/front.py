@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 from app.core.config import RouterSettings
 from app.core.settings import parse_names
-from app.door.asked import Asked
+from app.door.access_log import AccessLog
 from app.door.door import Door, Patience
 from app.door.lifecycle import Lifecycle
 from app.door.metrics import Outcomes
-from app.door.models import Model, Models
+from app.door.models import Models
 from app.door.prompts import PromptIds, Prompts
-from app.door.record import Admitted
+from app.door.record import Admitted, RequestRecord
 from app.door.tracing import Trace, Tracing
 from app.door.upstream import Upstream
-from app.policy.decision import RouteRequest
 from app.router.prompt import Prompt, check_length
 from app.router.routers import Routers
 
@@ -33,7 +33,13 @@ class FrontDoor:
         self.models = Models(routers, settings.redis_timeout_ms / 1000)
         self.tracing = tracing
         self.settings = settings
-        self._outcomes = Outcomes(routers.own.telemetry.registry, log=settings.access_log)
+        log = AccessLog(
+            on=settings.access_log,
+            hashes=settings.log_identities == "hash",
+            replica=f"{socket.gethostname()}:{settings.port}",
+        )
+        self._outcomes = Outcomes(routers.own.telemetry.registry, log)
+        self.ended = self._outcomes.ended
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -55,16 +61,12 @@ class FrontDoor:
         said = [f"tokenizer of {model}: {why}" for model, why in not_tokenized.items()]
         return said + self._outcomes.alarm.remarks()
 
-    def admit(
-        self,
-        request: RouteRequest,
-        model: Model,
-        asked: Asked,
-        ids: PromptIds,
-        trace: Trace,
-        key_name: str,
-    ) -> Lifecycle:
-        """Raises InvalidRequest, of which ContextTooLong is one."""
+    def admit(self, record: RequestRecord, ids: PromptIds, trace: Trace) -> Lifecycle:
+        """Let a request in of which all is known. Raises InvalidRequest, as ContextTooLong is."""
+        request, model, asked = record.request, record.model, record.asked
+        assert request is not None
+        assert model is not None
+        assert asked is not None
         prompt = None
         if ids.ids is not None:
             check_length("messages", ids.num_tokens, self.settings.max_prompt_tokens)
@@ -78,5 +80,5 @@ class FrontDoor:
                 ),
             )
         request.isl_tokens, request.exclude = ids.num_tokens, model.others
-        admitted = Admitted(request, model, prompt, ids.tokens_from, key_name)
-        return Lifecycle(admitted, self._outcomes.ended, trace)
+        admitted = Admitted(request, model, prompt, ids.tokens_from)
+        return Lifecycle(admitted, record, trace)

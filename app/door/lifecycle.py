@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from app.door.errors import ContextTooLong
-from app.door.record import Admitted, RequestRecord, Usage
+from app.door.record import Admitted, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
 from app.policy.decision import Decision
 from app.state.endings import Ending
@@ -18,12 +17,10 @@ from app.state.endings import Ending
 class Lifecycle:
     """admit -> decide -> first token -> end. Each reservation is ended exactly once.
 
-    on_end: called with the record of the whole at the end.
+    record: of the request; all that follows is noted in it.
     """
 
-    def __init__(
-        self, admitted: Admitted, on_end: Callable[[RequestRecord], object], trace: Trace
-    ) -> None:
+    def __init__(self, admitted: Admitted, record: RequestRecord, trace: Trace) -> None:
         """Raises ContextTooLong."""
         model = admitted.model
         if admitted.prompt is not None and 0 < model.max_tokens <= admitted.num_tokens:
@@ -32,13 +29,13 @@ class Lifecycle:
                 f"This model's maximum context length is {model.max_tokens} tokens, and the "
                 f"prompt has {admitted.num_tokens}.",
             )
-        self.record = RequestRecord(admitted, time.monotonic())
+        self.record = record
+        record.admitted = self.admitted = admitted
         self.trace = trace
         self._request = admitted.request
         self._prompt = admitted.prompt
         """Of which the chain is still to be made."""
         self._router = model.router
-        self._on_end = on_end
         self._held: Decision | None = None
         self._has_first_token = False
 
@@ -61,10 +58,13 @@ class Lifecycle:
         self._held = None
         self._has_first_token = False
         self.record.tries += 1
+        if self.record.tries == 1:
+            self.record.enter(Stage.DECIDE)
         with self.trace.span("decide"):
             decision = await self._router.route(self._request, self._prompt)
         self._prompt = None
-        self._held = self.record.decision = decision
+        self._held = decision
+        self.record.decided(decision)
         return decision
 
     async def worker_failed(self, *, suspend: bool) -> None:
@@ -76,7 +76,7 @@ class Lifecycle:
         decision, self._held = self.decision, None
         name = str(decision.worker.key)
         self._request = replace(self._request, exclude=self._request.exclude | {name})
-        self.record.failed.append(name)
+        self.record.worker_failed(name)
         if not decision.reserved:
             return
         if suspend:
@@ -87,7 +87,7 @@ class Lifecycle:
     def goes_on(self, output: Sequence[int]) -> None:
         """The next decision is for a worker that goes on behind the tokens so far. output: those
         of the answer."""
-        prompt = self.record.admitted.prompt
+        prompt = self.admitted.prompt
         assert prompt is not None
         assert prompt.tokens is not None
         tokens = np.concatenate((np.asarray(prompt.tokens), np.asarray(output)))
@@ -103,7 +103,7 @@ class Lifecycle:
             return
         self._has_first_token = True
         if is_seen and not self.record.first_token_s:
-            self.record.first_token_s = time.monotonic()
+            self.record.first_token()
             self.trace.first_token()
         if decision.reserved:
             self._router.first_token(decision.reservation_id)
@@ -111,15 +111,13 @@ class Lifecycle:
     def end(self, outcome: str, *, ended_by: str = "", usage: Usage | None = None) -> None:
         """The answer has ended, in whatever way. Only the first call counts."""
         record = self.record
-        if record.outcome:
+        if not record.end(outcome, ended_by=ended_by):
             return
-        record.outcome, record.ended_by, record.usage = outcome, ended_by, usage
-        record.ended_s = time.monotonic()
+        record.usage = usage
         decision, self._held = self._held, None
         if decision is not None and decision.reserved:
             self._router.end(decision.reservation_id, self._ending())
         self.trace.end(record)
-        self._on_end(record)
 
     def _ending(self) -> Ending | None:
         """What came of the request; None: it is not known."""

@@ -1,16 +1,14 @@
-"""What is told of requests that have ended: metrics, and a line of a log for each."""
+"""What is told of requests that have ended: metrics, and a line of the access log."""
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from typing import Any
 
-import orjson
 from prometheus_client import CollectorRegistry
 
+from app.door.access_log import AccessLog
 from app.door.alarm import Alarm
-from app.door.record import RequestRecord
+from app.door.record import Admitted, RequestRecord, Usage
 from app.http.metrics import Table, counter, histogram
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -19,7 +17,13 @@ _PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5,
 
 class _Metrics(Table):
     requests = counter(
-        "door_requests", "Requests of OpenAI clients that have ended, by how.", "model", "outcome"
+        "door_requests",
+        "Requests of OpenAI clients that have ended, refused ones too: by model, if the door knows "
+        "it; by how they ended, ok or the code of an error; and by the status of the answer, 499 "
+        "if the client had gone.",
+        "model",
+        "outcome",
+        "code",
     )
     retries = counter(
         "door_retries",
@@ -73,9 +77,9 @@ class _Metrics(Table):
 
 
 class Outcomes:
-    """Counts what has ended. log: also writes it, a line of JSON each, to standard output."""
+    """Counts what has ended, and logs it."""
 
-    def __init__(self, registry: CollectorRegistry, *, log: bool) -> None:
+    def __init__(self, registry: CollectorRegistry, log: AccessLog) -> None:
         self.alarm = Alarm()
         self._log = log
         metrics = _Metrics(registry)
@@ -93,9 +97,14 @@ class Outcomes:
 
     def ended(self, record: RequestRecord) -> None:
         """Count one request."""
-        model = record.admitted.model.name
-        self._requests(model, record.outcome).inc()
-        self._tokens_from(model, record.admitted.tokens_from).inc()
+        model = record.model.name if record.model else ""
+        self._requests(model, record.outcome, str(record.status)).inc()
+        if record.admitted is not None:
+            self._count_admitted(model, record.admitted, record)
+        self._log.ended(record)
+
+    def _count_admitted(self, model: str, admitted: Admitted, record: RequestRecord) -> None:
+        self._tokens_from(model, admitted.tokens_from).inc()
         if record.failed:
             self._retries(model).inc(len(record.failed))
         if record.migrations:
@@ -104,14 +113,9 @@ class Outcomes:
         if record.first_token_s:
             self._ttft(model).observe(record.first_token_s - record.began_s)
         if record.usage is not None:
-            self._count_tokens(model, record)
-        if self._log:
-            sys.stdout.write(orjson.dumps(_line(record)).decode() + "\n")
-            sys.stdout.flush()
+            self._count_tokens(model, record.usage, record)
 
-    def _count_tokens(self, model: str, record: RequestRecord) -> None:
-        usage = record.usage
-        assert usage is not None
+    def _count_tokens(self, model: str, usage: Usage, record: RequestRecord) -> None:
         self._tokens(model, "prompt").inc(usage.prompt)
         self._tokens(model, "output").inc(usage.output)
         if record.first_token_s and usage.output > 1:
@@ -126,33 +130,3 @@ class Outcomes:
             self._compared(model, worker).inc(usage.prompt)
             self._apart(model, worker).inc(abs(usage.cached - predicted))
             self.alarm.compare(model, worker, usage.prompt, predicted, usage.cached)
-
-
-def _line(record: RequestRecord) -> dict[str, Any]:
-    """Never the prompt."""
-    admitted, decision, usage = record.admitted, record.decision, record.usage
-    return {
-        "request_id": admitted.request_id,
-        "key": admitted.key_name,
-        "model": admitted.model.name,
-        "namespace": admitted.model.namespace,
-        "worker": str(decision.worker.key) if decision else None,
-        "tries": record.tries,
-        "failed": record.failed,
-        "migrations": record.migrations,
-        "tokens_from": admitted.tokens_from,
-        "predicted_cached_tokens": record.predicted_cached,
-        "cached_tokens": usage.cached if usage else None,
-        "prompt_tokens": usage.prompt if usage else admitted.num_tokens,
-        "output_tokens": usage.output if usage else None,
-        "waited_ms": decision.waited_ms if decision else None,
-        "ttft_s": _since(record, record.first_token_s),
-        "duration_s": _since(record, record.ended_s),
-        "status": record.status,
-        "outcome": record.outcome,
-        "ended_by": record.ended_by,
-    }
-
-
-def _since(record: RequestRecord, at_s: float) -> float | None:
-    return round(at_s - record.began_s, 4) if at_s else None

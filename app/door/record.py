@@ -1,12 +1,43 @@
-"""What is known of one request, from its admission to its end."""
+"""What is known of one request to the front door, from its head to its end."""
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import partial
 
+from app.door.asked import Asked
 from app.door.models import Model
 from app.policy.decision import Decision, RouteRequest
 from app.router.prompt import Prompt
+
+
+class Stage(StrEnum):
+    """What the time of a request is spent on, in turn; together they are its duration."""
+
+    BODY = "body"
+    TOKENS = "tokens"
+    WAIT = "wait"
+    DECIDE = "decide"
+    FAILED = "failed"
+    FIRST_TOKEN = "first_token"  # noqa: S105
+    WHOLE = "whole"
+    REST = "rest"
+
+
+STAGES = {
+    Stage.BODY: "reading its head and body",
+    Stage.TOKENS: "rendering and tokenizing its prompt",
+    Stage.WAIT: "waiting for a worker that could take it",
+    Stage.DECIDE: "deciding and reserving",
+    Stage.FAILED: "with workers that failed it",
+    Stage.FIRST_TOKEN: "from the decision to the first token",
+    Stage.WHOLE: "from the decision to the end, where no first token was seen",
+    Stage.REST: "from the first token to the end",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +62,6 @@ class Admitted:
     model: Model
     prompt: Prompt | None
     tokens_from: str
-    key_name: str = ""
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def num_tokens(self) -> int:
@@ -44,13 +70,25 @@ class Admitted:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of a request at its end. Times: monotonic seconds; 0.0: it never came to that.
+    """One request, refused or not. Times: monotonic seconds; 0.0: it never came to that.
 
-    outcome: ok, or what it ended by. ended_by: client, worker or router.
+    client: the address it came from. forwarded_for: as a proxy says, or anybody.
+    asked, request, model, admitted: None as long as they are not known.
+    outcome: ok, or what it ended by. ended_by: client, worker or router. error: why, in words that
+    name no value of the client's; "": nothing to say.
     """
 
-    admitted: Admitted
-    began_s: float
+    path: str
+    client: str = ""
+    forwarded_for: str = ""
+    began_s: float = field(default_factory=time.monotonic)
+    came_at: datetime = field(default_factory=partial(datetime.now, UTC))
+    key_name: str = ""
+    request_id: str = ""
+    asked: Asked | None = None
+    request: RouteRequest | None = None
+    model: Model | None = None
+    admitted: Admitted | None = None
     tries: int = 0
     decision: Decision | None = None
     first_token_s: float = 0.0
@@ -58,20 +96,64 @@ class RequestRecord:
     usage: Usage | None = None
     outcome: str = ""
     ended_by: str = ""
+    error: str = ""
     status: int = 0
+    """What the client was answered with; 0: nothing, so far."""
     failed: list[str] = field(default_factory=list)
     """The workers that failed it."""
     migrations: int = 0
     """How often another worker went on with its answer."""
+    spent_s: defaultdict[Stage, float] = field(default_factory=lambda: defaultdict(float))
+    _stage: Stage = Stage.BODY
+    _since_s: float = 0.0
+    """When that stage began; 0.0: with the request."""
 
     @property
     def predicted_cached(self) -> int | None:
         """Tokens of the prompt that the worker was predicted to have cached; None: nobody could
         tell. The last token is always computed, and with it its block."""
         decision, admitted = self.decision, self.admitted
-        if decision is None or admitted.prompt is None or decision.degraded or self.migrations:
+        if decision is None or admitted is None or admitted.prompt is None:
+            return None
+        if decision.degraded or self.migrations:
             return None
         info = decision.worker
         unit = info.reuse_blocks
         blocks = min(decision.overlap.total, (admitted.num_tokens - 1) // info.block_size)
         return max(0, blocks // unit * unit - info.recomputed_blocks) * info.block_size
+
+    def enter(self, stage: Stage, *, was: Stage | None = None) -> None:
+        """From now on time is spent on `stage`. was: what it was spent on before, if not on what
+        was said then."""
+        now_s = time.monotonic()
+        self.spent_s[was or self._stage] += now_s - (self._since_s or self.began_s)
+        self._stage, self._since_s = stage, now_s
+
+    def worker_failed(self, worker: str) -> None:
+        """Another one is decided on from now on."""
+        self.failed.append(worker)
+        self.enter(Stage.DECIDE, was=Stage.FAILED if self._stage is Stage.FIRST_TOKEN else None)
+
+    def decided(self, decision: Decision) -> None:
+        """That took until now, and part of it was waiting."""
+        self.decision = decision
+        self.enter(Stage.REST if self.first_token_s else Stage.FIRST_TOKEN)
+        waited_s = min(decision.waited_ms / 1000, self.spent_s[Stage.DECIDE])
+        if waited_s:
+            self.spent_s[Stage.DECIDE] -= waited_s
+            self.spent_s[Stage.WAIT] += waited_s
+
+    def first_token(self) -> None:
+        """Of all tries, it was seen just now."""
+        self.enter(Stage.REST)
+        self.first_token_s = self._since_s
+
+    def end(self, outcome: str, *, ended_by: str = "") -> bool:
+        """It has ended, in whatever way. Only the first call counts; whether this was it."""
+        if self.outcome:
+            return False
+        self.outcome, self.ended_by = outcome, ended_by
+        is_whole = self._stage is Stage.FIRST_TOKEN
+        self.enter(self._stage, was=Stage.WHOLE if is_whole else None)
+        self.ended_s = self._since_s
+        return True

@@ -125,10 +125,11 @@ class Traced:
         is_ok = record.outcome == "ok"
         self.try_ends("" if is_ok else record.outcome)
         admitted, decision, usage = record.admitted, record.decision, record.usage
+        assert admitted is not None
         attributes: dict[str, object] = {
             "gen_ai.request.model": admitted.model.name,
             "http.response.status_code": record.status,
-            "kvroute.request_id": admitted.request_id,
+            "kvroute.request_id": record.request_id,
             "kvroute.namespace": admitted.model.namespace,
             "kvroute.tokens_from": admitted.tokens_from,
             "kvroute.tries": record.tries,

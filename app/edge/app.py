@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.core.config import RouterSettings
 from app.core.keys import Keyspace
+from app.door.asked import is_of_door
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
 from app.edge import docs, native, openai
@@ -178,11 +179,20 @@ class Application(FastAPI):
         client = Client(scope, receive, send, self.replica)
         scope["app"] = self
         scope[CLIENT] = client
+        is_reported = is_of_door(scope["path"])
+        ended_by: BaseException | None = None
         try:
             client.key_name = self.replica.keys.check(scope["path"], scope["headers"])
             app = self._at.get((scope["method"], scope["path"]), self.router)
             await app(scope, receive, client.say)
-        except ClientDisconnect:
-            return
+        except ClientDisconnect as error:
+            ended_by = error
         except Exception as error:
+            ended_by = error
             await client.fail(error)
+        except BaseException as error:
+            ended_by = error
+            raise
+        finally:
+            if is_reported:
+                client.report(ended_by)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,10 +15,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from app.core.errors import KvrouteError
+from app.core.errors import KvrouteError, cut
 from app.door.door import Headers
 from app.door.errors import ClientStalled
-from app.edge.errors import INVALID, answer_to, event_of, meaning_of, refusal_of
+from app.door.record import RequestRecord
+from app.edge.errors import (
+    GONE,
+    INVALID,
+    answer_to,
+    ending_of,
+    event_of,
+    meaning_of,
+    reason_of,
+    refusal_of,
+)
 from app.http.body import read_body, resumed
 from app.http.protocol import CUT
 from app.http.watch import watched
@@ -34,6 +45,7 @@ class Client(Request):
     """A request, and the client that waits for its answer.
 
     about: headers of every answer. key_name: of the key that opened the replica; "": it needs none.
+    status: of the answer; 0: none has begun.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, replica: Services) -> None:
@@ -41,12 +53,23 @@ class Client(Request):
         self.replica = replica
         self.about: Headers = ()
         self.key_name = ""
-        self._has_begun = self._has_ended = False
+        self.status = 0
+        self._began_s = time.monotonic()
+        self._has_ended = False
 
     @cached_property
     def raw_headers(self) -> Mapping[bytes, bytes]:
         """Of those that come twice, the last."""
         return dict(self.scope["headers"])
+
+    @cached_property
+    def record(self) -> RequestRecord:
+        """What is known of a request to the front door."""
+        peer = self.scope.get("client")
+        forwarded_for = self.raw_headers.get(b"x-forwarded-for", b"").decode("latin-1")
+        return RequestRecord(
+            self.scope["path"], peer[0] if peer else "", cut(forwarded_for), self._began_s
+        )
 
     async def read(self, limit: int) -> bytes:
         """The body. Raises as `read_body`."""
@@ -82,7 +105,7 @@ class Client(Request):
     async def say(self, message: Message) -> None:
         """As ASGI's `send`."""
         if message["type"] == "http.response.start":
-            self._has_begun = True
+            self.status = message["status"]
         else:
             self._has_ended = not message.get("more_body", False)
         sending = self._send(message).__await__()
@@ -97,6 +120,21 @@ class Client(Request):
                 await resumed(sending, waits_for)
         except TimeoutError:
             raise ClientStalled(f"took nothing for {stalled_s:g} s") from None
+
+    def report(self, error: BaseException | None) -> None:
+        """The request has ended; tell what became of it. error: by which, if by one."""
+        record = self.record
+        record.key_name = self.key_name
+        if isinstance(error, Exception):
+            record.error = reason_of(error)
+        if error is not None or not self.status:
+            ending = GONE if error is None else ending_of(error)
+            record.status = self.status or ending.status
+            record.end(ending.outcome, ended_by=ending.ended_by)
+        else:
+            record.status = self.status
+            record.end("ok" if self.status < 400 else "refused")
+        self.replica.door.ended(record)
 
     async def fail(self, error: Exception) -> None:
         """Answer with an error; in the midst of an answer, end that with one."""
@@ -114,7 +152,7 @@ class Client(Request):
             log.error("%s failed", path, exc_info=error)
         if self._has_ended:
             return
-        if self._has_begun:
+        if self.status:
             await self.send(event_of(error, path), last=True)
             return
         status, headers, body = answer_to(error, path)

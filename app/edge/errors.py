@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from enum import Enum, auto
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import orjson
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from app.core.errors import (
     AllWorkersBusy,
@@ -25,9 +27,11 @@ from app.core.errors import (
     WrongVersion,
     cut,
     shown,
+    without_values,
 )
 from app.door.asked import PASSED_ON, PATHS, Api
 from app.door.errors import (
+    ClientStalled,
     ContextTooLong,
     ModelUnavailable,
     RepeatedFailure,
@@ -47,6 +51,16 @@ class Meaning(NamedTuple):
     kind: str
 
 
+class Ending(NamedTuple):
+    """What metrics and logs have of how a request ended. status: answered, unless an answer had
+    begun."""
+
+    status: int
+    outcome: str
+    ended_by: str
+
+
+GONE = Ending(499, "client_gone", "client")
 _INVALID, _OVERLOADED, _FAULT = "invalid_request_error", "overloaded_error", "api_error"
 
 ERRORS: Mapping[type[Exception], Meaning] = {
@@ -72,8 +86,10 @@ INTERNAL = Meaning(500, "internal", _FAULT)
 OF_THE_FRAMEWORK = {404: "not_found", 405: "method_not_allowed"}
 RETRIED = (429, 503)
 """Statuses whose answers say when to come again."""
-INVALID = (408, 413, 422)
+INVALID = (401, 408, 413, 422)
 """Statuses that count as invalid requests."""
+MAX_REASON = 200
+"""Characters."""
 MAX_RETRY_AFTER_S = 60
 MAX_ERRORS = 100
 """Only a body with so many unknown fields has more. pydantic lists all of them or none, and a
@@ -112,10 +128,21 @@ def meaning_of(error: Exception) -> Meaning:
     return INTERNAL
 
 
-def outcome_of(error: Exception) -> tuple[int, str]:
-    """The status at a path of OpenAI's or Anthropic's, and the word that metrics and logs have."""
+def ending_of(error: BaseException) -> Ending:
+    """How a request at a path of OpenAI's or Anthropic's ended by `error`."""
+    if isinstance(error, asyncio.CancelledError | ClientDisconnect):
+        return GONE
+    if isinstance(error, ClientStalled):
+        return Ending(GONE.status, "client_stalled", "router")
+    if not isinstance(error, Exception):
+        return Ending(500, INTERNAL.code, "router")
     status, code, kind = meaning_of(error)
-    return 400 if status == 422 else status, _OF_OPENAI.get(code, code) or kind
+    return Ending(400 if status == 422 else status, _OF_OPENAI.get(code, code) or kind, "router")
+
+
+def reason_of(error: Exception) -> str:
+    """Why a request was refused, as logs may have it."""
+    return cut(without_values(_message(error)), MAX_REASON)
 
 
 def answer_to(error: Exception, path: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
@@ -155,9 +182,7 @@ def event_of(error: Exception, path: str) -> bytes:
 def _body(error: Exception, dialect: Dialect) -> bytes:
     status, code, kind = meaning_of(error)
     field = getattr(error, "field", None)
-    message = str(error.detail if isinstance(error, HTTPException) else error)
-    if status == 500:
-        message = f"{type(error).__name__}; see the router's log"
+    message = _message(error)
     if dialect is Dialect.OURS:
         return orjson.dumps(error_body(code, message, field))
     if dialect is Dialect.ANTHROPIC:
@@ -167,6 +192,12 @@ def _body(error: Exception, dialect: Dialect) -> bytes:
     return orjson.dumps(
         {"error": {"message": message, "type": kind, "param": field, "code": code_there}}
     )
+
+
+def _message(error: Exception) -> str:
+    if meaning_of(error).status == 500:
+        return f"{type(error).__name__}; see the router's log"
+    return str(error.detail if isinstance(error, HTTPException) else error)
 
 
 def refusal_of(error: ValidationError) -> InvalidRequest:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
-from app.core.errors import KvrouteError
 from app.door import asked, members
-from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS, Api
+from app.door.asked import COUNT_TOKENS, MODELS, PASSED_ON, PATHS, Api
 from app.door.door import Headers
-from app.door.errors import ClientStalled
 from app.door.forwarding import Outgoing, headers_for_engine
 from app.door.lifecycle import Lifecycle
 from app.door.migration import can_migrate
 from app.door.models import Model
+from app.door.record import Stage
 from app.edge import schemas
 from app.edge.ask import request_id_in, request_of
 from app.edge.client import Client
-from app.edge.errors import outcome_of
+from app.edge.errors import ending_of
 from app.edge.routes import Route, body_of, parameters_of
 from app.http.json_body import JsonBody
 
-MODELS = "/v1/models"
 BEGUN_S = int(time.time())
 """When this process began: models have no other date."""
 
@@ -32,12 +29,14 @@ async def answer(client: Client) -> None:
     as it comes."""
     headers, replica, path = client.raw_headers, client.replica, client.scope["path"]
     api, door, settings = PATHS[path], replica.door, replica.settings
-    request_id = request_id_in(headers)
+    record = client.record
+    record.request_id = request_id = request_id_in(headers)
     client.about = [(b"x-request-id", request_id.encode())]
     body = await _read(client)
-    wanted = asked.read(api, body.fields)
-    model = door.models.find(wanted.model)
-    request = request_of(
+    record.enter(Stage.TOKENS)
+    record.asked = wanted = asked.read(api, body.fields)
+    record.model = model = door.models.find(wanted.model)
+    record.request = request_of(
         headers,
         settings.policy,
         request_id=request_id,
@@ -51,7 +50,7 @@ async def answer(client: Client) -> None:
         try:
             with trace.span("tokens"):
                 ids = await door.prompts.of(api, model, body.fields)
-            life = door.admit(request, model, wanted, ids, trace, client.key_name)
+            life = door.admit(record, ids, trace)
             migrates = settings.migrate and can_migrate(wanted, body.fields, ids, model.workers)
             await door.door.carry(
                 life,
@@ -63,22 +62,17 @@ async def answer(client: Client) -> None:
         except BaseException as error:
             if life is None:
                 trace.fail(error)
-            elif isinstance(error, asyncio.CancelledError):
-                life.end("client_gone", ended_by="client")
-            elif isinstance(error, ClientStalled):
-                life.end("client_stalled", ended_by="router")
-            elif isinstance(error, Exception):
-                status, outcome = outcome_of(error)
-                if isinstance(error, KvrouteError):
-                    life.record.status = status
-                life.end(outcome, ended_by="router")
+            else:
+                told = ending_of(error)
+                life.record.status = life.record.status or told.status
+                life.end(told.outcome, ended_by=told.ended_by)
             raise
 
 
 async def pass_on(client: Client) -> None:
     """Have any worker of the model answer."""
     body = await _read(client)
-    model = client.replica.door.models.find(body.fields.get("model"))
+    client.record.model = model = client.replica.door.models.find(body.fields.get("model"))
     async with client.watched():
         await _ask_any(client, model, body)
 
@@ -88,7 +82,8 @@ async def count_tokens(client: Client) -> None:
     known here."""
     door = client.replica.door
     body = await _read(client)
-    model = door.models.find(asked.read(Api.MESSAGES, body.fields).model)
+    client.record.asked = wanted = asked.read(Api.MESSAGES, body.fields)
+    client.record.model = model = door.models.find(wanted.model)
     async with client.watched():
         ids = await door.prompts.of(Api.MESSAGES, model, body.fields)
         if ids.ids is None:
@@ -133,7 +128,8 @@ def _headers_on(client: Client, request_id: str) -> list[tuple[bytes, bytes]]:
 
 
 async def _ask_any(client: Client, model: Model, body: JsonBody) -> None:
-    headers = _headers_on(client, request_id_in(client.raw_headers))
+    client.record.request_id = request_id = request_id_in(client.raw_headers)
+    headers = _headers_on(client, request_id)
     door = client.replica.door.door
     await door.pass_on(model, body.changed({}), client.scope["path"], headers, client)
 
@@ -150,8 +146,9 @@ class _Shown:
     async def start(self, status: int, headers: Headers) -> None:
         record = self._life.record
         shown = list(headers)
-        if record.admitted.tokens_from.startswith("blind:"):
-            shown.append((b"x-kvroute-tokens", record.admitted.tokens_from.encode()))
+        tokens_from = self._life.admitted.tokens_from
+        if tokens_from.startswith("blind:"):
+            shown.append((b"x-kvroute-tokens", tokens_from.encode()))
         if self._show_decision and record.decision is not None:
             decision = record.decision
             overlap = f"{decision.overlap.total}/{decision.isl_blocks}"

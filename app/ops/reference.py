@@ -1,9 +1,9 @@
-"""Writes the reference pages from the code: docs/api.md and docs/configuration.md.
+"""Writes the reference pages from the code: docs/api.md, configuration.md and access-log.md.
 
 python -m app.ops.reference
 
 The first comes from the router's OpenAPI description and its table of errors, the second from the
-settings of each process.
+settings of each process, the third from the fields of the log.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ FRAMEWORK_ERRORS = (
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write all pages."""
     (DOCS / "api.md").write_text(api())
     (DOCS / "configuration.md").write_text(configuration())
+    (DOCS / "access-log.md").write_text(access_log())
 
 
 def configuration() -> str:
@@ -85,6 +86,25 @@ def _live() -> str:
     from app.edge.live import LIVE
 
     return ", ".join(f"`{name.replace('_', '-')}`" for name in sorted(LIVE))
+
+
+def access_log() -> str:
+    """Every field of a line of the access log."""
+    from app.door.access_log import FIELDS, OF_THE_LINE
+
+    helps = {name: field.help for name, field in FIELDS.items()} | OF_THE_LINE
+    lines = [
+        "# The access log",
+        "",
+        WRITTEN_BY,
+        "",
+        "With `--access-log`, a router writes a line of JSON to standard output for each request "
+        "that has ended at a path of the [front door](front-door.md), refused ones too. It has all "
+        "of these fields, and never a prompt or an answer. What is not known is null.",
+        "",
+        *_table(("field", "meaning"), ((f"`{name}`", text) for name, text in helps.items())),
+    ]
+    return _page(lines)
 
 
 def _setting(f: Field[Any]) -> tuple[str, ...]:

@@ -110,8 +110,8 @@ async def test_the_anthropic_client_counts_tokens(door: httpx.AsyncClient) -> No
             said = await client.messages.create(**asked, max_tokens=1)
             count = await client.messages.count_tokens(**asked)
             assert count.input_tokens == _prompt_tokens(said.usage)
-        labels = f'requests_total{{model="{MODEL}",outcome="ok"}}'
-        assert await counted(door, labels) == 3  # nothing was routed to count
+        routed = f'request_seconds_count{{model="{MODEL}"}}'
+        assert await counted(door, routed) == 3  # nothing was routed to count
         with pytest.raises(anthropic.NotFoundError, match="does not exist"):
             await client.messages.count_tokens(model="x", messages=messages)  # type: ignore[arg-type]
         with pytest.raises(anthropic.BadRequestError, match="chat_template"):

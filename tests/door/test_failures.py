@@ -69,7 +69,7 @@ async def test_a_stream_whose_worker_dies_ends_with_an_error_and_without_done(
                     text += piece
             assert '"code":"worker_failed"' in text.rpartition("data: ")[2]
             assert "[DONE]" not in text
-            labels = f'model="{MODEL}",outcome="worker_failed"'
+            labels = f'code="200",model="{MODEL}",outcome="worker_failed"'
             assert await counted(door, f"requests_total{{{labels}}}") == 1
             await nothing_reserved(redis)
 
@@ -94,7 +94,8 @@ async def test_a_client_that_hangs_up_stops_the_engine_and_leaves_nothing_reserv
             asking.cancel()
             await eventually(lambda: running_on(only.url), lambda number: number == 0, within_s=3.0)
             await nothing_reserved(redis)
-            labels = f'model="{MODEL}",outcome="client_gone"'
+            code = 200 if streams else 499
+            labels = f'code="{code}",model="{MODEL}",outcome="client_gone"'
             await eventually(
                 lambda: counted(door, f"requests_total{{{labels}}}"), lambda number: number == 1
             )
@@ -114,7 +115,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(
             await loop.sock_connect(client, ("127.0.0.1", door.base_url.port))
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
             await loop.sock_sendall(client, f"{head}\r\n\r\n".encode() + body)
-            labels = f'model="{MODEL}",outcome="client_stalled"'
+            labels = f'code="200",model="{MODEL}",outcome="client_stalled"'
             await eventually(
                 lambda: counted(door, f"requests_total{{{labels}}}"),
                 lambda number: number == 1,

@@ -250,7 +250,10 @@ async def test_streams_whose_worker_is_killed_end_as_if_nothing_had_happened(
                 assert len([piece for piece in said if piece]) == 90
                 assert all(choice["token_ids"] is None for choice in choices)
             assert await counted(door, f'migrations_total{{model="{MODEL}"}}') > 0
-            assert await counted(door, f'requests_total{{model="{MODEL}",outcome="ok"}}') == 20
+            assert (
+                await counted(door, f'requests_total{{code="200",model="{MODEL}",outcome="ok"}}')
+                == 20
+            )
             await nothing_reserved(redis)
 
 

@@ -37,7 +37,7 @@ async def test_metrics_are_those_of_all_namespaces_that_the_door_serves(
         for sample in found.families["kvroute_worker_requests"].samples
     }
     assert workers == {("a:0", None), ("b:0", "other")}
-    assert found("door_requests_total", model="other-model", outcome="ok") == 2
+    assert found("door_requests_total", model="other-model", outcome="ok", code="200") == 2
 
 
 async def test_a_name_that_two_namespaces_announce_is_the_first_ones_at_every_replica(
