@@ -26,8 +26,11 @@ QUEUE_LONG_S = 16.0
 REUSE_WITHIN_S = 300.0
 """A block unused for this long is assumed to be asked for again one time in two."""
 CHANCES_ALIKE = 0.25
-"""Workers of one speed differ by less in the chance that what they evict is asked for again."""
+"""Workers of one speed differ by less in the chance that what they evict is asked for again, once
+their caches are full."""
 CHANCES_APART = 20.0
+SLOWER = 4.0
+"""At most so many prefills, times how much slower the other worker is, may be added for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +129,9 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     eviction_s      prefill_s once more, because that much will have to be recomputed, times the
                     chance that what is evicted for this prompt is asked for again:
                     300 / (300 + idle), where idle is how many seconds the worker's blocks go unused
-                    before eviction. Where that chance is more than 0.25 above another worker's, as
-                    on fast workers beside slow ones, 20 times the square of what it is beyond that
-                    comes on top: sessions then use the memory of the slow ones too
+                    before eviction. Where that chance is more than 0.25 above a slower worker's, 20
+                    times the square of what it is beyond that comes on top, for one k times as slow
+                    at most 4 (k - 1): sessions then use the memory of the slow ones too
     spread_s        while workers are idle, the prefill routed to the worker lately beyond that of
                     the one that got least: where no queue tells workers apart, all of the fleet's
                     memory is to be used
@@ -149,7 +152,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         "blocking_s": prefill * (1.0 + BLOCKING_PER_WAITING * waiting),
         "decode_s": DECODE_WEIGHT * decode,
         "interference_s": INTERFERENCE_PER_REQUEST * prefill * candidates.active_requests,
-        "eviction_s": prefill * _eviction_weight(candidates.kv_idle_before_evict_s),
+        "eviction_s": prefill * _eviction_weight(candidates),
         "spread_s": _spread_s(candidates),
     }
     return Costs(_sum(terms), terms)
@@ -189,13 +192,22 @@ def _felt_s(queue_s: Floats) -> Floats:
     return felt
 
 
-def _eviction_weight(idle_s: Floats) -> Floats:
+def _eviction_weight(candidates: Candidates) -> Floats:
     """The chance that an evicted block is asked for again, 0 where none is evicted; and more where
-    it is far above that of another worker."""
+    it is far above that of a slower worker.
+
+    Not above that of one as fast: a worker that has joined evicts nothing yet, and would get all
+    requests until its queue is longer than any.
+    """
+    idle_s = candidates.kv_idle_before_evict_s
     chance = np.where(idle_s > 0.0, REUSE_WITHIN_S / (REUSE_WITHIN_S + idle_s), 0.0)
-    apart = chance - (chance[chance.argmin()] + CHANCES_ALIKE)
+    alike = chance[chance.argmin()] + CHANCES_ALIKE
+    apart = chance - alike
     if apart[apart.argmax()] > 0.0:
-        chance += CHANCES_APART * np.maximum(apart, 0.0) ** 2
+        token_s = candidates.prefill_s_per_token
+        slower = token_s[chance <= alike].max() / np.maximum(token_s, 1e-12) - 1.0
+        most = SLOWER * np.maximum(slower, 0.0)
+        chance += np.minimum(CHANCES_APART * np.maximum(apart, 0.0) ** 2, most)
     return chance
 
 

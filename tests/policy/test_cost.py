@@ -226,15 +226,29 @@ def test_eviction_costs_the_prefill_times_the_chance_that_evicted_blocks_are_nee
     assert_allclose(latency(seen, SIZE).terms["eviction_s"], [0.75, 1.125, 0.285])
 
 
-def test_evictions_far_from_where_blocks_idle_longest_cost_more_than_what_they_drive_out() -> None:
+def test_evictions_far_from_where_a_slower_worker_s_blocks_idle_cost_more_than_they_drive_out() -> (
+    None
+):
     """Chances of 3/4 and 3/10; what the first is more than 1/4 above the other, squared, 20 times.
     Nothing is lost where nothing is evicted."""
-    seen = candidates(2, ROUND_SPEED, kv_idle_before_evict_s=[100, 700])
+    token_s = [1e-3, 2e-3]
+    seen = candidates(
+        2, ROUND_SPEED, kv_idle_before_evict_s=[100, 700], prefill_s_per_token=token_s
+    )
     weight = 0.75 + 20 * (0.75 - 0.3 - 0.25) ** 2
-    assert_allclose(latency(seen, SIZE).terms["eviction_s"], [1.5 * weight, 1.5 * 0.3])
-    seen = candidates(2, ROUND_SPEED, kv_idle_before_evict_s=[300, 0])
+    assert_allclose(latency(seen, SIZE).terms["eviction_s"], [1.5 * weight, 2.5 * 0.3])
+    seen = candidates(2, ROUND_SPEED, kv_idle_before_evict_s=[300, 0], prefill_s_per_token=token_s)
     weight = 0.5 + 20 * (0.5 - 0.25) ** 2
     assert_allclose(latency(seen, SIZE).terms["eviction_s"], [1.5 * weight, 0])
+
+
+def test_a_worker_that_evicts_nothing_yet_draws_no_more_requests_than_it_spares_others() -> None:
+    """As far as it is no slower: 4 (k - 1) prefills at most for one k times as slow."""
+    for token_s, more in [([1e-3, 1e-3], 0.0), ([1e-3, 5e-4], 0.0), ([1e-3, 1.1e-3], 0.4)]:
+        seen = candidates(
+            2, ROUND_SPEED, kv_idle_before_evict_s=[100, 0], prefill_s_per_token=token_s
+        )
+        assert_allclose(latency(seen, SIZE).terms["eviction_s"], [1.5 * (0.75 + more), 0])
 
 
 def test_a_cold_prompt_goes_where_nothing_is_evicted_or_else_blocks_idle_for_longest() -> None:
