@@ -252,6 +252,7 @@ class Scaled:
             [recorded.asked for recorded in self._recent.values()],
             self._played.proposals[-PROPOSALS_KEPT:],
             self._setting.block_size,
+            self._scaling.startup_s,
         )
 
     def _worker_state(self, place: int, worker: SimWorker, values: dict[str, float]) -> WorkerState:

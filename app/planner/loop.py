@@ -14,6 +14,7 @@ import orjson
 from app.core.errors import KvrouteError, LeadershipLost
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
+from app.core.settings import LONGEST_S
 from app.planner.connectors.base import Advise, Connector, ConnectorError
 from app.planner.lease import Lease
 from app.planner.metrics import PlannerMetrics
@@ -21,12 +22,7 @@ from app.planner.observe import Observer
 from app.planner.predict import predictor
 from app.planner.rules.policies import propose
 from app.planner.rules.replay import ReplayTooLong
-from app.planner.rules.state import (
-    FleetState,
-    Proposal,
-    Rules,
-    Slo,
-)
+from app.planner.rules.state import USUAL_STARTUP_S, FleetState, Proposal, Rules, Slo
 from app.planner.rules.victims import least_valued
 from app.state import leases, planner
 from app.state.scripts import ScriptRunner
@@ -53,7 +49,8 @@ class Changing:
 
     pending: when each worker that has not registered yet was asked for, seconds since 1970.
     known: workers that count as registered. leaving: the worker that drains, since when, and
-    whether it was told to stop.
+    whether it was told to stop. startup_s: from when a worker is asked for until it registers, as
+    lately seen.
     """
 
     pending: list[float] = field(default_factory=list)
@@ -61,6 +58,7 @@ class Changing:
     leaving: str = ""
     leaving_since_s: float = 0.0
     is_stopped: bool = False
+    startup_s: float = USUAL_STARTUP_S
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "known": sorted(self.known)}
@@ -76,10 +74,12 @@ class Changing:
                 leaving=str(state.get("leaving", "")),
                 leaving_since_s=float(state.get("leaving_since_s", 0.0)),
                 is_stopped=bool(state.get("is_stopped", False)),
+                startup_s=float(state.get("startup_s", USUAL_STARTUP_S)),
             )
         except (TypeError, ValueError):
             return cls()
-        return changing if len(changing.pending) <= most else cls()
+        is_usable = len(changing.pending) <= most and 0 <= changing.startup_s <= LONGEST_S
+        return changing if is_usable else cls()
 
 
 class UnusableRecords(KvrouteError):
@@ -194,7 +194,9 @@ class Planner:
     async def _propose(self) -> None:
         observer, changing = self._observer, self._changing
         state = await self._lease.hold(
-            observer.state(self._rules, changing.pending, tuple(self._proposals))
+            observer.state(
+                self._rules, changing.pending, tuple(self._proposals), changing.startup_s
+            )
         )
         proposal = await self._lease.hold(asyncio.to_thread(self._proposed, state))
         observer.forget_samples()
@@ -257,7 +259,8 @@ class Planner:
         before = changing.as_json()
         for _ in seen.keys() - changing.known:
             if changing.pending:
-                changing.pending.pop(0)
+                took_s = self._observer.now_s - changing.pending.pop(0)
+                changing.startup_s = (changing.startup_s + max(0.0, took_s)) / 2
         changing.known = set(seen)
         now_s, deadline_s = self._observer.now_s, self._settings.startup_deadline_s
         pending = [at_s for at_s in changing.pending if now_s - deadline_s < at_s <= now_s]

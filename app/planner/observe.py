@@ -15,6 +15,7 @@ from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
 from app.planner.rules.replay import recorded_request
 from app.planner.rules.state import (
+    USUAL_STARTUP_S,
     Came,
     FleetState,
     PastRequest,
@@ -152,7 +153,11 @@ class Observer:
         return tokens // max(1, len(infos))
 
     async def state(
-        self, rules: Rules, pending: Sequence[float] = (), proposals: Sequence[Proposal] = ()
+        self,
+        rules: Rules,
+        pending: Sequence[float] = (),
+        proposals: Sequence[Proposal] = (),
+        startup_s: float = USUAL_STARTUP_S,
     ) -> FleetState:
         """What a proposal is made from. pending: when each worker that has not registered yet was
         asked for. Raises RedisUnavailable."""
@@ -162,7 +167,7 @@ class Observer:
             WorkerState(f"pending-{n}", Phase.PENDING, at_s) for n, at_s in enumerate(pending)
         )
         workers = [*self._workers(values, block_size), *coming]
-        return FleetState(self.now_s, workers, recent, proposals, block_size)
+        return FleetState(self.now_s, workers, recent, proposals, block_size, startup_s)
 
     async def recent(self, rules: Rules) -> tuple[list[PastRequest], int]:
         """The decisions that a proposal may count, the oldest first, and how many tokens each of

@@ -19,6 +19,7 @@ from app.planner.rules.state import (
     Slo,
     WorkerLoad,
 )
+from app.planner.rules.victims import least_loss_s
 
 Predict = Callable[[int], Prediction]
 """What a fleet of this size would have made of the recorded decisions. One less is one without
@@ -164,7 +165,8 @@ def _needed(
 def slo(state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
     """The smallest fleet that would have kept the SLO over the recorded decisions.
 
-    Up at once, by up to two workers; down by one, and only if one less would still have kept it.
+    Up at once, by up to two workers; down by one, and only once one less would have kept it for as
+    many seconds as it costs of a worker's time to take the step back: see `_spare_s`.
     """
     size = state.size
     now = predict(size)
@@ -192,7 +194,23 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
     fewer = predict(size - 1)
     if fewer.attainment < target:
         return WantedSize(size, Reason.ENOUGH, inputs, (fewer, now))
+    inputs |= {"spare_s": _spare_s(state), "change_s": state.startup_s + least_loss_s(state)}
+    if inputs["spare_s"] < inputs["change_s"]:
+        return WantedSize(size, Reason.COOL_DOWN, inputs, (fewer, now))
     return WantedSize(size - 1, Reason.SLO_MET_BY_FEWER, inputs, (fewer, now))
+
+
+def _spare_s(state: FleetState) -> float:
+    """For how long every proposal has found one worker to spare.
+
+    When it will be needed again is not known. Who keeps it until it has cost as much as its return
+    would, a start and what its cache is worth, pays at most twice what who knew would pay: the
+    answer to the ski rental problem.
+    """
+    last = state.proposals[-1] if state.proposals else None
+    if last is None or last.size != state.size or "spare_s" not in last.inputs:
+        return 0.0
+    return last.inputs["spare_s"] + state.now_s - last.at_s
 
 
 def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:

@@ -10,6 +10,9 @@ from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.simulation.profiles import Profile
 from app.simulation.steps import SimRequest
 
+USUAL_STARTUP_S = 60.0
+"""Of workers none of which has been seen to start."""
+
 
 class Phase(StrEnum):
     PENDING = "pending"
@@ -38,7 +41,7 @@ class Reason(StrEnum):
     WAITING = "waiting"
     ONGOING = "ongoing"
     COOL_DOWN = "cool_down"
-    """Fewer requests wait, but a short time ago it had to be larger."""
+    """Fewer would do, but not for long enough yet."""
     SLO_MISSED = "slo_missed"
     SLO_MET_BY_FEWER = "slo_met_by_fewer"
     ENOUGH = "enough"
@@ -128,13 +131,14 @@ class Proposal:
 @dataclass(frozen=True, slots=True)
 class FleetState:
     """recent: decisions, the oldest first, in blocks of `block_size` tokens. proposals: the last
-    ones, the newest last."""
+    ones, the newest last. startup_s: from when a worker is asked for until it registers."""
 
     now_s: float
     workers: Sequence[WorkerState]
     recent: Sequence[PastRequest] = ()
     proposals: Sequence[Proposal] = ()
     block_size: int = 256
+    startup_s: float = USUAL_STARTUP_S
 
     def those(self, phase: Phase) -> list[WorkerState]:
         return [worker for worker in self.workers if worker.phase is phase]

@@ -45,8 +45,13 @@ def unique_values(
 def least_valued(state: FleetState) -> str:
     """The live worker whose cache is worth least, with the prefills promised to it; there must be
     one."""
+    return min(state.those(Phase.LIVE), key=_loss_s).name
 
-    def cost_s(worker: WorkerState) -> float:
-        return worker.unique_value_s + (worker.load.queue_s if worker.load is not None else 0.0)
 
-    return min(state.those(Phase.LIVE), key=cost_s).name
+def least_loss_s(state: FleetState) -> float:
+    """Seconds of prefill that losing that worker would cost; there must be one."""
+    return min(map(_loss_s, state.those(Phase.LIVE)))
+
+
+def _loss_s(worker: WorkerState) -> float:
+    return worker.unique_value_s + (worker.load.queue_s if worker.load is not None else 0.0)

@@ -141,7 +141,7 @@ def test_waiting_removes_one_only_if_the_whole_cool_down_needed_fewer(
         (attained(n4=0.90, n5=0.94, n6=0.97), 6, Reason.SLO_MISSED, [4, 5, 6]),
         (attained(n4=0.50, n5=0.60, n6=0.70), 6, Reason.SLO_MISSED, [4, 5, 6]),
         (attained(n4=0.97, n3=0.94), 4, Reason.ENOUGH, [3, 4]),
-        (attained(n4=0.99, n3=0.95), 3, Reason.SLO_MET_BY_FEWER, [3, 4]),
+        (attained(n4=0.99, n3=0.95), 4, Reason.COOL_DOWN, [3, 4]),
     ],
 )
 def test_slo_takes_the_smallest_size_that_keeps_it(
@@ -150,7 +150,38 @@ def test_slo_takes_the_smallest_size_that_keeps_it(
     proposal = run("slo", fleet(4), by_size)
     assert decided(proposal) == (desired, reason)
     assert [prediction.size for prediction in proposal.candidates] == asked
-    assert proposal.victim == ("w0" if desired == 3 else None)
+    assert proposal.victim is None
+
+
+def spare(*fewer: float, size: int = 4) -> list[Proposal]:
+    """Proposals every 30 s, the last one now: what `size - 1` was predicted to attain at each."""
+    worth = [
+        replace(worker(f"w{i}"), unique_value_s=value)
+        for i, value in enumerate((40.0, 29.0, 90.0, 50.0))
+    ]
+    proposals: list[Proposal] = []
+    for number, share in enumerate(fewer):
+        now_s = NOW_S - 30.0 * (len(fewer) - 1 - number)
+        state = FleetState(now_s, worth[:size], proposals=proposals, startup_s=60.0)
+        proposals = [*proposals, run("slo", state, {size - 1: share, size: 0.99})]
+    return proposals
+
+
+def test_slo_removes_one_when_it_has_been_spare_for_as_long_as_its_return_would_cost() -> None:
+    """A start of 60 s, a cache worth 29 s and 0.5 s of prefills that would move elsewhere."""
+    *kept, last = spare(0.96, 0.96, 0.96, 0.96)
+    assert [decided(proposal) for proposal in kept] == [(4, Reason.COOL_DOWN)] * 3
+    assert decided(last) == (3, Reason.SLO_MET_BY_FEWER)
+    assert (last.inputs["spare_s"], last.inputs["change_s"]) == (90.0, 89.5)
+
+
+def test_slo_counts_anew_when_a_worker_was_needed_meanwhile_or_the_size_has_changed() -> None:
+    proposals = spare(0.96, 0.96, 0.94, 0.96, 0.96)
+    assert decided(proposals[-1]) == (4, Reason.COOL_DOWN)
+    assert proposals[-1].inputs["spare_s"] == 30.0
+    three = replace(fleet(3), proposals=[*spare(0.96, 0.96, 0.96, 0.96)])
+    again = run("slo", replace(three, now_s=NOW_S + 30), attained(n2=0.96, n3=0.99))
+    assert again.inputs["spare_s"] == 0.0
 
 
 def test_slo_counts_pending_workers_for_up_and_not_for_down() -> None:
