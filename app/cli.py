@@ -31,13 +31,14 @@ def _log_at(level: str) -> None:
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
 
 
-def _end_on_sigterm() -> None:
-    """End at once if told to stop before the server takes SIGTERM over.
+def _end_when_told() -> None:
+    """End at once if told to stop before the server takes SIGTERM and SIGINT over.
 
     As process 1 of a container, one without a handler would start all the same, and serve until it
     is killed.
     """
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
 
 
 class _LazyGroup(Group):
@@ -98,7 +99,7 @@ def main() -> None:
 @options(RouterSettings)
 def router(**values: Any) -> None:
     """Run one router replica. Any number of replicas can share a Redis behind a load balancer."""
-    _end_on_sigterm()
+    _end_when_told()
     from app.edge.app import serve_router
     from app.http.server import listen, run
 
@@ -126,7 +127,7 @@ def router(**values: Any) -> None:
 @options(WorkerSettings)
 def worker(**values: Any) -> None:
     """Run one worker: an engine and the agent that publishes its cache and load."""
-    _end_on_sigterm()
+    _end_when_told()
     settings = WorkerSettings(**values)
     _log_at(settings.log_level)
     from app.http.server import run
@@ -144,7 +145,7 @@ def worker(**values: Any) -> None:
 @options(EngineAgentSettings)
 def agent(**values: Any) -> None:
     """Run beside an engine, such as vLLM or SGLang, and make it a worker."""
-    _end_on_sigterm()
+    _end_when_told()
     settings = EngineAgentSettings(**values)
     _log_at(settings.log_level)
     from app.http.server import run
@@ -164,7 +165,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     """Keep a fleet at the size that its load needs; `explain` shows what was proposed."""
     if ctx.invoked_subcommand is not None:
         return
-    _end_on_sigterm()
+    _end_when_told()
     settings = PlannerSettings(**values)
     _log_at(settings.log_level)
     from app.http.server import run

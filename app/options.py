@@ -6,6 +6,8 @@ The flag, variable, default and help of an option are those of its field.
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
@@ -133,6 +135,12 @@ class Command(_OneLine):
         ctx.meta[ARGUMENTS] = tuple(args)
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        # Until here, Ctrl-C ends the process: see app/__main__.py.
+        if not isinstance(self, click.Group) and _sigint_ends_at_once():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return super().invoke(ctx)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         by_heading: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
@@ -142,6 +150,13 @@ class Command(_OneLine):
         for heading, records in by_heading.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+def _sigint_ends_at_once() -> bool:
+    return (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    )
 
 
 class Group(Command, click.Group):

@@ -569,3 +569,38 @@ def test_a_service_logs_where_it_listens_and_why_it_starts_without_redis(
         f"starting without Redis at {own_redis_server.url}: "
         "AuthenticationError: Authentication required.\n"
     )
+
+
+COMMANDS = [name for name, _ in commands(main)]
+SERVICES = ["router", "worker", "agent", "planner"]
+
+
+@pytest.mark.parametrize(
+    ("command", "loading"),
+    [
+        *((name, "app.core.keys") for name in COMMANDS),
+        *((name, "uvicorn.config") for name in SERVICES),
+    ],
+)
+def test_ctrl_c_while_a_command_loads_ends_it_without_a_traceback(
+    command: str, loading: str
+) -> None:
+    process = subprocess.Popen(
+        # It prints each module as soon as that is imported.
+        [sys.executable, "-X", "importtime", "-m", "app", *command.split()],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert process.stderr is not None
+        assert any(line.endswith(f" {loading}\n") for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        printed = [line for line in process.stderr if not line.startswith("import time:")]
+        process.wait(20)
+    finally:
+        process.kill()
+        process.communicate()
+    assert printed == []
+    assert process.returncode in (0, -signal.SIGINT)
