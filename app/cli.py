@@ -20,6 +20,7 @@ from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
 from app.core.settings import COMMON, LOG_LEVELS, base_url
+from app.environment import unknown_variables
 from app.options import CLUSTER, PORT, Command, Group, Option, cluster_size, options, pick
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -27,8 +28,12 @@ POLL_S = 0.5
 REDIS_TIMEOUT_S = 5.0
 
 
-def _log_at(level: str) -> None:
+def _start_log(level: str) -> None:
+    """Log from now on, and first of variables that somebody may have misspelt."""
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
+    for name, problem in list(unknown_variables(os.environ)):
+        logging.getLogger("kvroute").warning(problem)
+        del os.environ[name]  # said once is enough, also by processes that are started from here
 
 
 def _end_when_told() -> None:
@@ -104,7 +109,7 @@ def router(**values: Any) -> None:
     from app.http.server import listen, run
 
     settings = RouterSettings(**values)
-    _log_at(settings.log_level)
+    _start_log(settings.log_level)
     Keyspace(settings.namespace)  # a bad one is refused before a port is taken
     # First, while the number cannot yet be that of a socket of our own.
     shared = [] if settings.shared_fd is None else [_inherited(settings.shared_fd)]
@@ -129,7 +134,7 @@ def worker(**values: Any) -> None:
     """Run one worker: an engine and the agent that publishes its cache and load."""
     _end_when_told()
     settings = WorkerSettings(**values)
-    _log_at(settings.log_level)
+    _start_log(settings.log_level)
     from app.http.server import run
 
     try:
@@ -147,7 +152,7 @@ def agent(**values: Any) -> None:
     """Run beside an engine, such as vLLM or SGLang, and make it a worker."""
     _end_when_told()
     settings = EngineAgentSettings(**values)
-    _log_at(settings.log_level)
+    _start_log(settings.log_level)
     from app.http.server import run
 
     try:
@@ -167,7 +172,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
         return
     _end_when_told()
     settings = PlannerSettings(**values)
-    _log_at(settings.log_level)
+    _start_log(settings.log_level)
     from app.http.server import run
 
     try:
@@ -259,7 +264,7 @@ def up(**values: Any) -> None:
     from app.local.cluster import Cluster
     from app.local.interrupts import INTERRUPTS, heed_interrupts
 
-    _log_at(values["log_level"])
+    _start_log(values["log_level"])
     if values["redis_url"] is not None:
         asyncio.run(_reach(values["redis_url"]))
     heed_interrupts()

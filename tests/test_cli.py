@@ -22,6 +22,7 @@ from redis import Redis
 from app.cli import _listening, _until_stopped, main
 from app.core.config import RouterSettings, WorkerSettings
 from app.core.keys import Keyspace
+from app.environment import unknown_variables
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import Command
@@ -569,6 +570,29 @@ def test_a_service_logs_where_it_listens_and_why_it_starts_without_redis(
         f"starting without Redis at {own_redis_server.url}: "
         "AuthenticationError: Authentication required.\n"
     )
+
+
+def test_a_variable_that_is_no_setting_is_named_once_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVROUTE_WAIT_QUEU", "9")
+    monkeypatch.setenv("KVROUTE_SERVICE_PORT_HTTP", "8080")  # as Kubernetes does
+    monkeypatch.setenv("KVROUTE_ROUTER_PORT_8080_TCP_ADDR", "10.0.0.1")
+    monkeypatch.setenv("KVROUTE_WORKER_KEY", "k")
+    ended = kvroute(*UP, "--port=0", "--no-haproxy", "--profile=abacus")
+    warnings = [line for line in ended.stderr.splitlines() if "WARNING" in line]
+    assert [line.partition("kvroute: ")[2] for line in warnings] == [
+        "the environment has KVROUTE_WAIT_QUEU, which is no setting; "
+        "did you mean KVROUTE_WAIT_QUEUE?"
+    ]
+
+
+def test_every_variable_that_a_file_here_names_is_known() -> None:
+    root = Path(__file__).parents[1]
+    files = [root / "Dockerfile", *root.glob("deploy/*.*"), *root.glob("docs/**/*.md")]
+    named = {n for f in files for n in re.findall(r"\bKVROUTE_[A-Z_]+\b", f.read_text())}
+    assert named
+    assert list(unknown_variables(dict.fromkeys(named, ""))) == []
 
 
 COMMANDS = [name for name, _ in commands(main)]

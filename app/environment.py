@@ -1,0 +1,37 @@
+"""Variables of the environment that look like settings and are none."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+
+from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
+from app.core.planner_settings import PlannerSettings
+from app.core.settings import variable
+
+OTHERS = frozenset(
+    {
+        "KVROUTE_CONFIG",
+        *("KVROUTE_BALANCER_HOST", "KVROUTE_BALANCER_PORT"),
+        *("KVROUTE_BALANCER_TIMEOUT", "KVROUTE_BALANCER_ANSWER_TIMEOUT", "KVROUTE_ROUTERS_DNS"),
+    }
+)
+"""Of `kvroute up` and of deploy/haproxy.cfg."""
+SETTINGS = OTHERS | {
+    variable(f)
+    for settings in (RouterSettings, WorkerSettings, EngineAgentSettings, PlannerSettings)
+    for f in fields(settings)
+}
+_NOT_OURS = re.compile(r"KVROUTE_TEST_|KVROUTE_(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_|$)")
+"""Of the tests, and what Kubernetes sets in pods near a Service whose name begins with kvroute."""
+
+
+def unknown_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Names that begin with KVROUTE_ and that nothing reads, each with what to say of it."""
+    for name in sorted(environment.keys() - SETTINGS):
+        if name.startswith("KVROUTE_") and not _NOT_OURS.match(name):
+            similar = difflib.get_close_matches(name, SETTINGS, 1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            yield name, f"the environment has {name}, which is no setting{hint}"
