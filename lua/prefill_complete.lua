@@ -1,4 +1,6 @@
--- prefill_complete: a request's first token is out; its prefill no longer waits on the worker.
+-- prefill_complete: a request's first token is out; its prefill no longer waits on the worker, and
+-- what its source held for it is given back. Of a source: the prompt is computed, and its blocks
+-- wait to be fetched.
 --
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc
@@ -8,6 +10,7 @@
 -- ARGV[1] id             str    of the reservation, or of the request
 -- ARGV[2] ttl_ms         int    > 0; how much longer the reservation lasts, if it is not released
 -- ARGV[3] began_by_ms    int    only one whose try began by then, as for `release`. -1: any
+-- ARGV[4] of_source      0|1    1: of its source
 -- Returns  attempt              the attempt that had reserved; its prefill is complete
 --          "-"                  as above, but the record cannot be read
 --          nil                  there is no such reservation
@@ -20,6 +23,9 @@ local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
 -- @include request
 
 local request_id, request, inc = find(ARGV[1])
+if ARGV[4] == '1' then
+  request_id, request, inc = find(source_of(request_id))
+end
 if not inc then
   return nil
 end
@@ -30,11 +36,22 @@ end
 local l = parse_load(redis.call('HGET', load, inc))
 if request and l and request.state == 'p' then
   local now = now_ms()
+  local ends = string.format('%d', now + tonumber(ARGV[2]))
   end_prefill(l, inc, request_id, request, now)
-  l.decoding = l.decoding + 1
+  if ARGV[4] == '1' then
+    l.requests = l.requests - 1
+    request.state = 'h'
+    redis.call('ZADD', expiry, 'XX', ends, request_id)
+  else
+    l.decoding = l.decoding + 1
+    request.state = 'd'
+    redis.call('ZADD', expiry, 'XX', 'GT', ends, request_id)
+  end
   redis.call('HSET', load, inc, format_load(l))
-  request.state = 'd'
+  if request.has_source then
+    unreserve(source_of(request_id), now)
+    request.has_source = false
+  end
   redis.call('HSET', requests_prefix .. inc, request_id, format_request(request))
-  redis.call('ZADD', expiry, 'XX', 'GT', string.format('%d', now + tonumber(ARGV[2])), request_id)
 end
 return request and request.attempt or '-'

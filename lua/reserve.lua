@@ -12,7 +12,7 @@
 --                               prefills is predicted to last, unless the first token is out by
 --                               then; never later than after ttl_ms
 -- ARGV[3] carried_ms     int    > 0; what a door carries is forgotten after that, unless extended
--- ARGV[4...]             str    ten per request, decided one after another:
+-- ARGV[4...]             str    eleven per request, decided one after another:
 --                               inc, the chosen worker's; request_id, the reservation's key,
 --                               or, if another tag has that, `<request_id>~<tag>`; what is there
 --                               is given back first, unless a later try made it; prefill_tokens
@@ -25,7 +25,11 @@
 --                               router looked: if another was made since, this one is refused, and
 --                               so is every later one of this call for the same worker, as it
 --                               counted on this one; -1: reserve regardless; retry, 0 or 1: take
---                               the request_id, whichever tag has it; carried, 0 or 1: by a door
+--                               the request_id, whichever tag has it; carried, 0 or 1: by a door;
+--                               source, '' or what is promised of a second worker that computes or
+--                               holds the prompt for the first, both or neither: inc, tokens, us,
+--                               blocks, max_requests, seen_total, as above, with spaces between;
+--                               with no tokens it only holds blocks, and takes no request's place
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"; "superseded" if a later try holds the reservation
 --          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}, rounds}   if any was refused: also
@@ -46,7 +50,7 @@ local ttl_ms, prefill_ttl_ms, carried_ms = tonumber(ARGV[1]), tonumber(ARGV[2]),
 despite_full(load)
 local now = now_ms()
 -- Two for each request: more than come in, and few enough for one call.
-unreserve_expired(now, 2 * (#ARGV - 3) / 10)
+unreserve_expired(now, 2 * (#ARGV - 3) / 11)
 local overtaken = {}
 local rounds, share = rounds_so_far(), math.floor(1e6 / math.max(1, redis.call('ZCARD', leases)))
 local MEMORY = 4e6 -- rounds in which what was routed to a worker fades by a factor of e
@@ -60,39 +64,70 @@ local function place(request_id, attempt, retry)
   return find(request_id .. '~' .. tag)
 end
 
-local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_total, retry, carried)
+-- The load of a worker that can be promised, or why it cannot.
+local function room_on(inc, max_requests, seen_total)
+  local lease = redis.call('ZSCORE', leases, inc)
+  local l = parse_load(redis.call('HGET', load, inc))
+  if not l or not lease or tonumber(lease) <= now then
+    return nil, 'lapsed'
+  end
+  if max_requests and l.requests >= tonumber(max_requests) then
+    return nil, 'full'
+  end
+  if seen_total ~= '-1' and (overtaken[inc] or l.total ~= tonumber(seen_total)) then
+    overtaken[inc] = true
+    return nil, 'changed'
+  end
+  return l
+end
+
+local function promise_on(l, inc, request_id, request, carried)
+  rounds = rounds + share
+  l.routed_us = math.floor(l.routed_us * math.exp(math.min(0, l.routed_at - rounds) / MEMORY))
+    + request.us
+  l.routed_at = rounds
+  -- The queue is in microseconds: a 250th of it is four times as long, in ms.
+  local stays_ms = math.min(ttl_ms, prefill_ttl_ms + (l.us + request.us) / 250)
+  promise(l, inc, request_id, request, now, now + (carried == '1' and carried_ms or stays_ms))
+end
+
+local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_total, retry, carried,
+    source)
   local request_id, held = place(id, attempt, retry)
   if held and began_ms_of(held.attempt) > began_ms_of(attempt) then
     return 'superseded'
   end
   unreserve(request_id, now)
-  local lease = redis.call('ZSCORE', leases, inc)
-  local l = parse_load(redis.call('HGET', load, inc))
-  if not l or not lease or tonumber(lease) <= now then
-    return 'lapsed'
+  if source ~= '' then
+    -- Left behind if the worker that it was for has ended.
+    unreserve(source_of(request_id), now)
   end
-  if l.requests >= tonumber(max_requests) then
-    return 'full'
+  local l, why = room_on(inc, max_requests, seen_total)
+  if not l then
+    return why
   end
-  if seen_total ~= '-1' and (overtaken[inc] or l.total ~= tonumber(seen_total)) then
-    overtaken[inc] = true
-    return 'changed'
+  local request = {tokens = tokens, us = tonumber(us), blocks = blocks, state = 'p', attempt = attempt}
+  if source ~= '' then
+    local source_inc, s_tokens, s_us, s_blocks, s_max, s_total =
+      string.match(source, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%-?%d+)$')
+    local state = s_tokens == '0' and 'h' or 'p'
+    local source_l
+    source_l, why = room_on(source_inc, state == 'p' and s_max, s_total)
+    if not source_l then
+      return why
+    end
+    request.has_source = true
+    promise_on(source_l, source_inc, source_of(request_id), {
+      tokens = s_tokens, us = tonumber(s_us), blocks = s_blocks, state = state, attempt = attempt,
+    }, carried)
   end
-
-  rounds = rounds + share
-  l.routed_us = math.floor(l.routed_us * math.exp(math.min(0, l.routed_at - rounds) / MEMORY)) + us
-  l.routed_at = rounds
-  -- The queue is in microseconds: a 250th of it is four times as long, in ms.
-  local stays_ms = math.min(ttl_ms, prefill_ttl_ms + (l.us + us) / 250)
-  promise(l, inc, request_id, {
-    tokens = tokens, us = tonumber(us), blocks = blocks, state = 'p', attempt = attempt,
-  }, now, now + (carried == '1' and carried_ms or stays_ms))
+  promise_on(l, inc, request_id, request, carried)
   return 1
 end
 
 local outcomes, refused = {}, false
-for i = 4, #ARGV, 10 do
-  local outcome = reserve(unpack(ARGV, i, i + 9))
+for i = 4, #ARGV, 11 do
+  local outcome = reserve(unpack(ARGV, i, i + 10))
   outcomes[#outcomes + 1] = outcome
   refused = refused or outcome ~= 1
 end

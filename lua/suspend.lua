@@ -14,6 +14,7 @@
 -- KEYS[5] failures      hash  inc -> count and time of the last; worker -> whether it drains
 -- KEYS[6] current       hash  worker -> inc
 -- ARGV[1] id            str   of the reservation, or of the request
+-- ARGV[2] of_source     0|1   1: its source has failed it
 -- Returns  inc                the lease of this one lapses now
 --          nil                there is no such reservation, the lease has lapsed already, or too many
 --                             have
@@ -29,7 +30,10 @@ local failures, current = KEYS[5], KEYS[6]
 
 despite_full(reservations)
 local now = now_ms()
-local _, request, inc = find(ARGV[1])
+local request_id, request, inc = find(ARGV[1])
+if ARGV[2] == '1' then
+  request_id, request, inc = find(source_of(request_id))
+end
 local expiry_ms = tonumber(inc and redis.call('ZSCORE', leases, inc) or 0)
 local all = redis.call('HLEN', load)
 local lapsed = redis.call('ZCOUNT', leases, '-inf', now)

@@ -47,15 +47,15 @@ def worker_info(
     block_size: int = BLOCK_SIZE,
     kv_total_blocks: int = 1000,
     max_requests: int = 256,
-    **reuse: int,
+    **given: Any,
 ) -> WorkerInfo:
     """A worker at http://<worker_id>-<dp_rank>:80, named by its key; `w1` means `w1:0`.
 
-    reuse: reuse_blocks and recomputed_blocks, if they are not the defaults.
+    given: other fields that are not the defaults.
     """
     key = _key(name)
     address = f"http://{key.worker_id}-{key.dp_rank}:80"
-    return WorkerInfo(key, address, block_size, kv_total_blocks, max_requests, **reuse)
+    return WorkerInfo(key, address, block_size, kv_total_blocks, max_requests, **given)
 
 
 def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
@@ -146,11 +146,11 @@ class FakeWorkers:
         *,
         max_requests: int = 256,
         kv_total_blocks: int = 100_000,
-        **reuse: int,
+        **given: Any,
     ) -> Incarnation:
         """A new process of `name`, whose incarnation is routed to."""
         info = worker_info(
-            name, kv_total_blocks=kv_total_blocks, max_requests=max_requests, **reuse
+            name, kv_total_blocks=kv_total_blocks, max_requests=max_requests, **given
         )
         worker = FakeWorker(self._runner, KEYS, info)
         await worker.register()

@@ -132,6 +132,16 @@ class RouterSettings(DoorSettings):
         Real(0, 1),
         heading="Sessions",
     )
+    kv_lease_s: float = setting(
+        30.0,
+        "How long a source keeps blocks that wait to be fetched: as its engine is set (vLLM: "
+        "kv_lease_duration).",
+        POSITIVE_SECONDS,
+    )
+    strict_roles: bool = setting(
+        False,
+        "Workers with the role decode compute no prompts, not even where that is the quickest.",
+    )
     session_ttl_s: float = setting(
         600.0,
         "How long to remember which worker a session last went to.",

@@ -133,8 +133,10 @@ KEYSPACE = (
         "requests:<inc>",
         "hash",
         "reservation → `prefill_tokens prefill_us blocks state attempt`; state `p` "
-        "prefilling, `d` decoding; attempt `<began, ms>-<tag>[.<nonce>]` says when the try "
-        "began and tells it from others with the same request id",
+        "prefilling, `d` decoding, `h` holding blocks to be fetched; the source of a reservation "
+        "has ` source` behind its name, and that one an `s` at the end; attempt "
+        "`<began, ms>-<tag>[.<nonce>]` says when the try began and tells it from others with the "
+        "same request id",
         ("reserve", "extend", "prefill_complete", "activate"),
         "released or expired",
     ),

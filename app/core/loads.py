@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from app.core.types import Incarnation
 
@@ -49,13 +49,15 @@ class Load:
         self.routed_us = int(self.routed_us * fading(rounds - self.routed_at))
         self.routed_us += reservation.prefill_us
         self.routed_at = rounds
+        self.blocks += reservation.blocks
+        self.total += 1
+        if reservation.only_holds:
+            return
         if self.requests == self.decoding:
             self.head_us, self.head_since_ms = reservation.prefill_us, now_ms
         self.prefill_tokens += reservation.prefill_tokens
         self.prefill_us += reservation.prefill_us
-        self.blocks += reservation.blocks
         self.requests += 1
-        self.total += 1
 
 
 def fading(rounds: int) -> float:
@@ -69,7 +71,7 @@ class Reservation:
 
     request_id: str
     prefill_tokens: int
-    """To be computed: the prompt less what is cached."""
+    """To be computed: the prompt less what is cached. 0: it only holds blocks for another one."""
     prefill_us: int
     """Predicted time to compute them."""
     blocks: int
@@ -82,6 +84,10 @@ class Reservation:
     carried: bool = False
     """Whether a door carries the request, and extends what is reserved for it."""
 
+    @property
+    def only_holds(self) -> bool:
+        return self.prefill_tokens == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -93,6 +99,12 @@ class Wish:
     """At this many the worker is full."""
     seen_total: int | None
     """`Load.total` when it was read; None: take the worker as it is now."""
+    source: Wish | None = None
+    """Of the worker that computes or holds the prompt for this one: both are made, or neither."""
+
+    def as_they_are(self) -> Wish:
+        """The same, of the workers as they are now."""
+        return replace(self, seen_total=None, source=self.source and self.source.as_they_are())
 
 
 DRAINING = -1

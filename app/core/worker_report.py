@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -28,6 +29,21 @@ MAX_NAMES, MAX_NAME = 256, 256
 """Of models or adapters, and characters of each."""
 GPU_PREFIX = "gpu_"
 """Prefix of the readings' names in the stream and in gauges."""
+
+
+class Role(StrEnum):
+    """What a worker does of a request."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    """It computes prompts for others, and never decodes."""
+    DECODE = "decode"
+    """It decodes, and never computes prompts for others."""
+
+    @classmethod
+    def parse(cls, text: str) -> Role:
+        """Raises ValueError."""
+        return cls(text)
 
 
 class WrongField(ValueError):
@@ -140,6 +156,12 @@ class WorkerInfo:
         False,
         text="",
     )
+    role: Role = field(
+        default=Role.BOTH, metadata={"help": "both, prefill or decode", "text": "for {}"}
+    )
+    kv_transfer: str = _said(
+        "the way in which KV travels between it and other workers; empty: in none", "", text=""
+    )
     host_total_blocks: int = _said(
         "KV blocks that its host tier holds; 0: it has none, or that is not known",
         0,
@@ -189,7 +211,8 @@ class ForwardPassMetrics:
 class Speed:
     """How fast a worker is, in wall-clock seconds, as learned from its own steps.
 
-    The defaults are near a 70B model on four H100s. Being off by 40 % costs a few percent of TTFT.
+    The defaults are near a 70B model on four H100s, with a link of 100 Gbit/s. Being off by 40 %
+    costs a few percent of TTFT.
     """
 
     prefill_s_per_token: float = _said("to compute one uncached token", 8.5e-5)
@@ -203,6 +226,8 @@ class Speed:
     host_s_per_token: float = _said("to load one token's KV from the host tier", 2e-6)
     disk_s_per_token: float = _said("to load one token's KV from the disk tier", 2e-5)
     mean_output_tokens: float = _said("tokens that a request generates", 300.0)
+    transfer_s: float = _said("until the first KV arrives from another worker", 0.01)
+    transfer_s_per_token: float = _said("to receive one token's KV from another worker", 2.6e-5)
 
 
 @dataclass(frozen=True, slots=True)

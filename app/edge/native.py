@@ -82,6 +82,17 @@ async def prefill_complete(client: Client) -> None:
     await client.answer({"request_id": request_id, "found": found})
 
 
+async def source_complete(client: Client) -> None:
+    """Report that a request's source has computed the prompt, or is ready to hand it on.
+
+    What it holds of the prompt stays reserved until the first token is out, for --kv-lease-s at
+    most. Idempotent.
+    """
+    request_id = client.path_params["request_id"]
+    found = await client.replica.router.source_complete(checked_reservation_id(request_id))
+    await client.answer({"request_id": request_id, "found": found})
+
+
 async def release(client: Client) -> None:
     """Report that a request has ended, and release its reservation. Idempotent."""
     request_id = client.path_params["request_id"]
@@ -206,6 +217,14 @@ ROUTES = [
         "POST",
         f"/v1/requests/{REQUEST_ID}/prefill_complete",
         prefill_complete,
+        *(401, 422, 503),
+        response_model=schemas.RequestState,
+        openapi_extra={"parameters": _ID},
+    ),
+    Route(
+        "POST",
+        f"/v1/requests/{REQUEST_ID}/source_complete",
+        source_complete,
         *(401, 422, 503),
         response_model=schemas.RequestState,
         openapi_extra={"parameters": _ID},

@@ -17,7 +17,7 @@ from pydantic import (
 from app.core.hashing import U64
 from app.core.settings import PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID
-from app.core.worker_report import GPU, INFO, MAX_CONTEXT, METRICS, Item
+from app.core.worker_report import GPU, INFO, MAX_CONTEXT, METRICS, Item, Role
 from app.policy.cost import POLICIES
 from app.policy.locality import Locality
 
@@ -196,6 +196,18 @@ class BestOverlap(BaseModel):
     blocks: int
 
 
+class SourceModel(BaseModel):
+    """The worker from which the one that decodes gets blocks of the prompt."""
+
+    worker_id: str
+    dp_rank: int
+    address: str = Field(description="base URL of the worker")
+    form: str = Field(
+        description="split: it computes the prompt; fetch: it hands on what it holds of it"
+    )
+    kv_transfer: str = Field(description="the way in which the blocks travel")
+
+
 class Routed(BaseModel):
     request_id: str
     reservation_id: str | None = Field(
@@ -205,6 +217,9 @@ class Routed(BaseModel):
     worker_id: str
     dp_rank: int
     address: str = Field(description="base URL of the worker")
+    source: SourceModel | None = Field(
+        default=None, description="absent: the worker computes itself what it lacks"
+    )
     overlap_blocks: TierOverlapModel
     isl_tokens: int = Field(description="length of the prompt")
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
@@ -228,6 +243,10 @@ class Routed(BaseModel):
         description="with explain: " + "; ".join(f"{reason}: {reason.text}" for reason in Locality),
     )
     best_overlap: BestOverlap | None = Field(default=None, description="with explain")
+    forms: dict[str, float] | None = Field(
+        default=None,
+        description="with explain: what the cheapest of each form costs, where workers pass on KV",
+    )
     candidates: list[CandidateModel] | None = Field(default=None, description="with explain")
 
 
@@ -266,7 +285,9 @@ class RequestState(BaseModel):
 
 def _reported(items: Iterable[Item]) -> dict[str, Any]:
     """What answers show of what workers report, as `create_model` takes it."""
-    return {i.answer: _field(i.annotation, i.help) for i in items if i.answer}
+    return {
+        i.answer: _field(str if i.kind is Role else i.annotation, i.help) for i in items if i.answer
+    }
 
 
 def _field(annotation: Any, description: str) -> tuple[Any, Any]:

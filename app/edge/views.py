@@ -38,6 +38,14 @@ def routed(decision: Decision) -> dict[str, Any]:
     }
     if decision.reserved:
         answer["reservation_id"] = decision.reservation_id
+    if decision.source is not None:
+        source = decision.source
+        answer["source"] = {
+            **_key(source.worker.key),
+            "address": source.worker.address,
+            "form": source.form.value,
+            "kv_transfer": source.worker.kv_transfer,
+        }
     if decision.waited_ms:
         answer["waited_ms"] = decision.waited_ms
     if decision.candidates:
@@ -45,6 +53,8 @@ def routed(decision: Decision) -> dict[str, Any]:
         answer["locality"] = decision.locality
         answer["best_overlap"] = decision.best._asdict()
         answer["tries"] = decision.tries
+        if decision.forms:
+            answer["forms"] = {form.value: cost for form, cost in decision.forms.items()}
         answer["candidates"] = [_candidate(c) for c in decision.candidates]
     return answer
 

@@ -69,6 +69,9 @@ async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_js
         if record.best.worker
         else ""
     )
+    if record.source:
+        form, _, source = record.source.partition(" ")
+        click.echo(f"{form}: {source} {_FORMS[form]}; the overlap is that one's")
     click.echo(f"{record.locality.text}{longest}; decided on try {record.tries}")
     if record.waited_ms:
         click.echo(
@@ -79,6 +82,9 @@ async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_js
         return
     shown = [[_short(cell) for cell in row] for row in rows]
     click.echo(text_table(("worker", "eligible", "requests", "overlap", "cost", *terms), shown))
+
+
+_FORMS = {"split": "computes the prompt", "fetch": "hands on what it holds of the prompt"}
 
 
 def _scored(record: DecisionRecord) -> tuple[list[list[Any]], list[str]]:

@@ -41,7 +41,7 @@ from app.state.reading import (
 from app.state.reservations import parse_load
 
 OWNERS = re.compile(rb"(?:[1-9]\d{0,9}[dhk])+")
-REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pd]) \S+")
+REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pdh]) \S+( s)?")
 FAILURE = re.compile(rb"\d \d{1,15}|draining \d{1,15}|undone")
 NUMBER = re.compile(rb"[1-9]\d{0,9}")
 MAX_SHARDS = 1024
@@ -332,16 +332,18 @@ def is_bucket(name: str, bits: int | None) -> bool:
 def _counted(records: Collection[bytes]) -> tuple[int, ...]:
     """prefill_tokens, prefill_us, blocks, requests, decoding, summed over the requests; () if one
     cannot be read."""
-    tokens = us = blocks = decoding = 0
+    tokens = us = blocks = decoding = held = 0
     for record in map(REQUEST.fullmatch, records):
         if record is None:
             return ()
         blocks += int(record[3])
         if record[4] == b"p":
             tokens, us = tokens + int(record[1]), us + int(record[2])
-        else:
+        elif record[4] == b"d":
             decoding += 1
-    return tokens, us, blocks, len(records), decoding
+        else:
+            held += 1
+    return tokens, us, blocks, len(records) - held, decoding
 
 
 def _loaded(text: bytes) -> tuple[int, ...] | None:

@@ -93,6 +93,8 @@ class Candidates:
     host_s_per_token: Floats
     disk_s_per_token: Floats
     mean_output_tokens: Floats
+    transfer_s: Floats
+    transfer_s_per_token: Floats
 
     @property
     def overlap(self) -> Floats:

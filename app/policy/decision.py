@@ -9,6 +9,7 @@ from app.core.loads import Load, Reservation
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import WorkerInfo
 from app.policy.locality import Best, Locality
+from app.policy.sources import Form
 
 
 @dataclass(slots=True)
@@ -91,9 +92,25 @@ class Candidate:
     terms: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The worker from which the one that decodes gets blocks of the prompt. overlap: its own.
+
+    reservation: what it owes; None: nothing is promised.
+    """
+
+    form: Form
+    worker: WorkerInfo
+    overlap: TierOverlap
+    reservation: Reservation | None
+
+
 @dataclass(slots=True)
 class Decision:
     """Where a request goes.
+
+    overlap: leading blocks that are not computed anew: those that the source holds, if there is
+    one, else the worker.
 
     degraded: decided without Redis, by load alone, from the last loads seen; or without all of the
     overlaps.
@@ -115,8 +132,18 @@ class Decision:
     locality: Locality
     best: Best
     waited_ms: int
+    source: Source | None
+    """None: the worker computes itself what it lacks."""
+    forms: dict[Form, float]
+    """What the cheapest of each form costs, in seconds, where workers can pass on their KV."""
     candidates: list[Candidate]
     """Filled if the request asked for an explanation."""
+
+    @property
+    def prompt_worker(self) -> WorkerInfo:
+        """The one whose engine says how much of the prompt it had cached."""
+        is_split = self.source is not None and self.source.form is Form.SPLIT
+        return self.source.worker if self.source is not None and is_split else self.worker
 
     @property
     def reserved(self) -> bool:

@@ -1,4 +1,4 @@
-"""One try at a decision: the worker, and what to reserve on it."""
+"""One try at a decision: the worker, where its KV comes from, and what to reserve on both."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from app.core.config import RouterSettings
 from app.core.errors import NoWorkers
-from app.core.loads import Reservation
+from app.core.loads import Reservation, Wish
 from app.core.rate_limit import RateLimit
-from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
+from app.core.types import NO_OVERLAP, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose
-from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
-from app.policy.decision import Candidate, Decision, Query, RouteRequest
+from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted_prefill_s
+from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.locality import Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
+from app.policy.sources import Form, Roles, Route, last_token_s, routes_with_source
 from app.policy.view import View
 
 MAX_PREFILL_S = 86_400.0
@@ -30,18 +31,24 @@ each time, and 20 routers could record them 400 times a second."""
 
 @dataclass(slots=True)
 class Plan:
-    """What one try wants: the worker at `position` of the view, and the reservation on it."""
+    """What one try wants: the worker at `position` of the view, its source at `source_position`,
+    and the reservations on both."""
 
     request: RouteRequest
     position: int
-    incarnation: Incarnation
-    seen_total: int
-    reservation: Reservation
+    source_position: int | None
+    wish: Wish
     decision: Decision
     view: View
     candidates: Candidates
     eligible: NDArray[np.bool_]
     affinity: Affinity | None
+
+    def count(self) -> None:
+        """Count in the view what is, or is about to be, reserved."""
+        self.view.add(self.position, self.wish.reservation)
+        if self.wish.source is not None and self.source_position is not None:
+            self.view.add(self.source_position, self.wish.source.reservation)
 
     def record(self, details: RateLimit, now_s: float) -> DecisionRecord:
         """The record kept of the decision; as many as `details` allows by `now_s` have all that it
@@ -61,6 +68,7 @@ class Plan:
             request_id=decision.request_id,
             at_ms=self.view.now_ms,
             worker=str(decision.worker.key),
+            source=_source_text(decision.source),
             policy=decision.policy,
             locality=decision.locality,
             isl_tokens=decision.isl_tokens,
@@ -81,6 +89,7 @@ class WorkerSelector:
         self._temperature = settings.temperature
         self._session_affinity = settings.session_affinity
         self._max_queue_s = settings.max_queue_s
+        self._strict_roles = settings.strict_roles
         self._rng = np.random.default_rng(settings.seed)
         self._decisions = 0
 
@@ -100,11 +109,13 @@ class WorkerSelector:
             candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
         affinity = self._affinity(query, view)
         eligible = _eligible(view, request)
+        roles = view.roles
+        targets = eligible if roles is None else _targets(eligible, roles)
         choice = choose(
             policy,
             candidates,
             size,
-            eligible=eligible,
+            eligible=targets,
             rng=self._rng,
             nth=self._decisions,
             temperature=self._temperature,
@@ -112,13 +123,22 @@ class WorkerSelector:
             max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
         )
         self._decisions += request.reserve
-        position = choice.index
+        routes = [Route(Form.LOCAL, choice.index, choice.index, choice.costs.cost[choice.index])]
+        if roles is not None and not degraded:
+            routes = self._routes(policy, candidates, size, choice, eligible, roles)
+        route = min(routes, key=lambda one: one.cost)
+        reserves = request.reserve and not degraded
+        wish = _wish(query, view, size, route, candidates, choice)
+        if wish.source is not None:
+            # What matters is what the worker holds that computes the prompt, or hands it on.
+            choice = replace(choice, index=route.source)
         locality, best = locality_of(view, candidates, size, overlaps, eligible, choice, affinity)
-        overlap = overlaps.get(view.incarnations[position], NO_OVERLAP)
-        reservation = _reservation(query, overlap, size, choice, candidates)
+        overlap = overlaps.get(view.incarnations[route.source], NO_OVERLAP)
+        if route.form is Form.FETCH:
+            overlap = overlap.first(overlap.device)
         decision = Decision(
             request_id=request.request_id,
-            worker=view.infos[position],
+            worker=view.infos[route.target],
             overlap=overlap,
             isl_tokens=request.isl_tokens,
             isl_blocks=size.isl_blocks,
@@ -126,25 +146,51 @@ class WorkerSelector:
             tied=choice.tied,
             tries=query.tries,
             degraded=degraded or query.is_short,
-            reservation=reservation if request.reserve and not degraded else None,
+            reservation=wish.reservation if reserves else None,
             reservation_id=query.reservation_id,
             locality=Locality.DEGRADED if degraded else locality,
             best=best,
             waited_ms=query.waited_ms,
+            source=_source(view, route, overlap, wish, reserves=reserves),
+            forms={one.form: float(one.cost) for one in routes} if roles is not None else {},
             candidates=_explained(query, view, eligible, choice) if request.explain else [],
         )
         return Plan(
             request,
-            position,
-            view.incarnations[position],
-            view.loads[position].total,
-            reservation,
+            route.target,
+            route.source if wish.source is not None else None,
+            wish,
             decision,
             view,
             candidates,
-            eligible,
+            targets,
             affinity,
         )
+
+    def _routes(
+        self,
+        policy: str,
+        candidates: Candidates,
+        size: RequestSize,
+        choice: Choice,
+        eligible: NDArray[np.bool_],
+        roles: Roles,
+    ) -> list[Route]:
+        """The cheapest route of each form. Raises NoWorkers if there is none."""
+        room = candidates.active_requests < candidates.max_requests
+        pool = candidates.kv_total_blocks
+        room &= (pool >= size.isl_blocks) | (pool <= 0.0)
+        routes = routes_with_source(
+            policy, candidates, size, choice.costs, eligible, room, roles, self._rng
+        )
+        # Other policies do not count in seconds: where a request can be split, it is.
+        if policy == "latency" or not routes:
+            at = choice.index
+            if not (self._strict_roles and roles.decode[at]):
+                routes.insert(0, Route(Form.LOCAL, at, at, choice.costs.cost[at]))
+        if not routes:
+            raise NoWorkers("no worker that computes prompts has room, and roles are strict")
+        return routes
 
     def _affinity(self, query: Query, view: View) -> Affinity | None:
         """The affinity of its session, if that last went to a worker that is still live."""
@@ -164,23 +210,75 @@ def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
     return np.array([request.exclude.isdisjoint((key.worker_id, str(key))) for key in keys])
 
 
-def _reservation(
-    query: Query, overlap: TierOverlap, size: RequestSize, choice: Choice, candidates: Candidates
-) -> Reservation:
-    """What a decision reserves on its worker, which holds `overlap`."""
-    prefill_s = choice.costs.terms.get("prefill_s")
-    if prefill_s is None:
-        prefill_s = predicted_prefill_s(candidates, size)
-    cached = overlap.total * size.block_size
-    return Reservation(
+def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:
+    targets = eligible & roles.targets
+    if eligible.any() and not targets.any():
+        raise NoWorkers("no worker that decodes is alive: all have the role prefill")
+    return targets
+
+
+def _wish(
+    query: Query,
+    view: View,
+    size: RequestSize,
+    route: Route,
+    candidates: Candidates,
+    choice: Choice,
+) -> Wish:
+    """What a request wants of its target, and of its source."""
+    overlap = query.overlaps.get(view.incarnations[route.source], NO_OVERLAP)
+    lacking = max(1, size.isl_tokens - overlap.total * size.block_size)
+    if route.form is not Form.FETCH:
+        seconds = choice.costs.terms.get("prefill_s")
+        if seconds is None:
+            seconds = predicted_prefill_s(candidates, size)
+        computing = _promise(query, view, route.source, lacking, seconds, size.isl_blocks)
+        if route.form is Form.LOCAL:
+            return computing
+        last_s = last_token_s(candidates, size)
+        decoding = _promise(query, view, route.target, 1, last_s, size.isl_blocks)
+        return replace(decoding, source=computing)
+    # The source hands on what is on its device.
+    device = candidates.overlap_device.copy()
+    device[route.target] += overlap.device - candidates.overlap[route.target]
+    seconds = predicted_prefill_s(replace(candidates, overlap_device=device), size)
+    lacking = max(1, size.isl_tokens - overlap.device * size.block_size)
+    at_once = view.roles is not None and view.roles.hands_on_at_once
+    last_s = last_token_s(candidates, size) * (not at_once)
+    holding = _promise(query, view, route.source, int(not at_once), last_s, overlap.device)
+    computing = _promise(query, view, route.target, lacking, seconds, size.isl_blocks)
+    return replace(computing, source=holding)
+
+
+def _promise(
+    query: Query, view: View, at: int, prefill_tokens: int, prefill_s: Floats, blocks: int
+) -> Wish:
+    """prefill_s: (workers,)."""
+    reservation = Reservation(
         query.request.request_id,
-        prefill_tokens=max(1, size.isl_tokens - cached),
-        prefill_us=round(1e6 * min(float(prefill_s[choice.index]), MAX_PREFILL_S)),
-        blocks=size.isl_blocks,
+        prefill_tokens=prefill_tokens,
+        prefill_us=round(1e6 * min(float(prefill_s[at]), MAX_PREFILL_S)),
+        blocks=blocks,
         attempt=query.attempt,
         retry=query.request.retry,
         carried=query.request.carried,
     )
+    return Wish(
+        view.incarnations[at], reservation, view.infos[at].max_requests, view.loads[at].total
+    )
+
+
+def _source(
+    view: View, route: Route, overlap: TierOverlap, wish: Wish, *, reserves: bool
+) -> Source | None:
+    if wish.source is None:
+        return None
+    reservation = wish.source.reservation if reserves else None
+    return Source(route.form, view.infos[route.source], overlap, reservation)
+
+
+def _source_text(source: Source | None) -> str:
+    return f"{source.form} {source.worker.key}" if source is not None else ""
 
 
 def _explained(

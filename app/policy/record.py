@@ -59,6 +59,8 @@ class DecisionRecord:
     waited_ms: int
     blocks: Blocks
     seen: ChoiceInputs | None = None
+    source: str = ""
+    """`<form> <worker key>`: where the worker gets blocks of the prompt from; "": from nowhere."""
 
     @property
     def size(self) -> RequestSize:

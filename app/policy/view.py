@@ -24,6 +24,7 @@ from app.core.worker_report import (
     WorkerInfo,
 )
 from app.policy.cost import Candidates
+from app.policy.sources import roles_of
 
 STALE_AFTER_INTERVALS = 10
 
@@ -102,6 +103,7 @@ class Workers:
         self.measured = [measured for _, _, measured in known]
         self.everybody = np.ones(len(known), dtype=np.bool_)
         self.position = {inc: i for i, inc in enumerate(self.incarnations)}
+        self.roles = roles_of(self.infos)
         self.are_publishing = any(info.publishing for info in self.infos)
         self.reuse_less = {
             inc: info for inc, info, _ in known if info.reuse_blocks > 1 or info.recomputed_blocks
@@ -137,6 +139,8 @@ class View:
         self.infos = workers.infos
         self.measured = workers.measured
         self.everybody = workers.everybody
+        self.roles = workers.roles
+        """None: each worker does all of a request, and KV travels between none."""
         self.loads = [snapshot.loads[inc] for inc in self.incarnations]
         self._workers = workers
         loads = zip(self.infos, self.loads, strict=True)

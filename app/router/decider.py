@@ -16,7 +16,7 @@ from app.core.errors import (
     Superseded,
     WrongVersion,
 )
-from app.core.loads import Refused, Snapshot, Wish
+from app.core.loads import Refused, Snapshot
 from app.core.rate_limit import RateLimit
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import View
@@ -183,7 +183,7 @@ class Decider:
                 self._turn_away(pending, view, error)
                 continue
             if pending.request.reserve:
-                view.add(plan.position, plan.reservation)
+                plan.count()
                 plans.append((pending, plan))
             else:
                 pending.resolve(plan.decision)
@@ -264,15 +264,7 @@ class Decider:
         )
 
     async def _reserve(self, plans: list[Planned], *, final: bool) -> list[Refused | None]:
-        wishes = [
-            Wish(
-                plan.incarnation,
-                plan.reservation,
-                plan.decision.worker.max_requests,
-                None if final else plan.seen_total,
-            )
-            for _, plan in plans
-        ]
+        wishes = [plan.wish.as_they_are() if final else plan.wish for _, plan in plans]
         return await self._replica.runner.one(
             reservations.reserve(
                 self._replica.keyspace,
@@ -305,12 +297,14 @@ class Decider:
         """Answer with the worker that is reserved."""
         decision, telemetry = plan.decision, self._replica.telemetry
         telemetry.reservations_of("made").inc()
-        telemetry.count_blocks(str(decision.worker.key), decision.isl_blocks, decision.overlap)
+        telemetry.count_blocks(
+            str(decision.prompt_worker.key), decision.isl_blocks, decision.overlap
+        )
         self._history.add(plan, self._replica.fleet.shards or 1)
         self._note_decision(plan)
         if pending.answer.done():
             # The caller has hung up meanwhile.
-            self._maintenance.release_soon(decision.reservation_id, plan.reservation.attempt)
+            self._maintenance.release_soon(decision.reservation_id, plan.wish.reservation.attempt)
         pending.resolve(decision)
 
     def _note_decision(self, plan: Plan) -> None:
@@ -338,7 +332,7 @@ class Decider:
                 continue
             self._replica.telemetry.degraded.inc()
             if pending.request.reserve:
-                view.add(plan.position, plan.reservation)
+                plan.count()
                 self._note_decision(plan)
             pending.resolve(plan.decision)
 

@@ -77,7 +77,7 @@ class History:
 
     def add(self, plan: Plan, shards: int) -> None:
         """Write down that a request was routed as planned."""
-        request, incarnation = plan.request, plan.incarnation
+        request, incarnation = plan.request, plan.wish.incarnation
         if self.predictions is not None and request.chain:
             shard = self._shard_of(request.chain, shards)
             self._write(
@@ -86,7 +86,7 @@ class History:
                     incarnation,
                     request.chain,
                     self.predictions,
-                    plan.reservation.attempt,
+                    plan.wish.reservation.attempt,
                     self._reservation_ttl_ms,
                 )
             )

@@ -166,8 +166,8 @@ class Telemetry(Table):
     )
     reservations = counter(
         "reservations",
-        "Reservations by event: made, prefill_complete, released, expired, unknown; made_again, of "
-        "what a door carried while Redis lost it.",
+        "Reservations by event: made, source_complete, prefill_complete, released, expired, "
+        "unknown; made_again, of what a door carried while Redis lost it.",
         "event",
     )
     conflicts = counter(

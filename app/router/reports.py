@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from app.core.errors import RedisUnavailable
 from app.policy.decision import Decision
@@ -31,13 +32,21 @@ MAX_UNREPORTED = 16_384
 """Beyond this many, which only a slow Redis can cause, the oldest are left to expire."""
 
 
+class _Event(StrEnum):
+    """Of a reservation, as metrics name them."""
+
+    SOURCE_COMPLETE = "source_complete"
+    PREFILL_COMPLETE = "prefill_complete"
+    END = "released"
+
+
 @dataclass(frozen=True, slots=True)
 class _Report:
     """began_by_ms: see `reservations.release`. answer: whether there was such a reservation; None:
     nobody waits for that. ending: what came of the request; None: nobody says."""
 
     reservation_id: str
-    is_end: bool
+    event: _Event
     began_by_ms: int | None
     answer: asyncio.Future[bool] | None
     ending: Ending | None = None
@@ -61,15 +70,24 @@ class Reports:
         self._maintenance = maintenance
         self._on_end = on_end
         self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
+        self._kv_lease_ms = round(replica.settings.kv_lease_s * 1000)
         self._carried = Carried()
         self._must_extend = False
         self._reports: deque[_Report] = deque()
         self._sending: asyncio.Task[None] | None = None
 
+    def source_complete(
+        self, reservation_id: str, answer: asyncio.Future[bool] | None = None
+    ) -> None:
+        """The prompt is computed, or ready to be handed on, at the request's source."""
+        now_ms = self._replica.fleet.redis_now_ms
+        self._add(_Report(reservation_id, _Event.SOURCE_COMPLETE, now_ms, answer))
+
     def first_token(self, reservation_id: str, answer: asyncio.Future[bool] | None = None) -> None:
         """The first token of a request is out. If Redis cannot be reached, it is told later."""
         self._carried.first_token(reservation_id)
-        self._add(_Report(reservation_id, False, self._replica.fleet.redis_now_ms, answer))
+        now_ms = self._replica.fleet.redis_now_ms
+        self._add(_Report(reservation_id, _Event.PREFILL_COMPLETE, now_ms, answer))
 
     def end(
         self,
@@ -83,7 +101,7 @@ class Reports:
         """
         self._carried.end(reservation_id)
         now_ms = self._replica.fleet.redis_now_ms
-        self._add(_Report(reservation_id, True, now_ms, answer, ending))
+        self._add(_Report(reservation_id, _Event.END, now_ms, answer, ending))
 
     def carry(self, decision: Decision) -> None:
         """Keep reserved what the door carries, until it ends."""
@@ -133,8 +151,11 @@ class Reports:
                 continue
             what = "unknown"
             if attempt is not None:
-                what = "released" if report.is_end else "prefill_complete"
-                (self._history.withdraw if report.is_end else self._history.confirm)(attempt)
+                what = report.event
+                if report.event is _Event.END:
+                    self._history.withdraw(attempt)
+                elif report.event is _Event.PREFILL_COMPLETE:
+                    self._history.confirm(attempt)
                 if report.ending is not None:
                     self._history.end(report.reservation_id, report.ending)
             self._replica.telemetry.reservations_of(what).inc()
@@ -169,8 +190,12 @@ class Reports:
     def _call(self, report: _Report, began_by_ms: int | None = None) -> Call[str | None]:
         """began_by_ms: if told late, as the same id may have been promised something else since."""
         keyspace, name = self._replica.keyspace, report.reservation_id
-        if report.is_end:
+        if report.event is _Event.END:
             return reservations.release(keyspace, name, began_by_ms=began_by_ms, answered=True)
+        if report.event is _Event.SOURCE_COMPLETE:
+            return reservations.prefill_complete(
+                keyspace, name, began_by_ms, ttl_ms=self._kv_lease_ms, of_source=True
+            )
         ttl_ms = reservations.CARRIED_MS if name in self._carried else self._ttl_ms
         return reservations.prefill_complete(keyspace, name, began_by_ms, ttl_ms=ttl_ms)
 

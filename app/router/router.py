@@ -157,6 +157,13 @@ class Router:
         self._reports.first_token(request_id, answer)
         return await answer
 
+    async def source_complete(self, request_id: str) -> bool:
+        """False if there is no such source. Raises RedisUnavailable, WrongVersion."""
+        self._refuse_wrong_version()
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._reports.source_complete(request_id, answer)
+        return await answer
+
     def first_token(self, reservation_id: str) -> None:
         """As `prefill_complete`, without waiting for it."""
         self._reports.first_token(reservation_id)

@@ -37,7 +37,7 @@ OUTPUT_WINDOW = 200
 
 def sped_up(speed: Speed, factor: float) -> Speed:
     """The speed of the same worker when its clock runs `factor` times as fast."""
-    seconds = [f.name for f in fields(Speed) if "_s_per_" in f.name]
+    seconds = [f.name for f in fields(Speed) if "_s_per_" in f.name or f.name[-2:] == "_s"]
     return replace(speed, **{name: getattr(speed, name) / factor for name in seconds})
 
 

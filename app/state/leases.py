@@ -164,14 +164,18 @@ def retire_lapsed(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]
     return call("retire_lapsed", keyspace, grace_ms, heard_ms, parse=int)
 
 
-def suspend(keyspace: Keyspace, request_id: str) -> Call[Incarnation | None]:
+def suspend(
+    keyspace: Keyspace, request_id: str, *, of_source: bool = False
+) -> Call[Incarnation | None]:
     """Let the lease of the incarnation that failed a request lapse until it is renewed, and longer
     if it failed others before.
 
+    of_source: the request's source failed it, not the worker that decodes.
     Returns that incarnation. None: nothing has changed, as the request has no reservation, or the
     lease had lapsed, or too many have.
     """
-    return call("suspend", keyspace, request_id, parse=lambda inc: parse_incarnation(inc or b""))
+    args = (request_id, int(of_source))
+    return call("suspend", keyspace, *args, parse=lambda inc: parse_incarnation(inc or b""))
 
 
 def drain(keyspace: Keyspace, key: WorkerKey, *, undo: bool = False) -> Call[int | None]:

@@ -81,8 +81,19 @@ def reserve(
             -1 if seen_total is None else seen_total,
             int(promised.retry),
             int(promised.carried),
+            _source_text(wish.source),
         )
     return call("reserve", keyspace, *args, parse=parse)
+
+
+def _source_text(wish: Wish | None) -> str:
+    if wish is None:
+        return ""
+    promised, seen_total = wish.reservation, wish.seen_total
+    return (
+        f"{wish.incarnation} {promised.prefill_tokens} {promised.prefill_us} {promised.blocks} "
+        f"{wish.max_requests} {-1 if seen_total is None else seen_total}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +137,23 @@ def extend(keyspace: Keyspace, extensions: Sequence[Extension]) -> Call[list[Ext
 
 
 def prefill_complete(
-    keyspace: Keyspace, request_id: str, began_by_ms: int | None = None, *, ttl_ms: int
+    keyspace: Keyspace,
+    request_id: str,
+    began_by_ms: int | None = None,
+    *,
+    ttl_ms: int,
+    of_source: bool = False,
 ) -> Call[str | None]:
     """Record that the first token is out; the reservation then lasts ttl_ms longer.
 
+    of_source: of what its source promised: the prompt is computed there, and no longer a request of
+    that worker's; its blocks wait to be fetched, for ttl_ms.
     Returns the attempt that made it, "-" if that is unknown; None: there is no such reservation.
     began_by_ms: as for `release`. Idempotent.
     """
     by_ms = -1 if began_by_ms is None else began_by_ms
-    return call("prefill_complete", keyspace, request_id, ttl_ms, by_ms, parse=_attempt)
+    args = (request_id, ttl_ms, by_ms, int(of_source))
+    return call("prefill_complete", keyspace, *args, parse=_attempt)
 
 
 def release(

@@ -3,7 +3,7 @@
 local function promise(l, inc, request_id, request, now, ends_ms)
   if request.state == 'd' then
     l.decoding = l.decoding + 1
-  else
+  elseif request.state == 'p' then
     if l.requests == l.decoding then
       l.head_us, l.head_since_ms = request.us, now
     end
@@ -12,7 +12,9 @@ local function promise(l, inc, request_id, request, now, ends_ms)
     redis.call('RPUSH', prefills_prefix .. inc, request_id)
   end
   l.blocks = l.blocks + request.blocks
-  l.requests = l.requests + 1
+  if request.state ~= 'h' then
+    l.requests = l.requests + 1
+  end
   l.total = l.total + 1
   redis.call('HSET', load, inc, format_load(l))
   redis.call('HSET', reservations, request_id, inc)

@@ -1,6 +1,8 @@
 -- A reservation's record, and which reservation an id names. A corrupted record counts for nothing:
 -- the worker's heartbeat finds out, and recounts its load.
 -- began_ms_of(attempt): when that try began, by the Redis clock; 0 if the attempt does not say.
+-- source_of(key): the key of what is reserved on the worker that computes or holds the prompt for
+-- another one. No request id has a space.
 -- tag_of(attempt): what tells it from other tries; nil if the attempt does not say.
 -- record_of(key, inc): nil if there is no such reservation, or its record cannot be read.
 -- find(id): the key of the reservation that callers know as `<request_id>~<tag>`, its record and its
@@ -8,16 +10,22 @@
 -- If there is no such reservation, only the key that it would get.
 -- Wants locals: reservations, requests_prefix.
 local function parse_request(text)
-  local tokens, us, blocks, state, attempt = string.match(text or '',
-    '^(%d+) (%d+) (%d+) ([pd]) (%S+)$')
+  local tokens, us, blocks, state, attempt, source = string.match(text or '',
+    '^(%d+) (%d+) (%d+) ([pdh]) (%S+)( ?s?)$')
   tokens, us, blocks = tonumber(tokens), tonumber(us), tonumber(blocks)
   return tokens and math.max(tokens, us, blocks) < 1e12 and {
     tokens = tokens, us = us, blocks = blocks, state = state, attempt = attempt,
+    has_source = source == ' s',
   }
 end
 
 local function format_request(r)
-  return string.format('%d %d %d %s %s', r.tokens, r.us, r.blocks, r.state, r.attempt)
+  return string.format('%d %d %d %s %s%s', r.tokens, r.us, r.blocks, r.state, r.attempt,
+    r.has_source and ' s' or '')
+end
+
+local function source_of(key)
+  return key .. ' source'
 end
 
 local function began_ms_of(attempt)

@@ -85,12 +85,14 @@ local function recount(inc, now)
     decoding = 0, total = last and last.total or 0, routed_us = last and last.routed_us or 0,
     routed_at = last and last.routed_at or 0}
   for _, request in pairs(requests) do
-    counted.requests = counted.requests + 1
     counted.blocks = counted.blocks + request.blocks
+    if request.state ~= 'h' then
+      counted.requests = counted.requests + 1
+    end
     if request.state == 'p' then
       counted.tokens = counted.tokens + request.tokens
       counted.us = counted.us + request.us
-    else
+    elseif request.state == 'd' then
       counted.decoding = counted.decoding + 1
     end
   end

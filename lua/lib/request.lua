@@ -20,7 +20,7 @@ end
 
 -- Forgets a reservation and gives back what it held. False if there is none. If only its expiry was
 -- left, that is removed, and the worker's heartbeat drops the rest.
-local function unreserve(request_id, now)
+local function unreserve_one(request_id, now)
   local inc = redis.call('HGET', reservations, request_id)
   if not inc and not redis.call('ZSCORE', expiry, request_id) then
     return false
@@ -34,17 +34,28 @@ local function unreserve(request_id, now)
   redis.call('HDEL', requests_prefix .. inc, request_id)
   local l = parse_load(redis.call('HGET', load, inc))
   if not request or not l then
-    return true
+    return true, request
   end
   if request.state == 'p' then
     end_prefill(l, inc, request_id, request, now)
-  else
+  elseif request.state == 'd' then
     l.decoding = l.decoding - 1
   end
   l.blocks = l.blocks - request.blocks
-  l.requests = l.requests - 1
+  if request.state ~= 'h' then
+    l.requests = l.requests - 1
+  end
   redis.call('HSET', load, inc, format_load(l))
-  return true
+  return true, request
+end
+
+-- The same, with what its source has promised to it.
+local function unreserve(request_id, now)
+  local had_one, request = unreserve_one(request_id, now)
+  if request and request.has_source then
+    unreserve_one(source_of(request_id), now)
+  end
+  return had_one
 end
 
 -- Forgets up to `limit` reservations past their expiry. Returns how many.

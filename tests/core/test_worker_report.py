@@ -19,6 +19,7 @@ from app.core.worker_report import (
     ForwardPassMetrics,
     GpuReadings,
     Item,
+    Role,
     Speed,
     WorkerInfo,
     WrongField,
@@ -46,6 +47,8 @@ WORKER = WorkerInfo(
     tokenizer="meta-llama/Llama-3.1-8B",
     tokenizer_hash="0123456789abcdef",
     publishing=True,
+    role=Role.DECODE,
+    kv_transfer="nixl",
     host_total_blocks=50_000,
 )
 WORKER_TEXT = (
@@ -54,7 +57,7 @@ WORKER_TEXT = (
     b'"reuse_blocks":4,"recomputed_blocks":2,"engine":"vllm 0.33.0",'
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
-    b'"publishing":true,"host_total_blocks":50000,'
+    b'"publishing":true,"role":"decode","kv_transfer":"nixl","host_total_blocks":50000,'
     b'"lease_ttl_ms":3000,"version":3}'
 )
 METRICS_SEEN = ForwardPassMetrics(
@@ -93,6 +96,8 @@ ENTRY = {
     "host_s_per_token": "2e-06",
     "disk_s_per_token": "2e-05",
     "mean_output_tokens": "212.5",
+    "transfer_s": "0.01",
+    "transfer_s_per_token": "2.6e-05",
     "gpu_memory_used_bytes": "60129542145",
     "gpu_memory_total_bytes": "85899345920",
     "gpu_utilisation": "0.37",
@@ -118,6 +123,8 @@ SHOWN = {
     "tokenizer": ("tokenizer", ""),
     "tokenizer_hash": ("tokenizer_hash", ""),
     "publishing": ("publishing", ""),
+    "role": ("role", ""),
+    "kv_transfer": ("kv_transfer", ""),
     "host_total_blocks": ("", ""),
     "request_active_slots": ("", ""),
     "request_total_slots": ("", ""),
@@ -198,6 +205,8 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "tokenizer": "",
         "tokenizer_hash": "",
         "publishing": False,
+        "role": "both",
+        "kv_transfer": "",
         "host_total_blocks": 0,
     }
 
@@ -278,6 +287,8 @@ def _any_value(item: Item, rng: random.Random) -> Any:
         return "".join(rng.choices('aZ 09:/"\\é字', k=rng.randrange(20)))
     if item.kind == tuple[str, ...]:
         return tuple("".join(rng.choices('aZ 09:/"\\é字', k=3)) for _ in range(rng.randrange(3)))
+    if item.kind is Role:
+        return rng.choice([*Role])
     if item.kind is int:
         return rng.choice([item.least, rng.randrange(item.least, 10**12)])
     return float(f"{rng.choice([0.0, rng.random(), LARGEST * rng.random() ** 40]):.9g}")

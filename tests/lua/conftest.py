@@ -206,9 +206,10 @@ class Namespace:
         seen_total: int | None = None,
         prefill_ttl_ms: int | None = None,
         retry: bool = False,
+        source: Wish | None = None,
     ) -> Refused | None:
         reservation = Reservation(request_id, tokens, us, blocks, attempt, retry)
-        wish = Wish(inc, reservation, max_requests, seen_total)
+        wish = Wish(inc, reservation, max_requests, seen_total, source)
         (refused,) = await self.reserve_all(wish, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
         return refused
 
@@ -219,8 +220,12 @@ class Namespace:
             reservations.reserve(self.keys, wishes, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
         )
 
-    async def prefill_complete(self, request_id: str, ttl_ms: int = LONG_MS) -> bool:
-        call = reservations.prefill_complete(self.keys, request_id, ttl_ms=ttl_ms)
+    async def prefill_complete(
+        self, request_id: str, ttl_ms: int = LONG_MS, *, of_source: bool = False
+    ) -> bool:
+        call = reservations.prefill_complete(
+            self.keys, request_id, ttl_ms=ttl_ms, of_source=of_source
+        )
         return await self.do(call) is not None
 
     async def release(

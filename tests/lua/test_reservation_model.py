@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from app.core.loads import Load
+from app.core.loads import Load, Reservation, Wish
 from app.core.types import Incarnation
 from tests.lua.conftest import Namespace
 
@@ -21,7 +21,8 @@ class Held:
     tokens: int
     us: int
     blocks: int
-    decoding: bool = False
+    state: str = "p"
+    """p: it prefills; d: it decodes; h: its blocks wait to be fetched."""
 
 
 @dataclass
@@ -32,22 +33,38 @@ class Model:
     held: dict[str, Held] = field(default_factory=dict)
     """In the order in which they were reserved."""
 
-    def reserve(self, inc: Incarnation, request_id: str, held: Held, seen: int | None) -> str:
-        self.held.pop(request_id, None)
-        if sum(h.worker == inc for h in self.held.values()) >= MAX_REQUESTS:
-            return "full"
-        if seen is not None and seen != self.totals[inc]:
-            return "changed"
+    def reserve(
+        self, request_id: str, held: Held, seen: int | None, source: Held | None = None
+    ) -> str:
+        self.release(request_id)
+        pair = [held] if source is None else [held, source]
+        for one in pair:
+            on_it = [h for h in self.held.values() if h.worker == one.worker and h.state != "h"]
+            if one.tokens and len(on_it) >= MAX_REQUESTS:
+                return "full"
+            if one is held and seen is not None and seen != self.totals[one.worker]:
+                return "changed"
+        if source is not None:
+            self.held[f"{request_id} source"] = source
         self.held[request_id] = held
-        self.totals[inc] += 1
+        for one in pair:
+            self.totals[one.worker] += 1
         return "made"
 
     def prefill_complete(self, request_id: str) -> bool:
         if request_id in self.held:
-            self.held[request_id].decoding = True
+            self.held[request_id].state = "d"
+            self.held.pop(f"{request_id} source", None)
         return request_id in self.held
 
+    def source_complete(self, request_id: str) -> bool:
+        source = self.held.get(f"{request_id} source")
+        if source is not None:
+            source.state = "h"
+        return source is not None
+
     def release(self, request_id: str) -> bool:
+        self.held.pop(f"{request_id} source", None)
         return self.held.pop(request_id, None) is not None
 
     def loads(self) -> dict[Incarnation, Load]:
@@ -55,28 +72,40 @@ class Model:
 
     def _load(self, inc: Incarnation) -> Load:
         held = [h for h in self.held.values() if h.worker == inc]
-        prefilling = [h for h in held if not h.decoding]
+        prefilling = [h for h in held if h.state == "p"]
+        decoding = [h for h in held if h.state == "d"]
         return Load(
             prefill_tokens=sum(h.tokens for h in prefilling),
             prefill_us=sum(h.us for h in prefilling),
             head_us=prefilling[0].us if prefilling else 0,
             blocks=sum(h.blocks for h in held),
-            requests=len(held),
-            decoding=len(held) - len(prefilling),
+            requests=len(prefilling) + len(decoding),
+            decoding=len(decoding),
             total=self.totals[inc],
         )
+
+
+def some_of(inc: Incarnation, rng: random.Random) -> Held:
+    us = rng.choice((0, rng.randrange(100_000)))
+    return Held(inc, rng.randrange(1, 1000), us, rng.randrange(1, 50))
+
+
+def wish(source: Held) -> Wish:
+    reservation = Reservation("", source.tokens, source.us, source.blocks)
+    return Wish(source.worker, reservation, MAX_REQUESTS, seen_total=None)
 
 
 async def step(space: Namespace, model: Model, rng: random.Random) -> None:
     """One random call, with the same outcome in Redis as in the model."""
     request_id = rng.choice(REQUESTS)
     match rng.choice(
-        ["reserve"] * 4 + ["prefill_complete", "prefill_complete", "release", "expire"]
+        ["reserve"] * 4
+        + ["prefill_complete", "prefill_complete", "source_complete", "release", "expire"]
     ):
         case "reserve":
-            inc = rng.choice(list(model.totals))
-            us = rng.choice((0, rng.randrange(100_000)))
-            held = Held(inc, rng.randrange(1000), us, rng.randrange(1, 50))
+            inc, other = rng.sample(list(model.totals), 2)
+            held = some_of(inc, rng)
+            source = rng.choice([None, some_of(other, rng), Held(other, 0, 0, 9, "h")])
             seen = rng.choice([None, None, model.totals[inc], model.totals[inc] - 1])
             if seen == -1:
                 seen = None
@@ -88,12 +117,16 @@ async def step(space: Namespace, model: Model, rng: random.Random) -> None:
                 blocks=held.blocks,
                 max_requests=MAX_REQUESTS,
                 seen_total=seen,
+                source=source and wish(source),
             )
             outcome = refused.reason if refused else "made"
-            assert outcome == model.reserve(inc, request_id, held, seen)
+            assert outcome == model.reserve(request_id, held, seen, source)
         case "prefill_complete":
             expected = model.prefill_complete(request_id)
             assert await space.prefill_complete(request_id) == expected
+        case "source_complete":
+            expected = model.source_complete(request_id)
+            assert await space.prefill_complete(request_id, of_source=True) == expected
         case "release":
             assert await space.release(request_id) == model.release(request_id)
         case "expire":

@@ -66,11 +66,11 @@ def worker(planned: Plan) -> str:
 def test_the_worker_that_holds_the_prompt_is_chosen_and_only_the_rest_is_reserved() -> None:
     """Of 100 tokens, 7 blocks, b holds 3 blocks: 52 tokens are left, 52 ms."""
     planned = plan(query({TWO: TierOverlap(2, 1)}), view_of(Load(total=5), Load(total=8)))
-    assert (worker(planned), planned.position, planned.incarnation) == ("b", 1, TWO)
-    reserved = planned.reservation
+    assert (worker(planned), planned.position, planned.wish.incarnation) == ("b", 1, TWO)
+    reserved = planned.wish.reservation
     assert (reserved.prefill_tokens, reserved.prefill_us, reserved.blocks) == (52, 52_000, 7)
     assert (reserved.request_id, reserved.attempt) == ("r1", "1000-aa")
-    assert planned.seen_total == 8
+    assert planned.wish.seen_total == 8
     decision = planned.decision
     assert (decision.isl_tokens, decision.isl_blocks, decision.overlap.total) == (100, 7, 3)
     assert (decision.locality, decision.best) == (Locality.KEPT, Best("b:0", 3))
@@ -79,7 +79,7 @@ def test_the_worker_that_holds_the_prompt_is_chosen_and_only_the_rest_is_reserve
 
 def test_a_fully_cached_prompt_still_reserves_the_token_that_engines_compute() -> None:
     planned = plan(query({ONE: TierOverlap(6)}, tokens=96), view_of(Load()))
-    assert planned.reservation.prefill_tokens == 1
+    assert planned.wish.reservation.prefill_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_round_robin_takes_turns_that_only_reservations_use_up() -> None:
 def test_an_explanation_lists_every_candidate_as_it_was_before_the_reservation() -> None:
     view = view_of(Load(requests=2, prefill_us=40_000), Load())
     planned = plan(query({ONE: TierOverlap(6)}, explain=True), view)
-    view.add(planned.position, planned.reservation)
+    planned.count()
     a, b = planned.decision.candidates
     assert (a.load.requests, a.queue_s, a.overlap.total, a.eligible) == (2, 0.04, 6, True)
     assert a.cost == pytest.approx(sum(a.terms.values()))

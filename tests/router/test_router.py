@@ -73,7 +73,7 @@ class ScriptedRunner(ScriptRunner):
         if not names or names[0] in HOUSEKEEPING:
             return await super()._send(node, calls)
         self.round_trips.append(names)
-        self.num_wishes += sum((len(c.args) - 3) // 10 for c in calls if c.name == "reserve")
+        self.num_wishes += sum((len(c.args) - 3) // 11 for c in calls if c.name == "reserve")
         named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
         self.most_named = max(self.most_named, *named)
         turns = [int(c.args[1]) for c in calls if c.name == "turns"]

@@ -1,0 +1,230 @@
+"""Where a request's KV comes from: computed where it is decoded, or by another worker, or fetched.
+
+A worker that decodes is a request's target. Blocks that the target lacks may come from a source,
+which computes them for it (a split of prefill and decode), or holds them already (a fetch). All
+three have one price, in the seconds of `app.policy.cost.latency`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from app.core.worker_report import Role, WorkerInfo
+from app.policy.cost import Candidates, Costs, Floats, RequestSize, latency
+
+Mask = NDArray[np.bool_]
+OWN_TRANSFER = "kvroute"
+"""The way in which KV travels between our own engines."""
+
+
+class Form(StrEnum):
+    """How the KV of a prompt gets to the worker that decodes."""
+
+    LOCAL = "local"
+    """The target computes what it lacks."""
+    SPLIT = "split"
+    """The source computes what it lacks, and the target fetches what it lacks."""
+    FETCH = "fetch"
+    """The target fetches what the source holds, and computes the rest."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Roles:
+    """Which of the workers may be what, (workers,) each.
+
+    prefill, decode: those that do nothing else. transfers: those between which KV can travel.
+    hands_on_at_once: whether a source hands on what it holds without a request in its queue.
+    """
+
+    prefill: Mask
+    decode: Mask
+    transfers: Mask
+    hands_on_at_once: bool
+
+    @property
+    def targets(self) -> Mask:
+        return ~self.prefill
+
+    @property
+    def sources(self) -> Mask:
+        return self.transfers & ~self.decode
+
+    @property
+    def receivers(self) -> Mask:
+        return self.transfers & ~self.prefill
+
+
+def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
+    """None: every worker does both, and no KV can travel between any two.
+
+    KV travels between workers with one way of transfer: the first that any of them names.
+    """
+    ways = [info.kv_transfer for info in infos]
+    way = next(filter(None, ways), "")
+    roles = [info.role for info in infos]
+    if set(roles) <= {Role.BOTH} and (not way or ways.count(way) < 2):
+        return None
+    return Roles(
+        prefill=np.array([role is Role.PREFILL for role in roles]),
+        decode=np.array([role is Role.DECODE for role in roles]),
+        transfers=np.array([bool(way) and one == way for one in ways]),
+        hands_on_at_once=way == OWN_TRANSFER,
+    )
+
+
+class Route(NamedTuple):
+    """Workers by their place in the candidates, and what the request costs there, in seconds.
+
+    source: the target's own place if that computes the prompt itself.
+    """
+
+    form: Form
+    target: int
+    source: int
+    cost: float
+
+
+def routes_with_source(
+    policy: str,
+    candidates: Candidates,
+    size: RequestSize,
+    costs: Costs,
+    eligible: Mask,
+    room: Mask,
+    roles: Roles,
+    rng: Generator,
+) -> list[Route]:
+    """The cheapest route of each form but LOCAL; forms without a pair of workers are left out.
+
+    eligible: those that the request allows. room: those that can take it. costs: the policy's.
+    Policies other than `latency` do not count in seconds: by them a request is split wherever there
+    is a worker for nothing but prefill, between the cheapest of those and of the others.
+    """
+    owners, targets = eligible & roles.sources, eligible & room & roles.receivers
+    sources = owners & room
+    if not owners.any() or not targets.any():
+        return []
+    if policy != "latency":
+        if not (sources & roles.prefill).any():
+            return []
+        source = _cheapest(costs.cost, sources & roles.prefill, rng)[0]
+        target = _cheapest(costs.cost, targets, rng)[0]
+        return [Route(Form.SPLIT, target, source, float(costs.cost[target]))]
+    routes = (
+        _split(candidates, size, costs, sources, targets, rng),
+        _fetch(
+            candidates,
+            size,
+            costs,
+            owners if roles.hands_on_at_once else sources,
+            targets,
+            rng,
+            waits=not roles.hands_on_at_once,
+        ),
+    )
+    return [route for route in routes if route is not None]
+
+
+def _split(
+    candidates: Candidates,
+    size: RequestSize,
+    costs: Costs,
+    sources: Mask,
+    targets: Mask,
+    rng: Generator,
+) -> Route | None:
+    """The cheapest pair of a source that computes the prompt and a target that decodes.
+
+    costs: of `latency`. The source costs what it would for the whole request, but for its decode.
+    The target costs its transfer, its queue, its memory and its decode: nothing of the prefill
+    delays what it decodes. What travels depends on the target alone, so that the two are found
+    apart. None: there is no such pair.
+    """
+    terms = costs.terms
+    computing = costs.cost - terms["decode_s"]
+    lacking = size.isl_tokens - candidates.overlap * size.block_size
+    decoding = (
+        transfer_s(candidates, lacking)
+        + last_token_s(candidates, size)
+        + terms["queue_s"]
+        + terms["memory_wait_s"]
+        + terms["eviction_s"]
+        + terms["decode_s"]
+    )
+    pairs = [
+        (float(computing[source] + decoding[target]), source, target)
+        for source in _cheapest(computing, sources, rng)
+        for target in _cheapest(decoding, targets, rng)
+        if source != target
+    ]
+    if not pairs:
+        return None
+    cost, source, target = min(pairs)
+    return Route(Form.SPLIT, target, source, cost)
+
+
+def _fetch(
+    candidates: Candidates,
+    size: RequestSize,
+    costs: Costs,
+    sources: Mask,
+    targets: Mask,
+    rng: Generator,
+    *,
+    waits: bool,
+) -> Route | None:
+    """The cheapest target for what the source with the longest overlap holds.
+
+    costs: of `latency`. waits: it hands on its blocks behind the prefills in its queue. Of the
+    longest overlaps, the one with the shortest queue is taken. None: no target lacks what a source
+    holds.
+    """
+    held = np.where(sources, candidates.overlap_device, 0.0)
+    longest = held.max()
+    if longest == 0.0:
+        return None
+    source = _cheapest(candidates.prefill_s, sources & (held == longest), rng)[0]
+    gained = np.maximum(longest - candidates.overlap, 0.0)
+    gaining = targets & (gained > 0.0)
+    gaining[source] = False
+    if not gaining.any():
+        return None
+    with_prefix = latency(
+        replace(candidates, overlap_device=candidates.overlap_device + gained), size
+    )
+    total = with_prefix.cost + transfer_s(candidates, gained * size.block_size)
+    # What arrives takes as much memory as what is computed.
+    for term in ("memory_wait_s", "eviction_s"):
+        total += costs.terms[term] - with_prefix.terms[term]
+    if waits:
+        total += costs.terms["queue_s"][source] + last_token_s(candidates, size)[source]
+    target = _cheapest(total, gaining, rng)[0]
+    return Route(Form.FETCH, target, source, float(total[target]))
+
+
+def transfer_s(candidates: Candidates, tokens: Floats) -> Floats:
+    """Seconds until so many tokens' KV has arrived, (workers,); 0 for none."""
+    seconds: Floats = candidates.transfer_s + candidates.transfer_s_per_token * tokens
+    return np.where(tokens > 0.0, seconds, 0.0)
+
+
+def last_token_s(candidates: Candidates, size: RequestSize) -> Floats:
+    """Seconds for the prompt's last token, which engines always compute themselves."""
+    seconds: Floats = (
+        candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * size.isl_tokens
+    )
+    return seconds
+
+
+def _cheapest(cost: Floats, allowed: Mask, rng: Generator) -> list[int]:
+    """The cheapest of the allowed and the second cheapest, equals in random order."""
+    (places,) = (allowed & np.isfinite(cost)).nonzero()
+    places = rng.permutation(places)
+    return [int(places[at]) for at in cost[places].argsort(kind="stable")[:2]]

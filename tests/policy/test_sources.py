@@ -1,0 +1,217 @@
+"""Decisions with a source, from hand-made numbers: who computes, who decodes, and at what price."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.core.errors import NoWorkers
+from app.core.loads import Load, Snapshot
+from app.core.types import TierOverlap
+from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Role, Speed, WorkerInfo
+from app.policy.plan import Plan
+from app.policy.sources import Form, roles_of
+from app.policy.view import Measured, View, Workers
+from tests.policy.test_plan import SPEED, plan, query, worker
+from tests.policy.test_view import ONE, THREE, TWO, info
+
+LINK = replace(SPEED, transfer_s=0.002, transfer_s_per_token=0.0001)
+"""A millisecond to compute a token, a tenth of that and 2 ms to fetch it."""
+PREFILL, DECODE, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
+LONG = {"tokens": 960}
+"""60 blocks of 16 tokens."""
+
+
+def able(name: str, role: Role, way: str = "nixl", max_requests: int = 8) -> WorkerInfo:
+    return replace(info(name, max_requests), role=role, kv_transfer=way)
+
+
+def fleet(*infos: WorkerInfo, loads: list[Load] | None = None, speed: Speed = LINK) -> View:
+    """Workers with these loads, a thousand blocks of 16 tokens each."""
+    measured = Measured(ForwardPassMetrics(kv_total_blocks=1000), speed, NO_READINGS, at_ms=0)
+    incarnations = [ONE, TWO, THREE][: len(infos)]
+    known = [(inc, one, measured) for inc, one in zip(incarnations, infos, strict=True)]
+    given = loads or [Load() for _ in infos]
+    return View(Snapshot(5000, dict(zip(incarnations, given, strict=True))), Workers(known))
+
+
+def queue(seconds: float, requests: int = 1) -> Load:
+    return Load(prefill_us=round(1e6 * seconds), requests=requests)
+
+
+def source(planned: Plan) -> str | None:
+    source = planned.decision.source
+    return source and source.worker.key.worker_id
+
+
+def route(planned: Plan) -> tuple[str, str | None, str]:
+    """Who decodes, who computes or hands on the prompt, and the form."""
+    made = planned.decision.source
+    return worker(planned), source(planned), made.form if made else "local"
+
+
+def test_workers_that_do_all_of_a_request_have_no_roles() -> None:
+    assert roles_of([info("a", 4), info("b", 4)]) is None
+    assert roles_of([able("a", BOTH, ""), able("b", BOTH)]) is None
+    view = fleet(info("a", 4), info("b", 4))
+    assert plan(query(), view).decision.forms == {}
+
+
+def test_kv_travels_only_between_workers_with_the_same_way_of_transfer() -> None:
+    roles = roles_of([able("a", PREFILL), able("b", DECODE), able("c", DECODE, "other")])
+    assert roles is not None
+    assert roles.sources.tolist() == [True, False, False]
+    assert roles.receivers.tolist() == [False, True, False]
+    assert roles.targets.tolist() == [False, True, True]
+
+
+def test_a_prompt_is_computed_where_it_is_decoded_if_nothing_else_happens_there() -> None:
+    view = fleet(able("a", PREFILL), able("b", DECODE))
+    assert route(plan(query(**LONG), view)) == ("b", None, "local")
+
+
+def test_decodes_in_flight_make_a_split_worth_its_transfer() -> None:
+    """Each of 8 requests that decode is slowed by the prefill: 5 % of 960 ms each."""
+    decoding = Load(requests=8, decoding=8, blocks=8)
+    view = fleet(able("a", PREFILL), able("b", DECODE, max_requests=16), loads=[Load(), decoding])
+    planned = plan(query(**LONG), view)
+    assert route(planned) == ("b", "a", "split")
+    forms = planned.decision.forms
+    assert forms[Form.SPLIT] == pytest.approx(2 * 0.96 + 0.002 + 0.096 + 0.001)
+    assert forms[Form.LOCAL] == pytest.approx(2 * 0.96 + 8 * 0.05 * 0.96)
+    mine, its = planned.wish.reservation, planned.wish.source
+    assert its is not None
+    assert (mine.prefill_tokens, mine.blocks, mine.prefill_us) == (1, 60, 1000)
+    assert (its.incarnation, its.reservation.prefill_tokens, its.reservation.blocks) == (
+        ONE,
+        960,
+        60,
+    )
+    assert its.reservation.prefill_us == 960_000
+
+
+def test_what_the_target_holds_need_not_travel() -> None:
+    decoding = Load(requests=8, decoding=8, blocks=8)
+    infos = (
+        able("a", PREFILL),
+        able("b", DECODE, max_requests=16),
+        able("c", DECODE, max_requests=16),
+    )
+    view = fleet(*infos, loads=[Load(), decoding, decoding])
+    planned = plan(query({ONE: TierOverlap(10), THREE: TierOverlap(30)}, **LONG), view)
+    assert route(planned)[0] == "c"
+    local, split = planned.decision.forms[Form.LOCAL], planned.decision.forms[Form.SPLIT]
+    # The source holds 10 blocks of 60, the target 30.
+    assert split == pytest.approx(2 * 0.8 + 0.002 + 0.048 + 0.001)
+    assert local == pytest.approx(2 * 0.48 + 8 * 0.05 * 0.48)
+
+
+@pytest.mark.parametrize(
+    ("owner", "way", "expected"),
+    [
+        (Load(), "kvroute", ("a", None, "local")),
+        (queue(0.05), "kvroute", ("a", None, "local")),
+        (queue(0.2), "kvroute", ("b", "a", "fetch")),
+        (Load(requests=8), "kvroute", ("b", "a", "fetch")),
+        (queue(0.2), "nixl", ("a", None, "local")),
+        (Load(requests=8), "nixl", ("b", None, "local")),
+    ],
+    ids=["idle", "short queue", "long queue", "full", "behind the queue", "full, with a queue"],
+)
+def test_a_prefix_is_fetched_where_its_owner_is_busy_and_can_hand_it_on(
+    owner: Load, way: str, expected: tuple[str, str | None, str]
+) -> None:
+    """59 of 60 blocks arrive in 96 ms. Where a request hands them on, that waits as well."""
+    view = fleet(able("a", BOTH, way), able("b", BOTH, way), loads=[owner, Load()])
+    planned = plan(query({ONE: TierOverlap(59)}, **LONG), view)
+    assert route(planned) == expected
+    if expected[2] == "fetch":
+        its = planned.wish.source
+        assert its is not None
+        assert planned.wish.reservation.prefill_tokens == 16
+        assert (its.reservation.prefill_tokens, its.reservation.blocks) == (0, 59)
+        planned.count()
+        assert planned.view.loads[0] == replace(owner, blocks=59, total=1)
+
+
+@pytest.mark.parametrize("policy", ["blocks", "least_loaded", "round_robin"])
+def test_other_policies_split_wherever_there_is_a_prefill_worker(policy: str) -> None:
+    view = fleet(able("a", PREFILL), able("b", DECODE), able("c", BOTH))
+    for _ in range(4):
+        target, computing, form = route(plan(query(policy=policy, **LONG), view))
+        assert (computing, form) == ("a", "split")
+        assert target in {"b", "c"}
+    view = fleet(able("a", BOTH), able("b", BOTH))
+    assert source(plan(query(policy=policy, **LONG), view)) is None
+
+
+def test_strict_decode_workers_compute_no_prompts() -> None:
+    infos = able("a", PREFILL), able("b", DECODE)
+    assert source(plan(query(**LONG), fleet(*infos))) is None
+    assert route(plan(query(**LONG), fleet(*infos), strict_roles=True)) == ("b", "a", "split")
+    with pytest.raises(NoWorkers, match="roles are strict"):
+        plan(query(**LONG), fleet(able("b", DECODE)), strict_roles=True)
+
+
+def test_prefill_workers_alone_answer_nothing() -> None:
+    with pytest.raises(NoWorkers, match="all have the role prefill"):
+        plan(query(), fleet(able("a", PREFILL)))
+
+
+def test_an_excluded_worker_is_neither_target_nor_source() -> None:
+    decoding = Load(requests=8, decoding=8, blocks=8)
+    infos = able("a", PREFILL), able("b", DECODE, max_requests=16)
+    view = fleet(*infos, loads=[Load(), decoding])
+    planned = plan(query(exclude=frozenset({"a"}), **LONG), view)
+    assert route(planned) == ("b", None, "local")
+
+
+def test_both_reservations_count_in_the_view() -> None:
+    decoding = Load(requests=8, decoding=8, blocks=8)
+    infos = able("a", PREFILL), able("b", DECODE, max_requests=16)
+    view = fleet(*infos, loads=[Load(), decoding])
+    plan(query(**LONG), view).count()
+    assert [(load.requests, load.blocks, load.total) for load in view.loads] == [
+        (1, 60, 1),
+        (9, 68, 1),
+    ]
+    assert view.loads[0].prefill_us == 960_000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_pair_is_cheaper_than_the_chosen_route(seed: int) -> None:
+    """Against all pairs, priced one by one, in random fleets."""
+    rng = np.random.default_rng(seed)
+    infos = [able(name, BOTH, max_requests=64) for name in "abc"]
+    loads: list[Load] = []
+    for _ in infos:
+        decoding = int(rng.integers(0, 20))
+        waits = int(rng.integers(0, 3))
+        loads.append(
+            Load(
+                prefill_us=waits * 500_000,
+                requests=decoding + waits,
+                decoding=decoding,
+                blocks=10 * decoding,
+            )
+        )
+    speed = replace(LINK, decode_s_per_seq=0.0001, mean_output_tokens=100.0)
+    overlaps = {inc: TierOverlap(int(rng.integers(0, 60))) for inc in (ONE, TWO, THREE)}
+    planned = plan(query(overlaps, explain=True, **LONG), fleet(*infos, loads=loads, speed=speed))
+    local = planned.decision.candidates
+    terms: list[dict[str, Any]] = [candidate.terms for candidate in local]
+    pairs = []
+    for s, t in ((s, t) for s in range(3) for t in range(3) if s != t):
+        lacking = 960 - 16 * local[t].overlap.total
+        moves = LINK.transfer_s + LINK.transfer_s_per_token * lacking
+        cost = local[s].cost - terms[s]["decode_s"] + moves + 0.001
+        names = ("queue_s", "memory_wait_s", "eviction_s", "decode_s")
+        pairs.append(cost + sum(terms[t][name] for name in names))
+    forms = planned.decision.forms
+    assert forms[Form.SPLIT] == pytest.approx(min(pairs))
+    assert forms[Form.LOCAL] == pytest.approx(min(candidate.cost for candidate in local))
+    made = planned.decision.source
+    assert forms[made.form if made else Form.LOCAL] == min(forms.values())
