@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -15,8 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, shown
+from app.core.errors import BodiesTooLarge, BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
+from app.http.bearer import authorization_in, digest_of, name_of
 from app.http.body import CLOSE, error_body, header, http_error, json_response, read_body
 from app.http.watch import watched
 from app.simulation.steps import PromptTooLargeError
@@ -63,6 +63,7 @@ def create_app(
         InvalidRequest,
         BodyTooLarge,
         BodyTimeout,
+        BodiesTooLarge,
         PromptTooLargeError,
         QueueFullError,
         EngineStoppedError,
@@ -99,12 +100,15 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._wanted = f"Bearer {key}".encode()
+        self._digests = [("worker", digest_of(key.encode()))]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._wanted):
+            try:
+                name = name_of(authorization_in(scope["headers"]), self._digests)
+            except InvalidRequest:
+                name = None
+            if name is None:
                 body = error_body("unauthorized", "Authorization: Bearer KEY is missing or wrong")
                 answer = json_response(body, 401, {"WWW-Authenticate": "Bearer"})
                 await answer(scope, receive, send)
@@ -231,6 +235,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
             status, code = 413, "body_too_large"
         case BodyTimeout():
             status, code, headers = 408, "body_timeout", CLOSE
+        case BodiesTooLarge():
+            status, code = 503, "bodies_too_large"
+            headers = {"Retry-After": str(RETRY_AFTER_S), **CLOSE}
         case PromptTooLargeError():
             code, field = "prompt_too_large", error.field
         case QueueFullError():

@@ -50,6 +50,13 @@ class DoorSettings(CommonSettings):
         POSITIVE,
         heading="Limits",
     )
+    max_held_bytes: int = setting(
+        256 * 1024 * 1024,
+        "While the bodies of all requests in flight are larger together, only those up to 16 KB "
+        "are taken (503).",
+        POSITIVE,
+        heading="Limits",
+    )
     answer_timeout_s: float = setting(
         600.0,
         "An engine's answer must begin within this time, all tries together.",

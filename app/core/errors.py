@@ -5,6 +5,7 @@ KvrouteError
 ├── InvalidRequest        a caller's input is bad; names the field and the value
 ├── BodyTooLarge          a request body exceeds the configured size
 ├── BodyTimeout           a request body is not complete in time
+├── BodiesTooLarge        all request bodies together have as many bytes as may be held
 ├── RedisUnavailable      Redis cannot be reached, or missed its deadline
 │   ├── RedisFull         Redis has no memory left for a write; none of it was written
 │   └── RedisRecovering   leases ran out while Redis was unreachable; they are about to be renewed
@@ -71,6 +72,10 @@ class BodyTooLarge(KvrouteError):
 
 class BodyTimeout(KvrouteError):
     """A caller began a request body and did not finish it in time."""
+
+
+class BodiesTooLarge(KvrouteError):
+    """The bodies of all callers together have as many bytes as may be held."""
 
 
 class RedisUnavailable(KvrouteError):

@@ -28,6 +28,7 @@ from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
 from app.edge.live import LiveSettings
 from app.edge.routes import CLIENT
+from app.http.held import HeldBodies
 from app.http.server import serve
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
@@ -108,6 +109,7 @@ async def serve_router(
             *sockets,
             on_stop=routers.stop,
             on_refused=lambda code: routers.own.telemetry.refusals.labels(code).inc(),
+            held=HeldBodies(settings.max_held_bytes),
         )
         watching.cancel()
 

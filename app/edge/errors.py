@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from app.core.errors import (
     AllWorkersBusy,
+    BodiesTooLarge,
     BodyTimeout,
     BodyTooLarge,
     InvalidRequest,
@@ -78,6 +79,7 @@ ERRORS: Mapping[type[Exception], Meaning] = {
     WorkerFailed: Meaning(502, "worker_failed", _FAULT),
     ModelUnavailable: Meaning(503, "no_workers", _OVERLOADED),
     NoWorkers: Meaning(503, "no_workers", _OVERLOADED),
+    BodiesTooLarge: Meaning(503, "bodies_too_large", _OVERLOADED),
     NamespaceMissing: Meaning(503, "no_workers", _OVERLOADED),
     WrongVersion: Meaning(503, "wrong_version", _FAULT),
     RedisUnavailable: Meaning(503, "redis_unavailable", _FAULT),
@@ -156,7 +158,7 @@ def answer_to(error: Exception, path: str) -> tuple[int, list[tuple[bytes, bytes
         headers.append((b"x-should-retry", b"false"))  # the clients of OpenAI and Anthropic heed it
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, BodyTimeout):
+    if isinstance(error, BodyTimeout | BodiesTooLarge):
         # Its rest is not waited for.
         headers.append((b"connection", b"close"))
     if isinstance(error, HTTPException):

@@ -1,25 +1,23 @@
-"""Who may send requests: keys as bearer tokens, compared in constant time."""
+"""Who may send requests: the keys that open a replica."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from app.core.errors import ConfigError, InvalidRequest
+from app.core.errors import ConfigError
 from app.door.errors import Unauthorized
 from app.edge.live import LOOK_EVERY_S, stamp_of
+from app.http.bearer import authorization_in, digest_of, name_of
 
 log = logging.getLogger(__name__)
 
 MAX_KEYS_BYTES = 1024 * 1024
 OPEN = ("/health", "/readiness")
 """Paths that need no key."""
-_LONGEST = 4096
 
 
 class Keys:
@@ -37,7 +35,7 @@ class Keys:
         """Take other keys, as if they had been given at the start. Raises ConfigError, and then
         stays as it was."""
         stamp = stamp_of(path)
-        own = [("api-key", _digest(api_key.encode()))] if api_key else []
+        own = [("api-key", digest_of(api_key.encode()))] if api_key else []
         self._digests = own + _read(path)
         self._own, self._path, self._stamp = own, path, stamp
 
@@ -66,42 +64,14 @@ class Keys:
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
         """The name of the key that a request carries; "": it needs none.
 
-        Raises Unauthorized, and InvalidRequest if there are two: which of them counts is told
-        differently by what is in front of this and what is behind.
+        Raises Unauthorized, and InvalidRequest if there are two.
         """
         if not self._digests or path in OPEN:
             return ""
-        found: dict[bytes, bytes] = {}
-        for name, value in headers:
-            if name in (b"authorization", b"x-api-key"):
-                if name in found:
-                    raise InvalidRequest(name.decode(), "comes twice")
-                found[name] = value
-        given = found.get(b"authorization")
-        if given is None and b"x-api-key" in found:
-            given = b"Bearer " + found[b"x-api-key"]  # as Anthropic's clients send it
-        name_of_key = self._name_of(given)
-        if name_of_key is None:
+        name = name_of(authorization_in(headers), self._digests)
+        if name is None:
             raise Unauthorized("No valid API key was given: Authorization: Bearer KEY.")
-        return name_of_key
-
-    def _name_of(self, authorization: bytes | None) -> str | None:
-        """The name of the key in that header; None: there is no valid one there.
-
-        Compares with every key, whichever matches, so that time tells nothing about any.
-        """
-        scheme, _, key = (authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or len(key) > _LONGEST:
-            return None
-        given, found = _digest(key.strip()), None
-        for name, digest in self._digests:
-            if hmac.compare_digest(digest, given):
-                found = name
-        return found
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+        return name
 
 
 def _read(path: str) -> list[tuple[str, bytes]]:
@@ -126,7 +96,7 @@ def _read(path: str) -> list[tuple[str, bytes]]:
                 "or a key"
             )
         name = words[0] if len(words) == 2 else f"line-{number}"
-        named.append((name, _digest(words[-1].encode())))
+        named.append((name, digest_of(words[-1].encode())))
     if not named:
         raise ConfigError(f"api_key_file {path}: no key in it")
     return named

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from app.core.errors import BodyTimeout, BodyTooLarge
+from app.http.held import HELD, HeldBodies
 
 T = TypeVar("T")
 
@@ -31,9 +32,13 @@ def header(request: Request, name: bytes) -> str | None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises BodyTooLarge, as soon as that is known, BodyTimeout and ClientDisconnect."""
+    """The body. Raises BodyTooLarge and BodiesTooLarge, as soon as that is known, BodyTimeout and
+    ClientDisconnect."""
     announced = header(request, b"content-length") or ""
     size = int(announced) if announced.isdecimal() else 0
+    held: HeldBodies | None = request.scope.get(HELD)  # servers of other makes, in tests, have none
+    if held is not None and size <= limit:
+        held.check(size)
     chunks: list[bytes] = []
     deadline: float | None = None
     more = size <= limit
@@ -58,6 +63,8 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise ClientDisconnect
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
+        if held is not None:
+            held.check(size)
         more = message.get("more_body", False)
     if size > limit:
         raise BodyTooLarge(f"body: over {limit} bytes")

@@ -23,6 +23,8 @@ from uvicorn.server import ServerState
 
 from app.core.rate_limit import RateLimit
 from app.http.body import error_body
+from app.http.held import HELD, HeldBodies
+from app.http.lingering import Lingering
 from app.http.watch import ON_GONE
 
 log = logging.getLogger(__name__)
@@ -64,9 +66,14 @@ class Connections(ServerState):
     on_refused: called with the code of the error for each request that is refused here.
     """
 
-    def __init__(self, on_refused: Callable[[str], object] = lambda _: None) -> None:
+    def __init__(
+        self,
+        on_refused: Callable[[str], object] = lambda _: None,
+        held: HeldBodies | None = None,
+    ) -> None:
         super().__init__()
         self.on_refused = on_refused
+        self.held = held or HeldBodies()
         self.log: Any = _SeldomWarning(logging.getLogger("uvicorn.error"))
         self.idle: dict[Protocol, None] = {}
         self.limit = max_connections()
@@ -120,6 +127,8 @@ class Protocol(HttpToolsProtocol):
         self._framing = 0
         """Bytes of the message that have come and are not of its body."""
         self._body = 0
+        self._held = 0
+        """Bytes of bodies that have not been answered yet."""
         self._late: asyncio.TimerHandle | None = None
         self._drops = False
         """Whether what still comes is dropped."""
@@ -128,7 +137,7 @@ class Protocol(HttpToolsProtocol):
         self._watched: tuple[Any, Callable[[], object]] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        lingering: Any = _Lingering(transport, self)
+        lingering: Any = Lingering(transport, self)
         super().connection_made(lingering)
         self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._end_late)
         self._state.idle[self] = None
@@ -137,6 +146,7 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.idle.pop(self, None)
         self._in_time()
+        self._hold(-self._held)
         super().connection_lost(exc)
         if self._watched is not None:
             cycle, on_gone = self._watched
@@ -237,11 +247,14 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         cycle: Any = self.cycle
         cycle.scope[CUT] = partial(self._cut, cycle)
+        cycle.scope[HELD] = self._state.held
         cycle.scope[ON_GONE] = partial(self._watch, cycle)
 
     def on_body(self, body: bytes) -> None:
         self._framing -= len(body)
         self._body += len(body)
+        if not self._drops:
+            self._hold(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -252,6 +265,8 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        # Of a request that is pipelined behind, a first piece may have come, and counts no more.
+        self._hold(-self._held)
         super().on_response_complete()
         if self.transport.is_closing() or not self.cycle.response_complete:
             return
@@ -259,6 +274,10 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self._state.idle[self] = None
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        self._state.held.num_bytes += size
 
     def _watch(self, cycle: Any, on_gone: Callable[[], object] | None) -> None:
         self._watched = None if on_gone is None else (cycle, on_gone)
@@ -315,45 +334,3 @@ class Protocol(HttpToolsProtocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
-
-
-class _Lingering:
-    """A transport whose `close` lets the client read the answer first, though it still sends."""
-
-    def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
-        self._transport = transport
-        self._protocol = protocol
-        self._ended = False
-        self.write: Callable[[bytes], object] = self._write
-        self.abort = transport.abort
-
-    def _write(self, data: bytes) -> None:
-        # uvloop raises if the connection was reset or aborted, of which uvicorn learns a moment
-        # later.
-        if not self._transport.is_closing():
-            self._transport.write(data)
-
-    def close(self) -> None:
-        if self._protocol.is_receiving and not self._ended:
-            self._protocol.linger()
-        elif not self._ended:
-            self._transport.close()
-
-    def end(self) -> None:
-        """Send what is written and no more, and go on reading."""
-        self._ended = True
-        # The application may still answer a request that was refused half-way.
-        self.write = lambda _: None
-        if self._transport.is_closing():
-            return
-        self._transport.resume_reading()
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-        else:
-            self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._ended or self._transport.is_closing()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)

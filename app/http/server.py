@@ -15,6 +15,7 @@ import uvloop
 from uvicorn.lifespan.on import LifespanOn
 
 from app.core.errors import ConfigError, KvrouteError
+from app.http.held import HeldBodies
 from app.http.protocol import Connections, Protocol
 
 T = TypeVar("T")
@@ -73,9 +74,10 @@ class _Server(uvicorn.Server):
         on_late: Callable[[], object],
         drain_s: float,
         on_refused: Callable[[str], object],
+        held: HeldBodies | None,
     ) -> None:
         super().__init__(config)
-        self.server_state = Connections(on_refused)
+        self.server_state = Connections(on_refused, held)
         self._drain_s = drain_s
         self._on_stop = on_stop
         self._on_late = on_late
@@ -116,6 +118,7 @@ async def serve(
     on_late: Callable[[], object] = lambda: None,
     drain_s: float = DRAIN_S,
     on_refused: Callable[[str], object] = lambda _: None,
+    held: HeldBodies | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation; return when the open responses have ended.
 
@@ -123,7 +126,7 @@ async def serve(
     on_late: called if responses are still open after `drain_s`, so that they end by themselves;
     ENDING_S later they are cut off.
     on_refused: called with the code of the error for each request that is refused before the
-    application sees it.
+    application sees it. held: bounds the bodies of all callers together; None: as by default.
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
     collect_seldom()
@@ -144,6 +147,7 @@ async def serve(
         on_late,
         drain_s,
         on_refused,
+        held,
     )
     # uvicorn raises the signal again when it is done, which would end the process before its
     # owner has cleaned up; these handlers absorb it.

@@ -1,0 +1,47 @@
+"""Keys as bearer tokens, compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+
+from app.core.errors import InvalidRequest
+
+_LONGEST = 4096
+
+
+def digest_of(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def authorization_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The header by which a request says who sends it; None: there is none.
+
+    Raises InvalidRequest if there are two: which of them counts is told differently by what is in
+    front of this and what is behind.
+    """
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in (b"authorization", b"x-api-key"):
+            if name in found:
+                raise InvalidRequest(name.decode(), "comes twice")
+            found[name] = value
+    if b"authorization" not in found and b"x-api-key" in found:
+        return b"Bearer " + found[b"x-api-key"]  # as Anthropic's clients send it
+    return found.get(b"authorization")
+
+
+def name_of(authorization: bytes | None, digests: Sequence[tuple[str, bytes]]) -> str | None:
+    """The name of the key in that header; None: there is no valid one there.
+
+    Compares with every key, whichever matches, so that time tells nothing about any.
+    """
+    scheme, _, key = (authorization or b"").partition(b" ")
+    if scheme.lower() != b"bearer" or len(key) > _LONGEST:
+        return None
+    given, found = digest_of(key.strip()), None
+    for name, digest in digests:
+        if hmac.compare_digest(digest, given):
+            found = name
+    return found
