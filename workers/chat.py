@@ -232,7 +232,7 @@ class _Chats:
         try:
             return token_bytes(await self._renderer.of_chat(renderable(chat)))
         except Unrenderable as error:
-            raise InvalidRequest("messages", str(error)) from None
+            raise InvalidRequest("messages", error.cause) from None
 
 
 def _given_ids(fields: Mapping[str, Any]) -> bytes | None:

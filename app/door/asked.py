@@ -24,16 +24,31 @@ class Api(StrEnum):
     COMPLETIONS = "completions"
     EMBEDDINGS = "embeddings"
     MESSAGES = "messages"
+    RERANK = "rerank"
     RESPONSES = "responses"
+    SCORE = "score"
 
 
+RERANKS, SCORES = ("/v1/rerank", "/v2/rerank", "/rerank"), ("/v1/score", "/score")
 PATHS = {
     "/v1/chat/completions": Api.CHAT,
     "/v1/completions": Api.COMPLETIONS,
     "/v1/embeddings": Api.EMBEDDINGS,
     "/v1/messages": Api.MESSAGES,
     "/v1/responses": Api.RESPONSES,
+    **dict.fromkeys(RERANKS, Api.RERANK),
+    **dict.fromkeys(SCORES, Api.SCORE),
 }
+PROMPTS: Mapping[Api, str] = {
+    Api.CHAT: "messages",
+    Api.COMPLETIONS: "prompt",
+    Api.EMBEDDINGS: "input",
+    Api.MESSAGES: "messages",
+    Api.RERANK: "documents",
+    Api.RESPONSES: "input",
+    Api.SCORE: "text_2",
+}
+"""Where each has its prompt, or most of it."""
 
 
 _OF_DOOR = frozenset((*PATHS, *PASSED_ON, COUNT_TOKENS, MODELS))

@@ -39,11 +39,14 @@ BACK_PRESSURE = (429, 503)
 
 
 class Client(Protocol):
-    """Who takes an answer. Both raise ClientStalled if it takes nothing for too long."""
+    """Who takes an answer. All raise ClientStalled if it takes nothing for too long."""
 
     async def start(self, status: int, headers: Headers) -> None: ...
 
     async def send(self, piece: bytes, *, last: bool = False) -> None: ...
+
+    async def refuse(self, status: int, headers: Headers, body: bytes, by: WorkerInfo) -> None:
+        """A whole answer: an error, as the engine of that worker tells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Patience:
 class _Begun:
     """An answer of which a first part is here. whole: all of it is."""
 
+    worker: WorkerInfo
     answer: EngineAnswer
     first: bytes
     whole: bool
@@ -108,8 +112,12 @@ class Door:
                 failure = error
                 continue
             try:
+                headers = headers_back(answer.headers)
+                if is_all and answer.status >= 400:
+                    await client.refuse(answer.status, headers, piece, worker)
+                    return
                 more = [(b"content-length", b"%d" % len(piece))] if is_all else []
-                await client.start(answer.status, headers_back(answer.headers) + more)
+                await client.start(answer.status, headers + more)
                 while not is_all and piece:
                     await client.send(piece)
                     piece = await answer.read(between_s)
@@ -209,9 +217,9 @@ class _Carriage:
             kept=self.life.record.tries == 1,
         )
         if self.outgoing.asked.streams and answer.status == 200:
-            return _Begun(answer, await answer.read(left_s), whole=False)
+            return _Begun(worker, answer, await answer.read(left_s), whole=False)
         first, is_all = await answer.read_up_to(MAX_WHOLE_BYTES, left_s)
-        return _Begun(answer, first, is_all)
+        return _Begun(worker, answer, first, is_all)
 
     async def _relay(self, begun: _Begun) -> None:
         """Pass an answer on. While it migrates, another worker's beginning takes the place of
@@ -220,10 +228,13 @@ class _Carriage:
         headers = headers_back(answer.headers)
         life.record.status = answer.status
         if begun.whole:
-            headers.append((b"content-length", b"%d" % len(begun.first)))
             usage = self._usage(begun.first) if answer.status == 200 else None
             life.first_token(is_seen=False)
             life.end("ok" if answer.status < 400 else "refused", usage=usage)
+            if answer.status >= 400:
+                await client.refuse(answer.status, headers, begun.first, begun.worker)
+                return
+            headers.append((b"content-length", b"%d" % len(begun.first)))
             await client.start(answer.status, headers)
             await client.send(begun.first, last=True)
             return
@@ -285,7 +296,7 @@ class _Carriage:
             raise
         except KvrouteError:
             raise failure from None
-        begun.answer, begun.first = next_one.answer, next_one.first
+        begun.worker, begun.answer, begun.first = next_one.worker, next_one.answer, next_one.first
         if begun.answer.status != 200:
             raise failure
         parser.goes_on()

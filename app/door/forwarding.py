@@ -9,7 +9,7 @@ import numpy as np
 
 from app.core.worker_report import WorkerInfo
 from app.door import members
-from app.door.asked import Api, Asked
+from app.door.asked import PROMPTS, Api, Asked
 from app.door.engines import ids_field
 from app.door.members import Headers
 from app.door.migration import Migrating
@@ -58,7 +58,7 @@ class Outgoing:
     def most_tokens(self, worker: WorkerInfo) -> int:
         """That an answer of that worker can count: its context, for each of the texts."""
         fields = self.body.fields
-        texts = fields.get("prompt" if self.asked.api is Api.COMPLETIONS else "input")
+        texts = fields.get(PROMPTS[self.asked.api]) if self.asked.api in _BATCHES else None
         num_texts = len(texts) if isinstance(texts, list) else 1
         choices = fields.get("n")
         num_choices = choices if type(choices) is int else 1
@@ -111,5 +111,7 @@ class Outgoing:
         return None
 
 
+_BATCHES = (Api.COMPLETIONS, Api.EMBEDDINGS, Api.RERANK, Api.SCORE)
+"""Whose prompts may be several, each of up to a context."""
 _USAGE_ASKED_FOR = (Api.CHAT, Api.COMPLETIONS)
 """Others always say it."""

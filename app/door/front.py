@@ -8,7 +8,9 @@ import socket
 from app.core.config import RouterSettings
 from app.core.settings import parse_names
 from app.door.access_log import AccessLog
+from app.door.asked import PROMPTS
 from app.door.door import Door, Patience
+from app.door.errors import ContextTooLong
 from app.door.lifecycle import Lifecycle
 from app.door.metrics import Outcomes
 from app.door.models import Models
@@ -69,7 +71,14 @@ class FrontDoor:
         assert asked is not None
         prompt = None
         if ids.ids is not None:
-            check_length("messages", ids.num_tokens, self.settings.max_prompt_tokens)
+            field, num_tokens = PROMPTS[asked.api], ids.num_tokens
+            if 0 < model.max_tokens <= num_tokens:
+                raise ContextTooLong(
+                    field,
+                    f"This model's maximum context length is {model.max_tokens} tokens, and the "
+                    f"prompt has {num_tokens}.",
+                )
+            check_length(field, num_tokens, self.settings.max_prompt_tokens)
             prompt = Prompt(
                 ids.num_tokens,
                 tokens=ids.ids,

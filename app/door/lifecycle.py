@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.door.errors import ContextTooLong
 from app.door.record import Admitted, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
 from app.policy.decision import Decision
@@ -21,21 +20,13 @@ class Lifecycle:
     """
 
     def __init__(self, admitted: Admitted, record: RequestRecord, trace: Trace) -> None:
-        """Raises ContextTooLong."""
-        model = admitted.model
-        if admitted.prompt is not None and 0 < model.max_tokens <= admitted.num_tokens:
-            raise ContextTooLong(
-                "messages",
-                f"This model's maximum context length is {model.max_tokens} tokens, and the "
-                f"prompt has {admitted.num_tokens}.",
-            )
         self.record = record
         record.admitted = self.admitted = admitted
         self.trace = trace
         self._request = admitted.request
         self._prompt = admitted.prompt
         """Of which the chain is still to be made."""
-        self._router = model.router
+        self._router = admitted.model.router
         self._held: Decision | None = None
         self._has_first_token = False
 

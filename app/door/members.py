@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from app.core.errors import InvalidRequest, cut
+from app.door.asked import RERANKS, SCORES
 from app.http.json_body import JsonBody
 
 MAX_UNKNOWN_BYTES = 4096
@@ -76,6 +77,7 @@ _MESSAGES = (
     *("messages", "system", "max_tokens", "stop_sequences", "thinking", "output_config"),
     *("context_management", "mcp_servers", "container"),
 )
+_SCORED = ("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2")
 PASSES: Mapping[str, frozenset[str]] = {
     "/v1/chat/completions": frozenset((*_EVERY, *_CHAT)),
     "/v1/completions": frozenset((*_EVERY, *_SAMPLED, *_DECODED, "prompt", "suffix")),
@@ -90,6 +92,8 @@ PASSES: Mapping[str, frozenset[str]] = {
             *("previous_response_id", "conversation", "background"),
         )
     ),
+    **dict.fromkeys(RERANKS, frozenset((*_EVERY, "query", "documents", "mm_processor_kwargs"))),
+    **dict.fromkeys(SCORES, frozenset((*_EVERY, *_SCORED, "mm_processor_kwargs"))),
     "/tokenize": frozenset((*_EVERY, *_RENDERED, "prompt")),
     "/detokenize": frozenset((*_EVERY, "tokens")),
 }

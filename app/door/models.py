@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
 
-from app.core.errors import RedisUnavailable, shown
+from app.core.errors import InvalidRequest, RedisUnavailable, cut, shown
 from app.core.worker_report import WorkerInfo
 from app.door.errors import ModelUnavailable, UnknownModel
 from app.router.router import Router
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 DIRECTORY_INTERVAL_S = 2.0
 LOOKED_AT = 1000
 """New namespaces that are looked at each time."""
+NAMED = 10
+"""Models that a message names at most."""
 VIEW_INTERVAL_S = 0.25
 
 
@@ -75,7 +77,10 @@ class Models:
         return (self._live[name] for name in sorted(self._live))
 
     def find(self, name: object) -> Model:
-        """Raises UnknownModel; ModelUnavailable if no worker of it is alive."""
+        """None: the only one. Raises InvalidRequest if there is another; UnknownModel;
+        ModelUnavailable if no worker of it is alive."""
+        if name is None:
+            name = self._only()
         if isinstance(name, str):
             for look_again in (True, False):
                 if name in self._live:
@@ -85,6 +90,13 @@ class Models:
         if isinstance(name, str) and name in self._holders:
             raise ModelUnavailable(f"No worker that serves {shown(name)} is alive.")
         raise UnknownModel(name)
+
+    def _only(self) -> str:
+        names = self._holders.keys() | {model.name for model in self}
+        if len(names) != 1:
+            some = ", ".join(sorted(names)[:NAMED]) or "none yet"
+            raise InvalidRequest("model", f"is missing; there is {cut(some)}")
+        return names.pop()
 
     async def _follow_directory(self) -> None:
         runner = ScriptRunner(self._routers.own.redis, self._timeout_s)

@@ -326,6 +326,8 @@ _TEXTS: Mapping[Api, tuple[str, ...]] = {
     Api.COMPLETIONS: ("prompt",),
     Api.EMBEDDINGS: ("input", "messages"),
     Api.MESSAGES: ("system", "messages", "tools"),
+    Api.RERANK: ("query", "documents"),
     Api.RESPONSES: ("instructions", "input", "tools"),
+    Api.SCORE: ("text_1", "text_2"),
 }
 """What of a body the engine makes the prompt of."""

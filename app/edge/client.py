@@ -16,9 +16,11 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from app.core.errors import KvrouteError, cut
+from app.core.worker_report import WorkerInfo
 from app.door.door import Headers
 from app.door.errors import ClientStalled
 from app.door.record import RequestRecord
+from app.edge.engine_errors import told
 from app.edge.errors import (
     GONE,
     INVALID,
@@ -101,6 +103,12 @@ class Client(Request):
         """An answer whose body is known."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.send(body, last=True)
+
+    async def refuse(self, status: int, headers: Headers, body: bytes, by: WorkerInfo) -> None:
+        """Answer as an engine does that refuses a request, in the form of the path."""
+        status, body = told(status, body, self.scope["path"], by)
+        kept = [each for each in headers if each[0].lower() != b"content-type"]
+        await self.answer_whole(body, status, JSON, *kept)
 
     async def say(self, message: Message) -> None:
         """As ASGI's `send`."""

@@ -44,8 +44,8 @@ from app.http.body import error_body
 
 
 class Meaning(NamedTuple):
-    """What an error is answered with. code: stable, part of the interface. kind: OpenAI's `type`,
-    from which Anthropic's follows."""
+    """What an error is answered with. code: stable, part of the interface; "": an engine's error
+    has none. kind: OpenAI's `type`, from which Anthropic's follows."""
 
     status: int
     code: str
@@ -99,6 +99,8 @@ million would take seconds, in which no request is answered."""
 
 _OF_OPENAI = {"invalid_request": None, "prompt_too_large": "context_length_exceeded"}
 """Codes that clients of the OpenAI API know under another name."""
+_ROOTS_OF_OPENAI = ("/v1/models", "/v1/chat/", "/v1/responses", "/v1/audio/", "/v1/images/")
+"""Where only OpenAI's clients ask, be there a path or not."""
 _OF_ANTHROPIC = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -114,7 +116,7 @@ def dialect_of(path: str) -> Dialect:
     """How errors are told at `path`, which need not exist."""
     if path.startswith("/v1/messages"):
         return Dialect.ANTHROPIC
-    if path in PATHS or path in PASSED_ON or path.startswith("/v1/models"):
+    if path in PATHS or path in PASSED_ON or path.startswith(_ROOTS_OF_OPENAI):
         return Dialect.OPENAI
     return Dialect.OURS
 
@@ -182,15 +184,25 @@ def event_of(error: Exception, path: str) -> bytes:
 
 
 def _body(error: Exception, dialect: Dialect) -> bytes:
-    status, code, kind = meaning_of(error)
-    field = getattr(error, "field", None)
-    message = _message(error)
+    return body_of(meaning_of(error), _message(error), getattr(error, "field", None), dialect)
+
+
+def kind_of(status: int) -> str:
+    """OpenAI's `type` of an error with that status."""
+    if status in RETRIED:
+        return _OVERLOADED
+    return _INVALID if status < 500 else _FAULT
+
+
+def body_of(meaning: Meaning, message: str, field: str | None, dialect: Dialect) -> bytes:
+    """An error's body."""
+    status, code, kind = meaning
     if dialect is Dialect.OURS:
-        return orjson.dumps(error_body(code, message, field))
+        return orjson.dumps(error_body(code or kind, message, field))
     if dialect is Dialect.ANTHROPIC:
         kind = _OF_ANTHROPIC.get(status, kind)
         return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
-    code_there = _OF_OPENAI.get(code, code)
+    code_there = _OF_OPENAI.get(code, code) or None
     return orjson.dumps(
         {"error": {"message": message, "type": kind, "param": field, "code": code_there}}
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from app.core.worker_report import WorkerInfo
 from app.door import asked, members
 from app.door.asked import COUNT_TOKENS, MODELS, PASSED_ON, PATHS, Api
 from app.door.door import Headers
@@ -89,7 +90,9 @@ async def count_tokens(client: Client) -> None:
         if ids.ids is None:
             await _ask_any(client, model, body)
         else:
-            await client.answer({"input_tokens": ids.num_tokens})
+            count = ids.num_tokens
+            about = {"original_input_tokens": count}  # nothing of it is cleared
+            await client.answer({"input_tokens": count, "context_management": about})
 
 
 async def models(client: Client) -> None:
@@ -144,8 +147,14 @@ class _Shown:
         self.send = client.send
 
     async def start(self, status: int, headers: Headers) -> None:
+        await self._client.start(status, [*headers, *self._shown()])
+
+    async def refuse(self, status: int, headers: Headers, body: bytes, by: WorkerInfo) -> None:
+        await self._client.refuse(status, [*headers, *self._shown()], body, by)
+
+    def _shown(self) -> Headers:
         record = self._life.record
-        shown = list(headers)
+        shown = []
         tokens_from = self._life.admitted.tokens_from
         if tokens_from.startswith("blind:"):
             shown.append((b"x-kvroute-tokens", tokens_from.encode()))
@@ -154,7 +163,7 @@ class _Shown:
             overlap = f"{decision.overlap.total}/{decision.isl_blocks}"
             shown.append((b"x-kvroute-worker", str(decision.worker.key).encode()))
             shown.append((b"x-kvroute-overlap", overlap.encode()))
-        await self._client.start(status, shown)
+        return shown
 
 
 def _posted(path: str, endpoint: Any, *errors: int) -> Route:

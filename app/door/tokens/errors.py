@@ -30,11 +30,13 @@ class TokenizerUnavailable(KvrouteError):
 
 
 class Unrenderable(KvrouteError):
-    """A request that cannot be rendered here exactly as its engine would. reason: one word."""
+    """A request that cannot be rendered here exactly as its engine would. reason: one word. cause:
+    in more."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason: Reason = reason
+        self.cause = message
 
 
 class Overloaded(KvrouteError):

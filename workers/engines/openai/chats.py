@@ -165,4 +165,4 @@ def _converted(
     try:
         return convert(asked)
     except Unrenderable as error:
-        raise InvalidRequest(field, str(error)) from None
+        raise InvalidRequest(field, error.cause) from None

@@ -1,0 +1,115 @@
+"""What clients are told when they or engines say what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from redis.asyncio import Redis
+
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import MODEL, completing, replica, until_serving, worker
+from tests.door.test_answers import chat
+from tests.eventually import eventually
+
+USER = {"role": "user", "content": "hello"}
+
+
+async def refused(door: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> Any:
+    answer = await door.post(path, json={"model": MODEL} | fields)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+async def test_errors_of_engines_have_the_form_of_the_path(door: httpx.AsyncClient) -> None:
+    error = await refused(door, "/v1/chat/completions", {"messages": [USER], "logprobs": True})
+    assert error == {
+        "message": "logprobs: is not supported by this engine, got True",
+        "type": "invalid_request_error",
+        "param": "logprobs",
+        "code": None,
+    }
+    assert (await refused(door, "/v1/messages", {"messages": [USER]})) == {
+        "type": "invalid_request_error",
+        "message": "max_tokens: is missing",
+    }
+    error = await refused(door, "/tokenize", {"prompt": 7})
+    assert (error["param"], error["type"]) == ("prompt", "invalid_request_error")
+
+
+async def test_errors_about_prompts_name_where_they_are(door: httpx.AsyncClient) -> None:
+    fields = {"prompt": [1] * 500_000}
+    error = await refused(door, "/v1/completions", fields)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert (await refused(door, "/v1/completions", {"prompt": 7}))["param"] == "prompt"
+
+
+async def test_a_path_that_the_engine_lacks_is_named_with_the_engine(
+    door: httpx.AsyncClient,
+) -> None:
+    for path in ("/v1/rerank", "/rerank", "/v1/score"):
+        error = await refused(door, path, {"query": "x", "documents": ["y"]})
+        assert error["code"] == "path_not_supported"
+        assert f"has no {path}." in error["message"]
+        assert "kvroute-sim" in error["message"]
+
+
+async def test_without_a_model_the_only_one_is_meant(
+    door: httpx.AsyncClient, one_redis_server: EmbeddedRedis
+) -> None:
+    body = chat("x")
+    del body["model"]
+    assert (await door.post("/v1/chat/completions", json=body)).json()["model"] == MODEL
+    null = body | {"model": None}
+    assert (await door.post("/v1/chat/completions", json=null)).status_code == 200
+    with worker(one_redis_server.url, "c", model_name="other"):
+        await until_serving(door, 3)
+
+        async def answer() -> httpx.Response:
+            return await door.post("/v1/chat/completions", json=body)
+
+        answered = await eventually(answer, lambda answer: answer.status_code != 200)
+    assert answered.status_code == 400
+    error = answered.json()["error"]
+    assert (error["param"], error["message"]) == (
+        "model",
+        f"model: is missing; there is other, {MODEL}",
+    )
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/rerank"]
+)
+async def test_where_posts_are_meant_a_get_is_told_so(door: httpx.AsyncClient, path: str) -> None:
+    answer = await door.get(path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+async def test_a_response_is_nowhere_stored(door: httpx.AsyncClient) -> None:
+    answer = await door.get("/v1/responses/resp_1")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"])
+async def test_documents_are_ranked_by_an_engine_that_can(
+    one_redis_server: EmbeddedRedis, redis: Redis, path: str
+) -> None:
+    bodies: list[Any] = []
+
+    async def rank(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        usage = {"prompt_tokens": 5, "total_tokens": 5}
+        return web.json_response({"results": [{"index": 0, "relevance_score": 1}], "usage": usage})
+
+    async with (
+        completing(redis, "a", rank, "vllm 0.33", path=path),
+        replica(one_redis_server.url) as door,
+    ):
+        await until_serving(door, 1)
+        asked = {"model": "m", "query": "x", "documents": ["y", "z"]}
+        answer = await door.post(path, json=asked)
+        assert (answer.status_code, answer.json()["results"][0]["index"]) == (200, 0)
+        assert bodies == [asked]
