@@ -90,7 +90,9 @@ FIELDS: Mapping[str, Field] = {
         lambda r: str(r.decision.worker.key) if r.decision else None,
     ),
     "tries": Field("Decisions that were made for it.", lambda r: r.tries),
-    "failed": Field("The workers that failed it.", lambda r: r.failed),
+    "failed": Field(
+        "The workers that failed it, or were full.", lambda r: [worker for worker, _ in r.failures]
+    ),
     "migrations": Field(
         "How often another worker went on with its answer.", lambda r: r.migrations
     ),

@@ -178,7 +178,9 @@ class _Carriage:
             self.num_failed += status in FAILURES
             if not left or self.num_failed == MAX_FAILED:
                 return refusal
-            await self._leave(suspend=status in FAILURES and status != 500)
+            await self._leave(
+                suspend=status in FAILURES and status != 500, is_full=status in BACK_PRESSURE
+            )
         if refusal is not None:
             return refusal
         raise failure or NoWorkers("no worker is alive")
@@ -194,9 +196,9 @@ class _Carriage:
                 return RepeatedFailure(f"{failure}; so did another one while it had this request")
         return failure
 
-    async def _leave(self, *, suspend: bool) -> None:
+    async def _leave(self, *, suspend: bool, is_full: bool = False) -> None:
         try:
-            await self.life.worker_failed(suspend=suspend)
+            await self.life.worker_failed(suspend=suspend, is_full=is_full)
         except RedisUnavailable as error:
             log.debug("not told of a failed worker: %s", error)
 

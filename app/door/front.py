@@ -12,7 +12,7 @@ from app.door.asked import PROMPTS
 from app.door.door import Door, Patience
 from app.door.errors import ContextTooLong
 from app.door.lifecycle import Lifecycle
-from app.door.metrics import Outcomes
+from app.door.metrics import Outcomes, register_tokenizers
 from app.door.models import Models
 from app.door.prompts import PromptIds, Prompts
 from app.door.record import Admitted, RequestRecord
@@ -41,7 +41,12 @@ class FrontDoor:
             replica=f"{socket.gethostname()}:{settings.port}",
         )
         self._outcomes = Outcomes(routers.own.telemetry.registry, log)
+        register_tokenizers(
+            routers.own.telemetry.registry,
+            lambda: self.prompts.apart() if hasattr(self, "prompts") else {},
+        )
         self.ended = self._outcomes.ended
+        self.keep_workers = self._outcomes.keep_workers
 
     async def run(self) -> None:
         """Run until cancelled."""

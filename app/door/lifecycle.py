@@ -58,16 +58,16 @@ class Lifecycle:
         self.record.decided(decision)
         return decision
 
-    async def worker_failed(self, *, suspend: bool) -> None:
+    async def worker_failed(self, *, suspend: bool, is_full: bool = False) -> None:
         """The worker gave no answer: the next decision is for another.
 
-        suspend: nothing at all is routed to it for a while.
+        suspend: nothing at all is routed to it for a while. is_full: it took no more, for now.
         """
         self.trace.try_ends("worker_failed")
         decision, self._held = self.decision, None
         name = str(decision.worker.key)
         self._request = replace(self._request, exclude=self._request.exclude | {name})
-        self.record.worker_failed(name)
+        self.record.worker_failed(name, "full" if is_full else "failed")
         if not decision.reserved:
             return
         if suspend:
@@ -102,9 +102,8 @@ class Lifecycle:
     def end(self, outcome: str, *, ended_by: str = "", usage: Usage | None = None) -> None:
         """The answer has ended, in whatever way. Only the first call counts."""
         record = self.record
-        if not record.end(outcome, ended_by=ended_by):
+        if not record.end(outcome, ended_by=ended_by, usage=usage):
             return
-        record.usage = usage
         decision, self._held = self._held, None
         if decision is not None and decision.reserved:
             self._router.end(decision.reservation_id, self._ending())

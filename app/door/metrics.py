@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 
 from app.door.access_log import AccessLog
 from app.door.alarm import Alarm
-from app.door.record import Admitted, RequestRecord, Usage
-from app.http.metrics import Table, counter, histogram
+from app.door.record import STAGES, Admitted, RequestRecord, Stage, Usage
+from app.http.metrics import Children, Family, Sampled, Scraped, Table, counter, histogram
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_FEW_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -74,6 +75,49 @@ class _Metrics(Table):
         "model",
         buckets=_SECONDS,
     )
+    stages = histogram(
+        "door_stage_seconds",
+        "What the time of requests was spent on, by stage: "
+        + "; ".join(f"{stage}: {what}" for stage, what in STAGES.items())
+        + ".",
+        "model",
+        "stage",
+        buckets=_SECONDS,
+    )
+    by_worker = counter(
+        "door_worker_requests",
+        "Requests that a worker was given, by how they ended there: as in kvroute_door_requests; "
+        "failed or full if it was taken from it.",
+        "worker",
+        "outcome",
+    )
+    first_token = histogram(
+        "door_worker_first_token_seconds",
+        "Time from the decision for a worker to its first token.",
+        "worker",
+        buckets=_FEW_SECONDS,
+    )
+
+
+TOKENIZER_APART = Family(
+    "kvroute_door_tokenizer_apart",
+    "gauge",
+    "1 if the door's tokenizer of a model gives other ids than its engine, which then tokenizes, "
+    "else 0.",
+    ("model",),
+)
+
+
+def register_tokenizers(
+    registry: CollectorRegistry, read: Callable[[], Mapping[str, bool]]
+) -> None:
+    """read: whether the tokenizer of each model is apart."""
+
+    def samples() -> Iterator[Sampled]:
+        for model, is_apart in read().items():
+            yield TOKENIZER_APART, (model,), float(is_apart)
+
+    registry.register(Scraped([TOKENIZER_APART], samples))
 
 
 class Outcomes:
@@ -83,17 +127,29 @@ class Outcomes:
         self.alarm = Alarm()
         self._log = log
         metrics = _Metrics(registry)
-        # Found by the library under a lock and as text, they would be a tenth of the door's CPU.
-        self._requests = cache(metrics.requests.labels)
-        self._retries = cache(metrics.retries.labels)
-        self._migrations = cache(metrics.migrations.labels)
-        self._tokens_from = cache(metrics.tokens_from.labels)
-        self._tokens = cache(metrics.tokens.labels)
-        self._apart = cache(metrics.apart.labels)
-        self._compared = cache(metrics.compared.labels)
-        self._ttft = cache(metrics.ttft.labels)
-        self._per_token = cache(metrics.per_token.labels)
-        self._duration = cache(metrics.duration.labels)
+        self._requests = Children(metrics.requests)
+        self._retries = Children(metrics.retries)
+        self._migrations = Children(metrics.migrations)
+        self._tokens_from = Children(metrics.tokens_from)
+        self._tokens = Children(metrics.tokens)
+        self._apart = Children(metrics.apart)
+        self._compared = Children(metrics.compared)
+        self._ttft = Children(metrics.ttft)
+        self._per_token = Children(metrics.per_token)
+        self._duration = Children(metrics.duration)
+        self._stages = Children(metrics.stages)
+        self._by_worker = Children(metrics.by_worker)
+        self._first_token = Children(metrics.first_token)
+
+    def keep_workers(self, names: Collection[str]) -> None:
+        """Forget what was counted for all other workers."""
+        for children, position in (
+            (self._apart, 1),
+            (self._compared, 1),
+            (self._by_worker, 0),
+            (self._first_token, 0),
+        ):
+            children.keep(position, names)
 
     def ended(self, record: RequestRecord) -> None:
         """Count one request."""
@@ -105,8 +161,8 @@ class Outcomes:
 
     def _count_admitted(self, model: str, admitted: Admitted, record: RequestRecord) -> None:
         self._tokens_from(model, admitted.tokens_from).inc()
-        if record.failed:
-            self._retries(model).inc(len(record.failed))
+        if record.failures:
+            self._retries(model).inc(len(record.failures))
         if record.migrations:
             self._migrations(model).inc(record.migrations)
         self._duration(model).observe(record.ended_s - record.began_s)
@@ -114,6 +170,21 @@ class Outcomes:
             self._ttft(model).observe(record.first_token_s - record.began_s)
         if record.usage is not None:
             self._count_tokens(model, record.usage, record)
+        for stage, seconds in record.spent_s.items():
+            self._stages(model, stage).observe(seconds)
+        self._count_workers(record)
+
+    def _count_workers(self, record: RequestRecord) -> None:
+        for worker, result in record.failures:
+            self._by_worker(worker, result).inc()
+        if record.decision is None:
+            return
+        worker = str(record.decision.worker.key)
+        if worker in (name for name, _ in record.failures):
+            return  # no other one was found
+        self._by_worker(worker, record.outcome).inc()
+        if record.first_token_s and not record.migrations:
+            self._first_token(worker).observe(record.spent_s[Stage.FIRST_TOKEN])
 
     def _count_tokens(self, model: str, usage: Usage, record: RequestRecord) -> None:
         self._tokens(model, "prompt").inc(usage.prompt)

@@ -102,6 +102,14 @@ class Prompts:
             if rendering.differs or rendering.renderer is None
         }
 
+    def apart(self) -> dict[str, bool]:
+        """For each model whose prompts came, whether its engine gives other ids than are found
+        here."""
+        differs: dict[str, bool] = {}
+        for (_, model), rendering in self._renderings.items():
+            differs[model] = bool(rendering.differs) or differs.get(model, False)
+        return differs
+
     async def of(self, api: Api, model: Model, fields: Fields) -> PromptIds:
         """The ids of the prompt in a body. Raises InvalidRequest, RouterOverloaded."""
         if api is Api.COMPLETIONS:

@@ -42,11 +42,13 @@ STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens, as the engine counted them. cached: None: it did not say."""
+    """Tokens, as the engine counted them. cached: None: it did not say. ttft_s: until the first
+    token, as it says; None: it does not."""
 
     prompt: int
     output: int
     cached: int | None
+    ttft_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -99,8 +101,8 @@ class RequestRecord:
     error: str = ""
     status: int = 0
     """What the client was answered with; 0: nothing, so far."""
-    failed: list[str] = field(default_factory=list)
-    """The workers that failed it."""
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    """The workers that it was taken away from, and why: failed, or full."""
     migrations: int = 0
     """How often another worker went on with its answer."""
     spent_s: defaultdict[Stage, float] = field(default_factory=lambda: defaultdict(float))
@@ -129,9 +131,9 @@ class RequestRecord:
         self.spent_s[was or self._stage] += now_s - (self._since_s or self.began_s)
         self._stage, self._since_s = stage, now_s
 
-    def worker_failed(self, worker: str) -> None:
-        """Another one is decided on from now on."""
-        self.failed.append(worker)
+    def worker_failed(self, worker: str, result: str) -> None:
+        """Another one is decided on from now on. result: as in `failures`."""
+        self.failures.append((worker, result))
         self.enter(Stage.DECIDE, was=Stage.FAILED if self._stage is Stage.FIRST_TOKEN else None)
 
     def decided(self, decision: Decision) -> None:
@@ -148,12 +150,17 @@ class RequestRecord:
         self.enter(Stage.REST)
         self.first_token_s = self._since_s
 
-    def end(self, outcome: str, *, ended_by: str = "") -> bool:
+    def end(self, outcome: str, *, ended_by: str = "", usage: Usage | None = None) -> bool:
         """It has ended, in whatever way. Only the first call counts; whether this was it."""
         if self.outcome:
             return False
-        self.outcome, self.ended_by = outcome, ended_by
+        self.outcome, self.ended_by, self.usage = outcome, ended_by, usage
         is_whole = self._stage is Stage.FIRST_TOKEN
         self.enter(self._stage, was=Stage.WHOLE if is_whole else None)
         self.ended_s = self._since_s
+        if is_whole and usage is not None and usage.ttft_s is not None:
+            whole_s = self.spent_s.pop(Stage.WHOLE)
+            self.spent_s[Stage.FIRST_TOKEN] = min(usage.ttft_s, whole_s)
+            self.spent_s[Stage.REST] = whole_s - self.spent_s[Stage.FIRST_TOKEN]
+            self.first_token_s = self.ended_s - self.spent_s[Stage.REST]
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -20,6 +21,8 @@ MAX_TOKENS = 2**30
 _EVENT_ENDS = (b"\n\n", b"\n\r\n")
 _EVENT = re.compile(rb"(?s).+?(?:\n\r?\n|\Z)")
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_TTFT = re.compile(rb'"time_to_first_token_ms"\s*:\s*(\d{1,9}(?:\.\d{1,20})?)')
+"""As vLLM says it in `metrics`, and only in an answer that no quotes are escaped in around it."""
 _EMPTY = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _DATA = re.compile(rb"(?:^|\n)data:")
 _PREAMBLE = re.compile(rb"event: ?response\.(?:created|queued|in_progress)\r?\ndata:")
@@ -34,6 +37,7 @@ def usage_in(tail: bytes, max_tokens: int = MAX_TOKENS) -> Usage | None:
     opening = _USAGE.match(tail, last) if last >= 0 else None
     if opening is None:
         return None
+    ttft = _TTFT.search(tail)
     text = tail[opening.end() - 1 :]
     depth = 0
     for brace in re.finditer(rb"[{}]", text):
@@ -41,7 +45,9 @@ def usage_in(tail: bytes, max_tokens: int = MAX_TOKENS) -> Usage | None:
         if depth == 0:
             with suppress(ValueError):
                 usage = _usage(orjson.loads(text[: brace.end()]))
-                return usage if max(usage.prompt, usage.output) <= max_tokens else None
+                if max(usage.prompt, usage.output) > max_tokens:
+                    return None
+                return replace(usage, ttft_s=float(ttft[1]) / 1000) if ttft else usage
             break
     return None
 

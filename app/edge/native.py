@@ -159,6 +159,9 @@ async def metrics(client: Client) -> None:
     routers = client.replica.routers
     own, by_namespace = routers.own, dict(routers.by_namespace)
     await asyncio.gather(*map(_take_stock, by_namespace.values()))
+    client.replica.door.keep_workers(
+        {str(info.key) for router in by_namespace.values() for info in router.fleet.infos}
+    )
     del by_namespace[own.namespace]
     others = {name: router.telemetry for name, router in sorted(by_namespace.items())}
     text = await text_of(own.telemetry, others)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -76,6 +76,38 @@ class Table:
         self.registry = CollectorRegistry() if registry is None else registry
         for attribute, family in self.families.items():
             setattr(self, attribute, family.register(self.registry))
+
+
+MAX_CHILDREN = 2000
+OTHER = "other"
+M = TypeVar("M", Counter, Histogram)
+
+
+class Children(Generic[M]):
+    """The children of one metric, by the values of their labels.
+
+    The library finds them under a lock and as text, which would be a tenth of the door's CPU. Past
+    `most`, all new ones are one, whose labels are OTHER.
+    """
+
+    def __init__(self, metric: M, most: int = MAX_CHILDREN) -> None:
+        self._metric: M = metric
+        self._most = most
+        self._made: dict[tuple[str, ...], M] = {}
+
+    def __call__(self, *values: str) -> M:
+        child = self._made.get(values)
+        if child is None:
+            if len(self._made) >= self._most:
+                values = (OTHER,) * len(values)
+            child = self._made[values] = self._metric.labels(*values)
+        return child
+
+    def keep(self, position: int, names: Collection[str]) -> None:
+        """Forget those whose label at `position` is none of `names`."""
+        for values in [values for values in self._made if values[position] not in names]:
+            del self._made[values]
+            self._metric.remove(*values)
 
 
 Sampled = tuple[Family, Sequence[str], Any]

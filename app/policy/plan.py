@@ -50,6 +50,24 @@ class Plan:
         if self.wish.source is not None and self.source_position is not None:
             self.view.add(self.source_position, self.wish.source.reservation)
 
+    @property
+    def saved_s(self) -> float:
+        """By how much what a worker holds of the prompt shortens its prefill, as predicted."""
+        overlap, isl, candidates = self.decision.overlap, self.decision.isl_tokens, self.candidates
+        if not overlap.total:
+            return 0.0
+        at = self.position if self.source_position is None else self.source_position
+        block = self.decision.worker.block_size
+        host_s, disk_s = candidates.host_s_per_token[at], candidates.disk_s_per_token[at]
+        loads_s = block * (overlap.host * host_s + overlap.disk * disk_s)
+        left = max(isl - overlap.total * block, 1)
+        per_token, per_pair = (
+            candidates.prefill_s_per_token[at],
+            candidates.prefill_s_per_token2[at],
+        )
+        saved_s = (isl - left) * per_token + (isl - left) ** 2 / 2 * per_pair - loads_s
+        return max(0.0, float(saved_s))
+
     def record(self, details: RateLimit, now_s: float) -> DecisionRecord:
         """The record kept of the decision; as many as `details` allows by `now_s` have all that it
         was made from.

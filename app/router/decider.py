@@ -300,6 +300,7 @@ class Decider:
         telemetry.count_blocks(
             str(decision.prompt_worker.key), decision.isl_blocks, decision.overlap
         )
+        telemetry.saved_s.inc(plan.saved_s)
         self._history.add(plan, self._replica.fleet.shards or 1)
         self._note_decision(plan)
         if pending.answer.done():

@@ -164,6 +164,10 @@ class Telemetry(Table):
         "Blocks of routed prompts that their worker held, by tier.",
         "tier",
     )
+    saved_s = counter(
+        "saved_prefill_seconds",
+        "Seconds of prefill that workers were saved by what they held of prompts, as predicted.",
+    )
     reservations = counter(
         "reservations",
         "Reservations by event: made, source_complete, prefill_complete, released, expired, "

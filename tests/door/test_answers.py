@@ -139,6 +139,8 @@ async def test_a_model_whose_workers_tokenize_in_another_way_is_left_to_its_engi
     async def complete(_: web.Request) -> web.Response:
         return web.json_response({"choices": []})
 
+    apart = []
+
     async def remarks(tokenizer_hash: str) -> list[str]:
         hashed = {"tokenizer": source, "tokenizer_hash": tokenizer_hash}
         async with (
@@ -152,12 +154,15 @@ async def test_a_model_whose_workers_tokenize_in_another_way_is_left_to_its_engi
                 missing: list[str] = (await door.get("/readiness")).json()["missing"]
                 return missing
 
-            return await eventually(loaded, lambda missing: "not loaded yet" not in str(missing))
+            found = await eventually(loaded, lambda missing: "not loaded yet" not in str(missing))
+            apart.append(await counted(door, 'tokenizer_apart{model="m"}'))
+            return found
 
     assert await remarks(hash_here) == await remarks("") == []
     assert await remarks("0123456789abcdef") == [
         "tokenizer of m: that of worker a:0 is another one"
     ]
+    assert apart == [0, 0, 1]
 
 
 async def test_an_unknown_model_is_404_and_one_without_workers_503(

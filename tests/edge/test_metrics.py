@@ -166,6 +166,12 @@ async def test_hits_are_counted_only_for_requests_that_reserve(
     assert scraped("hit_fraction_sum") == pytest.approx(2 / 3)
     assert scraped("hit_fraction_bucket", le="0.6") == 1
     assert scraped("hit_fraction_bucket", le="0.7") == 2
+    # Ten tokens; or two behind them, and four loaded from the host.
+    speed = DEFAULT_SPEED
+    whole_s = 10 * (speed.prefill_s_per_token + 5 * speed.prefill_s_per_token2)
+    rest_s = 2 * (speed.prefill_s_per_token + 9 * speed.prefill_s_per_token2)
+    saved_s = whole_s - rest_s - 4 * speed.host_s_per_token
+    assert scraped("saved_prefill_seconds_total") == pytest.approx(saved_s, abs=2e-6)
 
 
 async def test_reservations_are_counted_by_event(

@@ -25,6 +25,7 @@ OWN = {
     "kvroute_worker_routed_blocks": ("counter", "worker", "what"),
     "kvroute_isl_blocks": ("counter",),
     "kvroute_overlap_blocks": ("counter", "tier"),
+    "kvroute_saved_prefill_seconds": ("counter",),
     "kvroute_invalid_requests": ("counter", "code"),
     "kvroute_reservations": ("counter", "event"),
     "kvroute_reserve_conflicts": ("counter", "reason"),
