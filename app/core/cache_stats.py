@@ -37,10 +37,10 @@ class HitRate:
     """What share of the last prompts was cached when they were admitted."""
 
     def __init__(self) -> None:
-        self._admitted: deque[tuple[int, int]] = deque()
-        self._cached = self._tokens = 0
+        self._admitted: deque[tuple[float, float]] = deque()
+        self._cached = self._tokens = 0.0
 
-    def add(self, cached: int, tokens: int) -> None:
+    def add(self, cached: float, tokens: float) -> None:
         self._admitted.append((cached, tokens))
         self._cached += cached
         self._tokens += tokens

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from http.client import HTTPException
-from itertools import islice
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
@@ -22,6 +22,7 @@ from app.core.worker_report import WorkerInfo, version_in
 from app.ops import namespaces
 from app.ops.terminal import counted
 from app.ops.workers import WorkerStatus
+from app.policy.record import DecisionRecord
 from app.state import decisions, models
 from app.state.client import RedisClient
 from app.state.connect import OLDEST, danger_of_eviction, deadline
@@ -123,6 +124,7 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
     infos = [w.info for w in live if w.info]
     for check in _alike(infos):
         yield check
+    yield _adapters(infos)
     taken = models.taken(holders, name, infos)
     yield Check(
         "model names",
@@ -174,15 +176,30 @@ def _alike(infos: list[WorkerInfo]) -> Iterator[Check]:
         ("context length", "max_model_len", "start all engines with the same --max-model-len"),
         ("tokenizer", "tokenizer_hash", "start all engines with the same model and revision"),
     ):
-        values: dict[Any, str] = {}
+        values: dict[Any, list[str]] = {}
         for info in infos:
             value = getattr(info, field)
             if value not in ("", (), 0):
-                values.setdefault(value, str(info.key))
-        shown = "; ".join(f"{_text(value)} ({key})" for value, key in values.items())
-        if len(values) == 1:
-            shown = f"{_text(next(iter(values)))}, the same on all workers"
-        yield Check(about, len(values) <= 1, cut(shown) or "not known", why)
+                values.setdefault(value, []).append(str(info.key))
+        told = sum(map(len, values.values()))
+        if len(values) > 1:
+            shown = "; ".join(f"{_text(value)} ({keys[0]})" for value, keys in values.items())
+            yield Check(about, False, cut(shown), why)
+        elif told < len(infos):
+            yield Check(about, None, f"not known of {counted(len(infos) - told, 'worker')}")
+        else:
+            yield Check(about, True, f"{_text(next(iter(values)))}, the same on all workers")
+
+
+def _adapters(infos: list[WorkerInfo]) -> Check:
+    on = Counter(name for info in infos for name in info.adapters)
+    some = [f"{name} on {number} of {len(infos)}" for name, number in on.items()]
+    return Check(
+        "adapters",
+        all(number == len(infos) for number in on.values()),
+        cut("; ".join(some)) or "none",
+        "load each on all engines: requests for it go only where it is",
+    )
 
 
 def _text(value: object) -> str:
@@ -205,28 +222,27 @@ def _all_of(
 async def _predicted(
     redis: RedisClient, keyspace: Keyspace, workers: list[WorkerStatus]
 ) -> AsyncIterator[Check]:
-    """Whether workers report the cache hits that decisions predicted."""
-    predicted: dict[str, list[float]] = {}
+    """Whether workers report the cache hits that decisions predicted: shares of prompt tokens."""
+    asked: dict[str, list[DecisionRecord]] = {}
     records = decisions.read(redis, keyspace)
     async for record in _first(records, MAX_DECISIONS * len(workers)):
-        if record.full_blocks:
-            share = record.overlap.total / record.full_blocks
-            predicted.setdefault(record.worker, []).append(share)
+        asked.setdefault(record.worker, []).append(record)
     gaps, compared = [], 0
     for worker in workers:
         key = str(worker.info.key) if worker.info else ""
-        shares = list(islice(predicted.get(key, ()), MAX_DECISIONS))
-        if len(shares) < MIN_DECISIONS:
+        lately = asked.get(key, [])[:MAX_DECISIONS]
+        if worker.info is None or len(lately) < MIN_DECISIONS:
             continue
         compared += 1
-        expected = statistics.mean(shares)
+        cached = sum(record.overlap.total for record in lately) * worker.info.block_size
+        expected = cached / max(1, sum(record.isl_tokens for record in lately))
         if abs(expected - worker.hit_rate) > HIT_RATE_GAP:
             gaps.append(f"{key}: {expected:.0%} predicted, {worker.hit_rate:.0%} reported")
     found = f"{counted(compared, 'worker')} with {MIN_DECISIONS} or more recorded decisions"
     yield Check(
         "cache hits",
-        not gaps,
-        "; ".join(gaps[:3]) if gaps else f"as predicted: {found}",
+        not gaps if compared else None,
+        "; ".join(gaps[:3]) if gaps else f"{'as predicted' if compared else 'not known'}: {found}",
         "do clients send the prompts that they route, tokenized alike, to the worker chosen?",
     )
 

@@ -54,7 +54,8 @@ async def doctor(
 ) -> None:
     """Check Redis, the workers of a namespace, engines and routers, a line for each check.
 
-    A line that begins with ✗ says what is wrong and what to do; the exit status is then 1.
+    A line that begins with ✗ says what is wrong and what to do; the exit status is then 1. One with
+    ? says what is not known.
     """
     found: list[Check] = []
     async for check in _all(redis, keyspace, engine_urls, engine_api_key, router_urls, probe):
@@ -63,7 +64,7 @@ async def doctor(
             click.echo(_line(check))
     if as_json:
         click.echo(json_text([asdict(check) for check in found]))
-    if not all(check.ok for check in found):
+    if any(check.ok is False for check in found):
         raise click.exceptions.Exit(1)
 
 
@@ -97,6 +98,6 @@ async def _all(
 
 
 def _line(check: Check) -> str:
-    if check.ok:
-        return f"✓ {check.about}: {check.found}"
-    return f"✗ {check.about}: {check.found}\n    {check.remedy}"
+    mark = {True: "✓", False: "✗", None: "?"}[check.ok]
+    remedy = f"\n    {check.remedy}" if check.ok is False else ""
+    return f"{mark} {check.about}: {check.found}{remedy}"

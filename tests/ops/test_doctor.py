@@ -20,6 +20,7 @@ from app.core.keys import METRICS_MAXLEN
 from app.core.types import Tier
 from app.door.alarm import MIN_ANSWERS
 from app.local.redis_server import EmbeddedRedis
+from app.ops import checks
 from app.state import index
 from tests.door.conftest import completing, replica, until_serving
 from tests.e2e.engines import ROOT, agent, engine
@@ -39,12 +40,17 @@ def examined(url: str, *arguments: str, namespace: str = NAMESPACE) -> dict[str,
     """The checks by what they are about."""
     result = kvroute(url, "doctor", "--json", *arguments, namespace=namespace)
     found = json.loads(result.output)
-    assert result.exit_code == int(not all(check["ok"] for check in found))
+    assert result.exit_code == int(any(check["ok"] is False for check in found))
     return {check["about"]: check for check in found}
 
 
 def bad(found: dict[str, Any]) -> set[str]:
-    return {about for about, check in found.items() if not check["ok"]}
+    """But for slowness: the machine that tests run on may be busy."""
+    return {about for about, check in found.items() if check["ok"] is False} - {"redis latency"}
+
+
+def unknown(found: dict[str, Any]) -> set[str]:
+    return {about for about, check in found.items() if check["ok"] is None}
 
 
 def inc_of(raw: Redis, name: bytes) -> bytes:
@@ -75,13 +81,22 @@ def test_nothing_is_wrong_with_workers_that_are_alike(url: str, raw: Redis) -> N
         "models",
         "context length",
         "tokenizer",
+        "adapters",
         "model names",
         "metrics",
         "blocks",
         "cache hits",
     ]
-    lines = kvroute(url, "doctor").output.splitlines()
-    assert all(line.startswith("✓ ") for line in lines)
+    assert unknown(found) == {"models", "context length", "tokenizer", "cache hits"}
+    lines = [line for line in kvroute(url, "doctor").output.splitlines() if line[2:7] != "redis"]
+    for line in lines:
+        if line[0] != " ":
+            assert line[:2] == ("? " if "not known" in line else "✓ ")
+
+
+def test_a_slow_redis_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "SLOW_S", 0.0)
+    assert examined(url)["redis latency"]["ok"] is False
 
 
 def test_an_unknown_namespace_is_named_with_the_known_ones(url: str) -> None:
@@ -106,8 +121,8 @@ def test_a_redis_that_drops_keys_is_told(url: str, raw: Redis) -> None:
         raw.config_set("maxmemory-policy", "noeviction")
         raw.config_set("maxmemory", "0")
     assert result.exit_code == 1
-    [line] = [line for line in result.output.splitlines() if line.startswith("✗")]
-    assert line.startswith("✗ redis eviction: ")
+    lines = [line for line in result.output.splitlines() if line.startswith("✗")]
+    assert any(line.startswith("✗ redis eviction: ") for line in lines)
     assert "    CONFIG SET maxmemory-policy noeviction" in result.output
 
 
@@ -117,6 +132,7 @@ def test_a_redis_that_drops_keys_is_told(url: str, raw: Redis) -> None:
         ("models", {"models": ["llama"]}),
         ("tokenizer", {"tokenizer_hash": "0123"}),
         ("context length", {"max_model_len": 2048}),
+        ("adapters", {"adapters": ["sql"]}),
     ],
 )
 def test_workers_that_differ_are_named(
@@ -130,8 +146,11 @@ def test_workers_that_differ_are_named(
         raw.hset(KEYS["workers"], inc.decode(), json.dumps(json.loads(text) | said))
     found = examined(url)
     assert bad(found) == {about}
-    assert "(w1:0)" in found[about]["found"]
-    assert "(w2:1)" in found[about]["found"]
+    if about == "adapters":
+        assert found[about]["found"] == "sql on 1 of 2"
+    else:
+        assert "(w1:0)" in found[about]["found"]
+        assert "(w2:1)" in found[about]["found"]
 
 
 def test_another_version_is_told(url: str, raw: Redis) -> None:
@@ -162,21 +181,33 @@ def test_workers_that_drain_leave_none_that_is_live(url: str) -> None:
     assert found["workers"]["found"] == "0 live workers, 2 draining"
 
 
-async def test_hits_that_workers_do_not_report_are_told(url: str, raw: Redis) -> None:
-    measured(raw, gpu_prefix_cache_hit_rate="0.1")
+async def hits_of(url: str, raw: Redis, prompts: list[list[int]], hit_rate: str) -> dict[str, Any]:
+    """What is said of hits once w1 was sent these prompts, and reports that share as cached."""
+    measured(raw)
     async with started_replica(url) as client:
-        for _ in range(60):
-            asked = {"token_ids": PROMPT, "exclude": ["w2"]}
+        for prompt in prompts:
+            asked = {"token_ids": prompt, "exclude": ["w2"]}
             answer = await client.post("/v1/route", json=asked)
             await client.delete(f"/v1/requests/{answer.json()['request_id']}")
 
         async def recorded() -> int:
             return int(raw.xlen(KEYS["decisions"]))
 
-        await eventually(recorded, lambda number: number >= 60)
-        measured(raw, gpu_prefix_cache_hit_rate="0.1")
-        found = examined_in_process(url)
-    assert found["cache hits"]["found"] == "w1:0: 100% predicted, 10% reported"
+        await eventually(recorded, lambda number: number >= len(prompts))
+        measured(raw, gpu_prefix_cache_hit_rate=hit_rate)
+        found = await asyncio.to_thread(examined_in_process, url)
+    return dict(found["cache hits"])
+
+
+async def test_hits_that_workers_do_not_report_are_told(url: str, raw: Redis) -> None:
+    told = await hits_of(url, raw, [PROMPT] * 60, "0.1")
+    assert told["found"] == "w1:0: 100% predicted, 10% reported"
+
+
+async def test_hits_are_compared_by_tokens_not_by_prompts(url: str, raw: Redis) -> None:
+    """Of 110 prompts 50 are cached, but of 8,300 tokens 8,000."""
+    told = await hits_of(url, raw, [PROMPT] * 50 + [[9, 9, 9, 9, 9]] * 60, "0.95")
+    assert told["found"] == "as predicted: 1 worker with 50 or more recorded decisions"
 
 
 def examined_in_process(url: str, *arguments: str) -> dict[str, Any]:
@@ -185,7 +216,7 @@ def examined_in_process(url: str, *arguments: str) -> dict[str, Any]:
     command += ["--namespace", NAMESPACE, *arguments]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = json.loads(ran.stdout)
-    assert ran.returncode == int(not all(check["ok"] for check in found)), ran.stderr
+    assert ran.returncode == int(any(check["ok"] is False for check in found)), ran.stderr
     return {check["about"]: check for check in found}
 
 
@@ -205,7 +236,8 @@ async def test_an_engine_and_its_agent_are_looked_at(
         nowhere = "http://127.0.0.1:1"
         missing = examined_in_process(url, f"--engine-url={nowhere}")
     assert bad(found) == {f"engine {other.url} agent"}
-    assert found[f"engine {one.url}"]["found"].endswith("not known: add --kv-cache-metrics")
+    assert unknown(found) >= {f"engine {one.url} idle times"}
+    assert "--kv-cache-metrics" in found[f"engine {one.url} idle times"]["found"]
     assert found[f"engine {one.url} agent"]["found"] == "registered as e:0"
     assert found[f"engine {one.url} events"]["ok"]
     assert bad(missing) == {f"engine {nowhere}"}

@@ -49,7 +49,7 @@ async def of_engine(
             f"engine {url}",
             True,
             f"{facts.kind} {facts.version}, {', '.join(facts.models)}: prefix caching and KV "
-            f"events are on, blocks of {facts.block_size} tokens{await _idle_times(engine, facts)}",
+            f"events are on, blocks of {facts.block_size} tokens",
         )
         yield Check(
             f"engine {url} blocks",
@@ -59,19 +59,23 @@ async def of_engine(
         )
         keys = [key for key, address in live.items() if address.rstrip("/") == url.rstrip("/")]
         yield _registered(url, facts, keys)
+        if facts.kind == "vllm":
+            yield await _idle_times(url, engine)
         for source in facts.sources:
             yield await _events(url, engine, facts, source, probe=probe)
 
 
-async def _idle_times(engine: EngineHttp, facts: EngineFacts) -> str:
-    """What to say if the engine could report how long evicted blocks were idle, and does not."""
-    if facts.kind != "vllm":
-        return ""
+async def _idle_times(url: str, engine: EngineHttp) -> Check:
+    """Whether vLLM reports how long evicted blocks were idle."""
+    text = None
     with suppress(EngineUnavailable, ConfigError):
         text = await engine.get("/metrics")
-        if text is not None and IDLE.encode() not in text:
-            return "; how long evicted blocks were idle is not known: add --kv-cache-metrics"
-    return ""
+    told = text is not None and IDLE.encode() in text
+    return Check(
+        f"engine {url} idle times",
+        told or None,
+        "told when it evicts" if told else "not known: add --kv-cache-metrics to the engine",
+    )
 
 
 def _registered(url: str, facts: EngineFacts, keys: list[WorkerKey]) -> Check:

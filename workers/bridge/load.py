@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+from app.core.cache_stats import HitRate
 from app.core.errors import EngineUnavailable
 from workers.bridge.engine_http import EngineHttp
 from workers.bridge.exposition import Sample, Wanted
@@ -66,7 +67,8 @@ _Values = dict[str, float]
 class LoadReader:
     """Reads the load of all ranks of an engine.
 
-    What is a mean since the engine started is turned into one of what came since the last reading.
+    What is a mean since the engine started is turned into one of what came since the last reading,
+    but the hit rate into one of the last thousand readings: one request says next to nothing of it.
     """
 
     def __init__(self, engine: EngineHttp, kind: EngineKind) -> None:
@@ -76,7 +78,8 @@ class LoadReader:
         self._names = {name: field for field, names in _NAMES[kind].items() for name in names}
         self._wanted = Wanted((*self._names, SLEEP, STARTED))
         self._before: dict[int, _Values] = {}
-        self._means: dict[tuple[int, str], float] = {}
+        self._idle_s: dict[int, float] = {}
+        self._hits: defaultdict[int, HitRate] = defaultdict(HitRate)
 
     async def read(self) -> EngineReading:
         """Raises EngineUnavailable if the engine does not answer, and ConfigError if it refuses."""
@@ -124,25 +127,28 @@ class LoadReader:
         idle_s, idle_blocks = values.pop("idle_s", 0.0), values.pop("idle_blocks", 0.0)
         sums = {"idle_s": idle_s, "idle_blocks": idle_blocks, **values}
         before, self._before[rank] = self._before.get(rank, {}), sums
-        if idle_blocks:
-            self._note_mean(rank, "idle_before_evict_s", "idle_s", "idle_blocks", before)
+        blocks, block_s = _since(before, sums, "idle_blocks", "idle_s")
+        if blocks:
+            self._idle_s[rank] = block_s / blocks
         if "cached_tokens" in values and "prompt_tokens" in values:
-            self._note_mean(rank, "hit_rate", "cached_tokens", "prompt_tokens", before)
+            tokens, cached = _since(before, sums, "prompt_tokens", "cached_tokens")
+            if tokens:
+                self._hits[rank].add(cached, tokens)
+            values["hit_rate"] = self._hits[rank].value
         if "prefill_computed_tokens" not in values and "prefill_prompt_tokens" in values:
             # Hits are counted when a request begins: of many requests it is right.
             prompt = values["prefill_prompt_tokens"]
             values["prefill_computed_tokens"] = max(0.0, prompt - values.get("cached_tokens", 0.0))
-        means = {field: mean for (of, field), mean in self._means.items() if of == rank}
-        return _engine_load(values | means)
+        if rank in self._idle_s:
+            values["idle_before_evict_s"] = self._idle_s[rank]
+        return _engine_load(values)
 
-    def _note_mean(self, rank: int, field: str, total: str, count: str, before: _Values) -> None:
-        """Of what came since the last reading, or since the engine started."""
-        sums = self._before[rank]
-        if before.get(count, 0.0) > sums[count]:
-            before = {}
-        num = sums[count] - before.get(count, 0.0)
-        if num:
-            self._means[rank, field] = max(0.0, sums[total] - before.get(total, 0.0)) / num
+
+def _since(before: _Values, sums: _Values, count: str, total: str) -> tuple[float, float]:
+    """By how much both have grown since the last reading, or since the engine started."""
+    if before.get(count, 0.0) > sums[count]:
+        before = {}
+    return sums[count] - before.get(count, 0.0), max(0.0, sums[total] - before.get(total, 0.0))
 
 
 def _engine_load(values: _Values) -> EngineLoad:

@@ -101,7 +101,9 @@ async def test_an_engine_that_sleeps_says_so(state: bytes) -> None:
     assert not (await load_of("vllm", VLLM)).asleep
 
 
-async def test_means_are_of_what_came_since_the_last_reading() -> None:
+async def test_idle_times_are_of_what_came_since_the_last_reading_and_hits_of_the_last_ones() -> (
+    None
+):
     answers = dict(VLLM)
     async with engine_of(answers) as engine:
         reader = LoadReader(engine, "vllm")
@@ -117,7 +119,7 @@ async def test_means_are_of_what_came_since_the_last_reading() -> None:
         second = (await reader.read()).loads[0]
         third = (await reader.read()).loads[0]
     assert (first.hit_rate, first.idle_before_evict_s) == (96 / 296, 10.0)
-    assert (second.hit_rate, second.idle_before_evict_s) == (150 / 200, 30.0)
+    assert (second.hit_rate, second.idle_before_evict_s) == (246 / 496, 30.0)
     assert third == second
 
 
