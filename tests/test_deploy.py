@@ -25,6 +25,8 @@ from redis.retry import Retry
 from app.cli import main
 from app.core import settings
 from app.core.config import EngineAgentSettings
+from app.door.access_log import AccessLog
+from app.door.metrics import Outcomes
 from app.local.redis_server import free_port
 from app.router.metrics import Telemetry
 from app.simulation.engine import SimEngine
@@ -65,7 +67,9 @@ def series(registry: CollectorRegistry) -> set[str]:
 def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     promql_parser.parse(expression)
     engine = EngineRunner(SimEngine(USUAL, block_size=16, now=time.monotonic))
-    known = series(Telemetry().registry) | series(registry_of(engine))
+    telemetry = Telemetry()
+    Outcomes(telemetry.registry, AccessLog(on=False, hashes=False, replica=""))
+    known = series(telemetry.registry) | series(registry_of(engine))
     asked = set(re.findall(r"kvroute_\w+", expression))
     assert asked
     assert asked <= known

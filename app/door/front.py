@@ -12,7 +12,7 @@ from app.door.asked import PROMPTS
 from app.door.door import Door, Patience
 from app.door.errors import ContextTooLong
 from app.door.lifecycle import Lifecycle
-from app.door.metrics import Outcomes, register_tokenizers
+from app.door.metrics import Outcomes
 from app.door.models import Models
 from app.door.prompts import PromptIds, Prompts
 from app.door.record import Admitted, RequestRecord
@@ -40,9 +40,9 @@ class FrontDoor:
             hashes=settings.log_identities == "hash",
             replica=f"{socket.gethostname()}:{settings.port}",
         )
-        self._outcomes = Outcomes(routers.own.telemetry.registry, log)
-        register_tokenizers(
+        self._outcomes = Outcomes(
             routers.own.telemetry.registry,
+            log,
             lambda: self.prompts.apart() if hasattr(self, "prompts") else {},
         )
         self.ended = self._outcomes.ended

@@ -108,25 +108,24 @@ TOKENIZER_APART = Family(
 )
 
 
-def register_tokenizers(
-    registry: CollectorRegistry, read: Callable[[], Mapping[str, bool]]
-) -> None:
-    """read: whether the tokenizer of each model is apart."""
-
-    def samples() -> Iterator[Sampled]:
-        for model, is_apart in read().items():
-            yield TOKENIZER_APART, (model,), float(is_apart)
-
-    registry.register(Scraped([TOKENIZER_APART], samples))
-
-
 class Outcomes:
-    """Counts what has ended, and logs it."""
+    """Counts what has ended, and logs it. apart: tells of each model whether its tokenizer is."""
 
-    def __init__(self, registry: CollectorRegistry, log: AccessLog) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        log: AccessLog,
+        apart: Callable[[], Mapping[str, bool]] = dict,
+    ) -> None:
         self.alarm = Alarm()
         self._log = log
         metrics = _Metrics(registry)
+
+        def tokenizers() -> Iterator[Sampled]:
+            for model, is_apart in apart().items():
+                yield TOKENIZER_APART, (model,), float(is_apart)
+
+        registry.register(Scraped([TOKENIZER_APART], tokenizers))
         self._requests = Children(metrics.requests)
         self._retries = Children(metrics.retries)
         self._migrations = Children(metrics.migrations)

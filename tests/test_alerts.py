@@ -1,0 +1,188 @@
+"""Each alert of deploy/alerts.yaml fires on what it is for, and on nothing near it, in promtool."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.redis_servers import require_binary
+
+ALERTS = Path(__file__).parents[1] / "deploy/alerts.yaml"
+GROUPS = ("kvroute", "kvroute-door")
+Series = dict[str, str]
+"""Each with its values, a minute apart, in promtool's notation."""
+LONG = "30m"
+"""Longer than any alert waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """fires, silent: series by which it does, and does not. labels: of the alert, besides job."""
+
+    fires: Series
+    silent: Series
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+def rising(per_minute: int) -> str:
+    return f"0+{per_minute}x40"
+
+
+def door(outcome: str, code: int = 200, model: str = "m") -> str:
+    return (
+        f'kvroute_door_requests_total{{job="r",model="{model}",outcome="{outcome}",code="{code}"}}'
+    )
+
+
+def first_tokens(below_5_s: int, above: int) -> Series:
+    name = "kvroute_door_ttft_seconds_bucket"
+    counts = {"1.0": 0, "5.0": below_5_s, "10.0": below_5_s + above, "+Inf": below_5_s + above}
+    return {f'{name}{{job="r",model="m",le="{le}"}}': rising(n) for le, n in counts.items()}
+
+
+def decisions(below: int, above: int) -> Series:
+    name = "kvroute_decision_seconds_bucket"
+    counts = {"0.1": below, "0.25": below + above, "+Inf": below + above}
+    return {f'{name}{{job="r",le="{le}"}}': rising(n) for le, n in counts.items()}
+
+
+def counter(metric: str, **labels: str) -> str:
+    told = ",".join(f'{name}="{value}"' for name, value in {"job": "r", **labels}.items())
+    return f"kvroute_{metric}{{{told}}}"
+
+
+def on_and_off(metric: str, on: str, off: str, **labels: str) -> Case:
+    series = counter(metric, **labels)
+    return Case({series: on}, {series: off}, labels)
+
+
+RISES, STANDS = rising(6), "7x40"
+CASES = {
+    "KvrouteNoWorkers": Case({}, {counter("worker_requests", worker="a:0"): STANDS}),
+    "KvrouteRequestsRefused": Case(
+        {counter("decisions_total", outcome="all_busy"): RISES},
+        {
+            counter("decisions_total", outcome="all_busy"): STANDS,
+            counter("decisions_total", outcome="routed"): RISES,
+            counter("decisions_total", outcome="too_large"): RISES,
+            counter("decisions_total", outcome="gone"): RISES,
+        },
+        {"outcome": "all_busy"},
+    ),
+    "KvrouteDegraded": on_and_off("degraded_decisions_total", RISES, STANDS),
+    "KvrouteBlind": on_and_off("blind_decisions_total", RISES, STANDS),
+    "KvrouteSlowDecisions": Case(decisions(90, 10), decisions(1000, 1)),
+    "KvrouteWorkerStale": on_and_off("worker_stale", "1x40", "0x40", worker="a:0"),
+    "KvrouteWorkersFail": on_and_off("worker_suspensions_total", RISES, STANDS),
+    "KvrouteReservationsExpire": Case(
+        {counter("reservations_total", event="expired"): RISES},
+        {
+            counter("reservations_total", event="expired"): STANDS,
+            counter("reservations_total", event="released"): RISES,
+        },
+    ),
+    "KvrouteIndexOverfull": on_and_off("index_fill", "5x40", "4x40"),
+    "KvrouteRedisMayEvict": on_and_off("redis_may_evict", "1x40", "0x40"),
+    "KvrouteCopiesFail": Case(
+        {counter("engine_kv_block_events_total", instance="w", event="failed"): RISES},
+        {
+            counter("engine_kv_block_events_total", instance="w", event="failed"): STANDS,
+            counter("engine_kv_block_events_total", instance="w", event="evicted"): RISES,
+        },
+        {"instance": "w"},
+    ),
+    "KvrouteRequestsFail": Case(
+        {
+            door("ok"): rising(90),
+            door("no_workers", 503): rising(4),
+            door("worker_failed"): rising(4),
+        },
+        {
+            door("ok"): rising(90),
+            door("refused", 400): rising(900),
+            door("client_gone", 499): rising(900),
+            door("worker_failed"): rising(4),
+        },
+        {"model": "m"},
+    ),
+    "KvrouteKeysRefused": Case(
+        {door("ok"): rising(60), door("invalid_api_key", 401, model=""): rising(20)},
+        {door("ok"): rising(60), door("invalid_api_key", 401, model=""): rising(10)},
+    ),
+    "KvrouteSlowFirstTokens": Case(first_tokens(90, 10), first_tokens(99, 1), {"model": "m"}),
+    "KvrouteTokenizerApart": on_and_off("door_tokenizer_apart", "1x40", "0x40", model="m"),
+    "KvrouteCacheApart": Case(
+        {
+            counter("door_cached_apart_tokens_total", model="m", worker="a:0"): rising(60),
+            counter("door_cached_compared_tokens_total", model="m", worker="a:0"): rising(1000),
+        },
+        {
+            counter("door_cached_apart_tokens_total", model="m", worker="a:0"): rising(40),
+            counter("door_cached_compared_tokens_total", model="m", worker="a:0"): rising(1000),
+        },
+        {"model": "m"},
+    ),
+    "KvrouteWorkerFailsRequests": Case(
+        {
+            counter("door_worker_requests_total", worker="a:0", outcome="failed"): rising(30),
+            counter("door_worker_requests_total", worker="a:0", outcome="ok"): rising(70),
+        },
+        {
+            counter("door_worker_requests_total", worker="a:0", outcome="failed"): rising(10),
+            counter("door_worker_requests_total", worker="a:0", outcome="full"): rising(100),
+            counter("door_worker_requests_total", worker="a:0", outcome="ok"): rising(70),
+        },
+        {"worker": "a:0"},
+    ),
+}
+
+
+def rules() -> Iterator[dict[str, Any]]:
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        if group["name"] in GROUPS:
+            yield from group["rules"]
+
+
+def test_each_alert_has_a_case() -> None:
+    assert [rule["alert"] for rule in rules()] == list(CASES)
+
+
+def test_the_rules_are_valid() -> None:
+    command = [require_binary("promtool"), "check", "rules", ALERTS]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("alert", CASES)
+def test_an_alert_fires_on_what_it_is_for_and_on_nothing_near_it(
+    alert: str, tmp_path: Path
+) -> None:
+    case = CASES[alert]
+    # promtool compares texts to the letter, and their templates are checked above.
+    rule = next(rule for rule in rules() if rule["alert"] == alert)
+    alone = {key: value for key, value in rule.items() if key != "annotations"}
+    (tmp_path / "rules.yaml").write_text(yaml.dump({"groups": [{"name": "g", "rules": [alone]}]}))
+    job = {} if alert == "KvrouteNoWorkers" else {"job": "r"}
+    tests = [
+        _test(alert, case.fires, [{"exp_labels": job | case.labels}]),
+        _test(alert, case.silent, []),
+    ]
+    asked = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yaml").write_text(yaml.dump(asked))
+    command = [require_binary("promtool"), "test", "rules", tmp_path / "tests.yaml"]
+    tested = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def _test(alert: str, series: Series, expected: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [{"eval_time": LONG, "alertname": alert, "exp_alerts": expected}],
+    }
