@@ -28,6 +28,7 @@ from app.core.config import EngineAgentSettings
 from app.door.access_log import AccessLog
 from app.door.metrics import Outcomes
 from app.local.redis_server import free_port
+from app.planner.metrics import PlannerMetrics
 from app.router.metrics import Telemetry
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import USUAL
@@ -37,7 +38,12 @@ from workers.metrics import registry_of
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-VARIABLES = {"$__rate_interval": "5m", "$routers": "routers", "$workers": "workers"}
+VARIABLES = {
+    "$__rate_interval": "5m",
+    "$routers": "routers",
+    "$workers": "workers",
+    "$planners": "planners",
+}
 
 
 def alerts() -> Iterator[str]:
@@ -70,6 +76,7 @@ def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     telemetry = Telemetry()
     Outcomes(telemetry.registry, AccessLog(on=False, hashes=False, replica=""))
     known = series(telemetry.registry) | series(registry_of(engine))
+    known |= series(PlannerMetrics("n").registry)
     asked = set(re.findall(r"kvroute_\w+", expression))
     assert asked
     assert asked <= known

@@ -176,8 +176,10 @@ async def _take_stock(router: Router) -> None:
     except (RedisUnavailable, NamespaceMissing, WrongVersion):
         # Gauges of workers that nobody can vouch for are left out.
         telemetry.view = None
+        telemetry.workers.set(0)
     else:
         telemetry.view = view
+        telemetry.workers.set(len(view.infos))
         telemetry.keep_workers({str(i.key) for i in (*view.infos, *view.paused.values())})
         load_avg, load_std = load_statistics(view)
         telemetry.load_mean.set(load_avg)

@@ -217,6 +217,9 @@ class Telemetry(Table):
         "redis_may_evict",
         "1 if Redis may drop any key once it is full, by its maxmemory-policy, else 0.",
     )
+    workers = gauge(
+        "workers", "Live workers that requests may go to; 0 if Redis cannot be asked, too."
+    )
     load_mean = gauge("load_avg", "Mean used fraction of the workers' KV blocks.")
     load_std = gauge(
         "load_std", "Sample standard deviation of the used fraction of the workers' KV blocks."

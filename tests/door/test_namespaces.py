@@ -40,6 +40,22 @@ async def test_metrics_are_those_of_all_namespaces_that_the_door_serves(
     assert found("door_requests_total", model="other-model", outcome="ok", code="200") == 2
 
 
+async def test_a_namespace_that_has_lost_its_workers_is_shown_with_none(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    url = one_redis_server.url
+
+    async def live() -> dict[str | None, float]:
+        family = (await scrape(door)).families["kvroute_workers"]
+        return {sample.labels.get("namespace"): sample.value for sample in family.samples}
+
+    with worker(url, "a"):
+        async with replica(url) as door:
+            with worker(url, "b", namespace="other", model_name="other-model"):
+                await eventually(live, lambda seen: seen == {None: 1, "other": 1}, within_s=30.0)
+            await eventually(live, lambda seen: seen == {None: 1, "other": 0}, within_s=30.0)
+
+
 async def test_a_name_that_two_namespaces_announce_is_the_first_ones_at_every_replica(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
