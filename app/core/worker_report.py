@@ -168,6 +168,9 @@ class WorkerInfo:
         answer="",
         text="",
     )
+    event_addresses: tuple[str, ...] = _said(
+        "where its agent hears KV events, and where it asks for missed ones", (), answer="", text=""
+    )
 
     @property
     def most_tokens(self) -> int:
@@ -204,6 +207,11 @@ class ForwardPassMetrics:
     gpu_prefix_cache_hit_rate: float = _said("share of prompt tokens that was cached; 0-1", 0.0)
     kv_idle_before_evict_s: float = _said(
         "how long recently evicted blocks had gone unused; 0: none was evicted", 0.0
+    )
+    events_silent_s: float | None = _said(
+        "for so long its engine has computed, and its agent has heard no KV events of it",
+        None,
+        answer="",
     )
 
 

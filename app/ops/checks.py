@@ -148,6 +148,14 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         f"{counted(summary.unique_blocks, 'block')} in the index",
         "are its KV events on? Check with --engine-url",
     )
+    yield _all_of(
+        live,
+        "events",
+        lambda w: w.events_silent_s is not None,
+        lambda w: f"its engine has computed for {w.events_silent_s:.0f} s, and no event was heard",
+        "agents hear those of their engines",
+        "does the agent listen where the engine publishes? Check with --engine-url and --probe",
+    )
     async for check in _predicted(redis, keyspace, live):
         yield check
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import asdict
 
 import click
 
 from app.core.check import Check
+from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
-from app.ops import checks, namespaces, workers
+from app.core.worker_report import WorkerInfo
+from app.ops import checks, workers
 from app.ops.terminal import COMMON, json_option, json_text, on_redis
 from app.options import BASE_URL, Command
 from app.state.client import RedisClient
@@ -86,15 +89,18 @@ async def _all(
         # Needs what agents need, which a plain install does not have.
         from workers.bridge.checks import of_engine
 
-        size = await namespaces.block_size(redis, keyspace)
-        live = {
-            w.info.key: w.info.address
-            for w in await workers.everyone(redis, keyspace)
-            if w.info and w.state == "live"
-        }
+        live = await _live(redis, keyspace)
         for url in engine_urls:
-            async for check in of_engine(url, api_key, size, live, probe=probe):
+            async for check in of_engine(url, api_key, live, probe=probe):
                 yield check
+
+
+async def _live(redis: RedisClient, keyspace: Keyspace) -> list[WorkerInfo]:
+    """None where no worker has registered yet, as when an agent refuses its engine."""
+    with suppress(KvrouteError):
+        found = await workers.everyone(redis, keyspace)
+        return [w.info for w in found if w.info and w.state == "live"]
+    return []
 
 
 def _line(check: Check) -> str:

@@ -33,7 +33,8 @@ LATEST_MS = 1e15
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
-    its newest entry in the metrics stream, which gpu, cache_usage and hit_rate (0-1) are of."""
+    its newest entry in the metrics stream, which gpu, cache_usage, hit_rate (0-1) and
+    events_silent_s are of."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -46,6 +47,7 @@ class WorkerStatus:
     drains: bool = False
     cache_usage: float = 0.0
     hit_rate: float = 0.0
+    events_silent_s: float | None = None
 
     @property
     def state(self) -> str:
@@ -114,6 +116,7 @@ async def with_blocks(
                 drains=inc in draining,
                 cache_usage=measured.gpu_cache_usage_perc,
                 hit_rate=measured.gpu_prefix_cache_hit_rate,
+                events_silent_s=measured.events_silent_s,
             )
         )
     return found

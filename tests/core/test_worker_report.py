@@ -50,6 +50,7 @@ WORKER = WorkerInfo(
     role=Role.DECODE,
     kv_transfer="nixl",
     host_total_blocks=50_000,
+    event_addresses=("tcp://10.0.0.7:5557",),
 )
 WORKER_TEXT = (
     b'{"worker":"gpu-7:3","address":"http://10.0.0.7:8081","block_size":16,'
@@ -58,6 +59,7 @@ WORKER_TEXT = (
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
     b'"publishing":true,"role":"decode","kv_transfer":"nixl","host_total_blocks":50000,'
+    b'"event_addresses":["tcp://10.0.0.7:5557"],'
     b'"lease_ttl_ms":3000,"version":3}'
 )
 METRICS_SEEN = ForwardPassMetrics(
@@ -69,6 +71,7 @@ METRICS_SEEN = ForwardPassMetrics(
     gpu_cache_usage_perc=0.048,
     gpu_prefix_cache_hit_rate=0.75,
     kv_idle_before_evict_s=412.5,
+    events_silent_s=6.5,
 )
 SPEED_LEARNT = Speed(prefill_s_per_token=1.25e-5, mean_output_tokens=212.5)
 READINGS = GpuReadings(
@@ -89,6 +92,7 @@ ENTRY = {
     "gpu_cache_usage_perc": "0.048",
     "gpu_prefix_cache_hit_rate": "0.75",
     "kv_idle_before_evict_s": "412.5",
+    "events_silent_s": "6.5",
     "prefill_s_per_token": "1.25e-05",
     "prefill_s_per_token2": "1.1e-09",
     "decode_s_per_kv_token": "3e-08",
@@ -126,6 +130,7 @@ SHOWN = {
     "role": ("role", ""),
     "kv_transfer": ("kv_transfer", ""),
     "host_total_blocks": ("", ""),
+    "event_addresses": ("", ""),
     "request_active_slots": ("", ""),
     "request_total_slots": ("", ""),
     "kv_active_blocks": ("kv_active_blocks", "kv_active_blocks"),
@@ -133,6 +138,7 @@ SHOWN = {
     "gpu_cache_usage_perc": ("gpu_cache_usage", "cache_usage"),
     "gpu_prefix_cache_hit_rate": ("gpu_prefix_cache_hit_rate", ""),
     "kv_idle_before_evict_s": ("kv_idle_before_evict_s", ""),
+    "events_silent_s": ("", ""),
     "gpu_memory_used_bytes": ("memory_used_bytes", "gpu_memory_used_bytes"),
     "gpu_memory_total_bytes": ("memory_total_bytes", "gpu_memory_total_bytes"),
     "gpu_utilisation": ("utilisation", "gpu_utilisation"),
@@ -208,6 +214,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "role": "both",
         "kv_transfer": "",
         "host_total_blocks": 0,
+        "event_addresses": (),
     }
 
 

@@ -35,8 +35,14 @@ class Process:
         self.url = next(found[1] for found in listening if found)
 
         # Else a process that writes much would wait for a reader.
-        self._drain = Thread(target=self.popen.stderr.read, daemon=True)
+        self.said = ""
+        """What it has logged since, once it has ended."""
+        self._drain = Thread(target=self._read, daemon=True)
         self._drain.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        self.said = self.popen.stderr.read()
 
     def end(self, number: int = signal.SIGTERM) -> None:
         self.popen.send_signal(number)
@@ -56,7 +62,9 @@ def engine(port: int = 0, **options: object) -> Iterator[Process]:
 
 
 @contextmanager
-def agent(engine_url: str, redis_url: str, memory: Path, worker_id: str = "e") -> Iterator[Process]:
+def agent(
+    engine_url: str, redis_url: str, memory: Path, worker_id: str = "e", more: Sequence[str] = ()
+) -> Iterator[Process]:
     process = Process(
         "agent",
         f"--engine-url={engine_url}",
@@ -65,6 +73,7 @@ def agent(engine_url: str, redis_url: str, memory: Path, worker_id: str = "e") -
         f"--memory-folder={memory}",
         f"--worker-id={worker_id}",
         "--port=0",
+        *more,
     )
     try:
         yield process

@@ -19,11 +19,11 @@ from app.core.hashing import compute_local_hashes, compute_sequence_hashes
 from app.core.keys import METRICS_MAXLEN
 from app.core.types import Tier
 from app.door.alarm import MIN_ANSWERS
-from app.local.redis_server import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis, free_port
 from app.ops import checks
 from app.state import index
 from tests.door.conftest import completing, replica, until_serving
-from tests.e2e.engines import ROOT, agent, engine
+from tests.e2e.engines import ROOT, Process, Prompts, agent, complete, engine
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE
@@ -85,6 +85,7 @@ def test_nothing_is_wrong_with_workers_that_are_alike(url: str, raw: Redis) -> N
         "model names",
         "metrics",
         "blocks",
+        "events",
         "cache hits",
     ]
     assert unknown(found) == {"models", "context length", "tokenizer", "cache hits"}
@@ -173,6 +174,13 @@ def test_old_metrics_and_a_cache_in_use_of_which_no_block_is_known_are_told(
     assert "w1:0: 50% of its cache in use" in found["blocks"]["found"]
 
 
+def test_an_agent_that_hears_nothing_is_told(url: str, raw: Redis) -> None:
+    measured(raw, events_silent_s="7")
+    found = examined(url)
+    assert bad(found) == {"events"}
+    assert "w1:0: its engine has computed for 7 s" in found["events"]["found"]
+
+
 def test_workers_that_drain_leave_none_that_is_live(url: str) -> None:
     for name in ("w1", "w2"):
         kvroute(url, "drain", name, "--deadline-s", "0")
@@ -220,17 +228,20 @@ def examined_in_process(url: str, *arguments: str) -> dict[str, Any]:
     return {check["about"]: check for check in found}
 
 
+async def until_healthy(beside: Process) -> None:
+    async def healthy() -> int:
+        async with httpx.AsyncClient() as http:
+            return (await http.get(f"{beside.url}/health")).status_code
+
+    await eventually(healthy, lambda status: status == 200, within_s=60.0)
+
+
 async def test_an_engine_and_its_agent_are_looked_at(
     one_redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     url = one_redis_server.url
     with engine() as one, engine() as other, agent(one.url, url, tmp_path) as beside:
-
-        async def healthy() -> int:
-            async with httpx.AsyncClient() as http:
-                return (await http.get(f"{beside.url}/health")).status_code
-
-        await eventually(healthy, lambda status: status == 200, within_s=20.0)
+        await until_healthy(beside)
         urls = [f"--engine-url={engine.url}" for engine in (one, other)]
         found = examined_in_process(url, *urls, "--probe")
         nowhere = "http://127.0.0.1:1"
@@ -241,6 +252,55 @@ async def test_an_engine_and_its_agent_are_looked_at(
     assert found[f"engine {one.url} agent"]["found"] == "registered as e:0"
     assert found[f"engine {one.url} events"]["ok"]
     assert bad(missing) == {f"engine {nowhere}"}
+
+
+async def test_an_engine_is_looked_at_before_any_namespace_exists(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    with engine() as one:
+        found = examined_in_process(one_redis_server.url, f"--engine-url={one.url}", "--probe")
+        again = examined_in_process(one_redis_server.url, f"--engine-url={one.url}", "--probe")
+    assert bad(found) == {f"namespace {NAMESPACE}", f"engine {one.url} agent"}
+    assert found[f"engine {one.url} events"]["ok"]
+    assert again[f"engine {one.url} events"]["ok"]
+
+
+@pytest.mark.parametrize("probe", [[], ["--probe"]])
+async def test_the_events_are_looked_for_where_the_agent_listens(
+    one_redis_server: EmbeddedRedis, tmp_path: Path, probe: list[str]
+) -> None:
+    url, nowhere = one_redis_server.url, f"tcp://127.0.0.1:{free_port()}"
+    deaf = [f"--events-endpoint={nowhere}"]
+    with engine() as one, agent(one.url, url, tmp_path, more=deaf) as beside:
+        await until_healthy(beside)
+        found = examined_in_process(url, f"--engine-url={one.url}", *probe)
+    assert bad(found) == {f"engine {one.url} events"}
+    said = found[f"engine {one.url} events"]["found"]
+    assert f"nothing came from {nowhere} in 10 s, where its agent listens" in said
+
+
+async def test_an_agent_that_hears_nothing_while_its_engine_computes_says_so(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    url, nowhere = one_redis_server.url, f"tcp://127.0.0.1:{free_port()}"
+    deaf = [f"--events-endpoint={nowhere}"]
+    with engine() as one, agent(one.url, url, tmp_path, more=deaf) as beside:
+        await until_healthy(beside)
+        prompts = Prompts(1)
+
+        async def silent() -> bool:
+            async with httpx.AsyncClient(base_url=one.url) as http:
+                await complete(http, "sim", [*prompts.next(), *range(100)])
+                metrics = (await http.get(f"{beside.url}/metrics/")).text
+            return 'kvroute_agent_events_silent{rank="0"} 1.0' in metrics
+
+        await eventually(silent, within_s=30.0)
+        await eventually(
+            lambda: asyncio.to_thread(examined_in_process, url),
+            lambda found: bad(found) == {"events"},
+            within_s=30.0,
+        )
+    assert f"e:0: the engine computes, but nothing is heard from {nowhere}" in beside.said
 
 
 async def test_a_router_whose_worker_finds_less_cached_than_predicted_says_so(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import random
+import re
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 
 import aiohttp
 import zmq.asyncio
@@ -13,23 +16,26 @@ from app.core.check import Check
 from app.core.documents import page
 from app.core.errors import ConfigError, EngineUnavailable
 from app.core.types import WorkerKey
+from app.core.worker_report import WorkerInfo
 from workers.bridge.discovery import discover
 from workers.bridge.engine_http import EngineHttp
 from workers.bridge.facts import EngineFacts, EventSource
 from workers.bridge.load import IDLE
 from workers.bridge.stream import EventStream
-from workers.bridge.wire import Batch
 
 EVENTS_S = 10.0
+EVENT_S = 2.0
+"""For the event of one request."""
+_LOOPBACK = re.compile(r"tcp://(127(\.\d+){3}|localhost|\[::1\]):")
 
 
 async def of_engine(
-    url: str, api_key: str, block_size: int, live: Mapping[WorkerKey, str], *, probe: bool
+    url: str, api_key: str, live: Sequence[WorkerInfo], *, probe: bool
 ) -> AsyncIterator[Check]:
     """Checks of one engine; none further if it cannot be followed.
 
-    block_size: of the namespace. live: its workers, and the address of each. probe: send the engine
-    a request, and see whether an event comes of it.
+    live: the workers of the namespace. probe: send the engine a request, and see whether an event
+    comes of it.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
     async with aiohttp.ClientSession(headers=headers) as session:
@@ -51,18 +57,25 @@ async def of_engine(
             f"{facts.kind} {facts.version}, {', '.join(facts.models)}: prefix caching and KV "
             f"events are on, blocks of {facts.block_size} tokens",
         )
-        yield Check(
-            f"engine {url} blocks",
-            facts.block_size % block_size == 0,
-            f"{facts.block_size} tokens; {block_size} in the namespace",
-            f"start the engine with --block-size {block_size}, or its agent in another --namespace",
-        )
-        keys = [key for key, address in live.items() if address.rstrip("/") == url.rstrip("/")]
-        yield _registered(url, facts, keys)
+        if live:
+            yield _blocks(url, facts, live[0].block_size)
+        own = [info for info in live if info.address.rstrip("/") == url.rstrip("/")]
+        yield _registered(url, facts, [info.key for info in own])
+        heard_at = {info.key.dp_rank: info.event_addresses for info in own}
         if facts.kind == "vllm":
             yield await _idle_times(url, engine)
         for source in facts.sources:
-            yield await _events(url, engine, facts, source, probe=probe)
+            listened = _as_by_agent(source, heard_at.get(source.rank, ()), engine.host)
+            yield await _events(url, engine, facts, source, listened, probe=probe)
+
+
+def _blocks(url: str, facts: EngineFacts, block_size: int) -> Check:
+    return Check(
+        f"engine {url} blocks",
+        facts.block_size % block_size == 0,
+        f"{facts.block_size} tokens; {block_size} in the namespace",
+        f"start the engine with --block-size {block_size}, or its agent in another --namespace",
+    )
 
 
 async def _idle_times(url: str, engine: EngineHttp) -> Check:
@@ -90,35 +103,75 @@ def _registered(url: str, facts: EngineFacts, keys: list[WorkerKey]) -> Check:
     )
 
 
+def _as_by_agent(source: EventSource, addresses: Sequence[str], host: str) -> EventSource:
+    """The source at the addresses that its agent uses, if it has one. host: the engine's, which an
+    agent beside it calls its own."""
+    if not addresses:
+        return source
+    endpoint, *replay = (_LOOPBACK.sub(f"tcp://{host}:", address) for address in addresses)
+    return replace(source, endpoint=endpoint, replay=replay[0] if replay else None)
+
+
 async def _events(
-    url: str, engine: EngineHttp, facts: EngineFacts, source: EventSource, *, probe: bool
+    url: str,
+    engine: EngineHttp,
+    facts: EngineFacts,
+    said: EventSource,
+    source: EventSource,
+    *,
+    probe: bool,
 ) -> Check:
-    """Whether events come: with `probe` a batch, else the engine's answer to a question."""
-    seen = False
-    with suppress(TimeoutError), zmq.asyncio.Context() as context:
-        async with asyncio.timeout(EVENTS_S), asyncio.TaskGroup() as tasks:
-            with EventStream(context, source) as stream:
-                if probe:
-                    tasks.create_task(_send(engine, facts))
-                async with aclosing(stream.follow()) as items:
-                    async for item in items:
-                        if not probe or isinstance(item, Batch):
-                            seen = True
-                            break
+    """Whether `source` is there, with `probe` also whether it publishes what a request causes, and
+    whether it answers if asked for events. said: where the engine says that it publishes."""
+    problem = ""
+    with zmq.asyncio.Context() as context:
+        try:
+            async with asyncio.timeout(EVENTS_S):
+                await _hears(context, source, engine, facts if probe else None)
+                if source.replay is not None:
+                    await _answers(context, source)
+        except TimeoutError:
+            problem = f"nothing came from {source.endpoint} in {EVENTS_S:g} s"
+    if problem and source.endpoint != said.endpoint:
+        problem += f", where its agent listens; the engine publishes at {said.endpoint}"
     return Check(
         f"engine {url} events",
-        seen,
-        f"{source.endpoint} {'sends events' if probe else 'answers'}"
-        if seen
-        else f"nothing came from {source.endpoint} in {EVENTS_S:g} s",
+        not problem,
+        problem or f"{source.endpoint} {'sends events' if probe else 'answers'}",
         "is the port open to this machine? In a container, publish it; in the engine's "
-        "--kv-events-config, bind tcp://*:PORT",
+        "--kv-events-config, bind tcp://*:PORT, which is the agent's --events-endpoint",
     )
 
 
+async def _hears(
+    context: zmq.asyncio.Context, source: EventSource, engine: EngineHttp, facts: EngineFacts | None
+) -> None:
+    """Returns once something that publishes was reached there. facts: of an engine to send a
+    request to; then, once an event has come."""
+    with context.socket(zmq.SUB) as socket:
+        socket.subscribe(source.topic.encode())
+        # Before both have said what they are, anything that listens would do.
+        with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+            socket.connect(source.endpoint)
+            await monitor.recv_multipart()
+            socket.disable_monitor()
+        while facts is not None:
+            # Again, as the engine may publish before it has heard of the subscription.
+            await _send(engine, facts)
+            if await socket.poll(round(EVENT_S * 1000)):
+                return
+
+
+async def _answers(context: zmq.asyncio.Context, source: EventSource) -> None:
+    """Returns once it has said what it published before."""
+    with EventStream(context, source) as stream:
+        async with aclosing(stream.follow()) as items:
+            await anext(items)
+
+
 async def _send(engine: EngineHttp, facts: EngineFacts) -> None:
-    """A prompt of two blocks, which no other begins with."""
-    prompt = [(i * 7) % 101 + 1 for i in range(2 * facts.block_size + 1)]
+    """A prompt of two blocks that it has not seen before."""
+    prompt = random.choices(range(1, 100), k=2 * facts.block_size + 1)
     with suppress(EngineUnavailable, ConfigError):
         await engine.post_object(
             "/v1/completions", {"model": facts.models[0], "prompt": prompt, "max_tokens": 1}

@@ -89,6 +89,8 @@ class EngineLoad:
     prompt_tokens: float | None = None
     cached_tokens: float | None = None
     """Of the prompt tokens, those whose KV was reused."""
+    first_tokens: float | None = None
+    """Prompts that are computed, as far as `prompt_tokens` covers them."""
     generated_tokens: float | None = None
     finished_requests: float | None = None
     prefills: float | None = None

@@ -154,6 +154,8 @@ class EngineFollower:
             for number, load in self.loads.items():
                 if number in self.speeds:
                     self.speeds[number].observe(load, loop.time())
+            for rank in self.ranks:
+                rank.compare(self.loads.get(rank.info.key.dp_rank, IDLE), loop.time())
             if reading.started_s is not None and reading.started_s != facts.started_s:
                 log.warning("the engine was started again")
                 return
@@ -217,6 +219,7 @@ class EngineFollower:
                 max_model_len=facts.max_model_len or 0,
                 tokenizer=facts.tokenizer,
                 tokenizer_hash=probed,
+                event_addresses=tuple(filter(None, (source.endpoint, source.replay))),
             )
             ranks.append(
                 Rank(
@@ -242,7 +245,9 @@ class EngineFollower:
 
     def _measure(self, rank: int) -> tuple[ForwardPassMetrics, Speed]:
         load = self.loads.get(rank, IDLE)
-        total = next(r.info.kv_total_blocks for r in self.ranks if r.info.key.dp_rank == rank)
+        served = next(r for r in self.ranks if r.info.key.dp_rank == rank)
+        now = asyncio.get_running_loop().time()
+        total, silent_since = served.info.kv_total_blocks, served.silence.since_s
         metrics = ForwardPassMetrics(
             request_active_slots=load.running,
             request_total_slots=self._settings.max_requests,
@@ -252,6 +257,7 @@ class EngineFollower:
             gpu_cache_usage_perc=load.kv_usage,
             gpu_prefix_cache_hit_rate=load.hit_rate or 0.0,
             kv_idle_before_evict_s=load.idle_before_evict_s or 0.0,
+            events_silent_s=None if silent_since is None else now - silent_since,
         )
         return metrics, self.speeds[rank].speed()
 

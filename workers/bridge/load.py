@@ -31,6 +31,7 @@ _VLLM: dict[str, tuple[str, ...]] = {
         "vllm:prefix_cache_hits_total",
         "vllm:gpu_prefix_cache_hits_total",
     ),
+    "first_tokens": ("vllm:time_to_first_token_seconds_count",),
     "generated_tokens": ("vllm:generation_tokens_total",),
     "finished_requests": ("vllm:request_success_total",),
     # All four are counted when a request ends.

@@ -65,11 +65,17 @@ ANSWERS = Family(
     "1 if the engine answered when last asked for events.",
     ("rank",),
 )
+SILENT = Family(
+    "kvroute_agent_events_silent",
+    "gauge",
+    "1 if the engine computes and nothing is heard from where the agent listens.",
+    ("rank",),
+)
 BATCHES = Family(
     "kvroute_agent_batches",
     "counter",
     "Batches of events: all, and of them replayed, after gaps, duplicates, of_other_ranks, "
-    "unreadable; unknown_events is of events.",
+    "unreadable; heard is of messages that came unasked, unknown_events of events.",
     ("rank", "what"),
 )
 SPEED = Family(
@@ -96,7 +102,20 @@ SPEED_LENGTH = Family(
     ("rank",),
 )
 FAMILIES = (
-    *(STATE, ENGINE, HELD, UNKNOWN, UPPER_BOUND, LEFT_OUT, MEDIA, LOSSES, LAG, ANSWERS, BATCHES),
+    *(
+        STATE,
+        ENGINE,
+        HELD,
+        UNKNOWN,
+        UPPER_BOUND,
+        LEFT_OUT,
+        MEDIA,
+        LOSSES,
+        LAG,
+        ANSWERS,
+        SILENT,
+        BATCHES,
+    ),
     *(SPEED, SPEED_SOURCE, SPEED_ERROR, SPEED_LENGTH),
 )
 
@@ -132,6 +151,7 @@ def _of_rank(rank: Rank, name: str) -> Iterator[Sampled]:
     counters = asdict(rank.stream.counters)
     yield LAG, (name,), counters.pop("lag_s")
     yield ANSWERS, (name,), rank.stream.answers
+    yield SILENT, (name,), rank.silence.since_s is not None
     for what, number in counters.items():
         yield BATCHES, (name, what), number
 

@@ -19,8 +19,9 @@ from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.bridge import saved
 from workers.bridge.engine_blocks import EngineBlocks
-from workers.bridge.facts import EngineFacts, EventSource
+from workers.bridge.facts import EngineFacts, EngineLoad, EventSource
 from workers.bridge.saved import Saved
+from workers.bridge.silence import Silence
 from workers.bridge.stream import EventStream, Fresh, Resumed
 from workers.bridge.wire import Batch
 
@@ -66,6 +67,8 @@ class Rank:
         self.info = info
         self.losses = Losses()
         self.joined_late = False
+        self.silence = Silence(facts.block_size)
+        self._source = source
         self._facts = facts
         self._path = path
         self._form = [
@@ -101,6 +104,21 @@ class Rank:
                     # Before the sockets are closed.
                     following.cancel()
                     await asyncio.wait([following])
+
+    def compare(self, load: EngineLoad, now: float) -> None:
+        """See whether events arrive while the engine computes. now: monotonic seconds."""
+        was_silent = self.silence.since_s is not None
+        self.silence.observe(load, self.stream.counters.heard, now)
+        is_silent = self.silence.since_s is not None
+        if is_silent and not was_silent:
+            log.warning(
+                "%s: the engine computes, but nothing is heard from %s: does it publish there? "
+                "(--events-endpoint)",
+                self.info.key,
+                self._source.endpoint,
+            )
+        elif was_silent and not is_silent:
+            log.info("%s: events are heard again", self.info.key)
 
     async def leave(self) -> None:
         """Once `run` is cancelled: nobody is routed here any more, and what is known is kept."""

@@ -69,6 +69,8 @@ class Counters:
     """What has happened to a stream since it was opened."""
 
     batches: int = 0
+    heard: int = 0
+    """Messages that came without being asked for."""
     replayed: int = 0
     gaps: int = 0
     duplicates: int = 0
@@ -290,6 +292,7 @@ class EventStream:
                 frames = self._reader.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            self.counters.heard += 1
             if len(frames) == 3 and len(frames[1]) == 8:
                 self._queue.append(_Message(int.from_bytes(frames[1], "big"), frames[2]))
             else:
@@ -308,6 +311,8 @@ class EventStream:
                 self.answers = True
                 return
             except TimeoutError:
+                if self.answers:
+                    log.warning("%s does not answer: nothing is shown", self._source.replay)
                 self.answers = False
                 if begun:
                     return
