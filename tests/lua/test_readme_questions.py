@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.core.types import SequenceHash
+from app.core.types import SequenceHash, Tier
+from app.policy.locality import Locality
+from app.state import decisions, models, planner
 from tests.lua.conftest import LONG_MS, A, B, C, Namespace, ticket
 from tests.redis_servers import require_binary
+from tests.state.test_decisions import record
 
 TEXT = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
 SECTION = TEXT.split("## Questions")[1]
@@ -61,13 +65,14 @@ def test_there_are_at_least_ten_questions() -> None:
 
 
 async def test_live_and_stale_workers_and_their_loads(filled: Namespace) -> None:
-    alive = answer(filled, "Who is alive, and until when?")
-    assert alive[0] == "3"
-    assert alive[2:] == ["w1:0", "1", "w3:0", "3"]
+    [alive] = answer(filled, "Who is alive, by name and incarnation, and until when?")
+    assert re.fullmatch(r"w3:0 3 \d{13}", alive)
     [stale] = answer(filled, "Which worker is stale?")
     assert '"worker":"w1:0"' in stale
-    loads = answer(filled, "What is each worker's load, in the order of the table?")
-    assert loads[loads.index("3") + 1].startswith("300 7000 ")
+    loads = answer(
+        filled, "What is each worker's load, by name and incarnation, in the order of the table?"
+    )
+    assert [load for load in loads if load.startswith("w3:0 3 300 7000 ")]
 
 
 async def test_requests_and_their_reservations(filled: Namespace) -> None:
@@ -98,3 +103,40 @@ async def test_blocks_and_sweeps(filled: Namespace) -> None:
     [sweep] = [question for question in QUESTIONS if "swept" in question]
     assert answer(filled, sweep) == ["2", "3"]
     assert "w3:0" in answer(filled, "What did the workers last measure?")
+
+
+async def test_blocks_of_one_worker(filled: Namespace) -> None:
+    other = await filled.worker("w33")
+    await filled.hold(other, [BLOCK, B], Tier.HOST)
+    assert answer(filled, "How many blocks does w3 hold?") == ["3"]
+
+
+async def test_decisions_and_why_locality_was_lost(filled: Namespace) -> None:
+    for name, locality in (("r1", Locality.LOAD), ("r2", Locality.KEPT), ("r3", Locality.LOAD)):
+        asked = replace(record(name, [A, B]), locality=locality)
+        await filled.do(decisions.record(filled.keys, asked, kept=10))
+    last = answer(filled, "What was decided last, and where was most of the prompt?")
+    last = [line for line in last if line != "--"]
+    assert dict(zip(last[::2], last[1::2], strict=True)) == {
+        "worker": "w1:0",
+        "locality": "load",
+        "overlap": "3 2 1",
+        "best": "w2:1 9",
+    }
+    [why] = [question for question in QUESTIONS if "longest overlap" in question]
+    assert [line.split() for line in answer(filled, why)] == [["1", "kept"], ["2", "load"]]
+
+
+async def test_models_and_the_planner_that_leads(filled: Namespace) -> None:
+    await filled.do(models.announce("test", ["qwen"]))
+    served = answer(filled, "Which models are served, and in which namespaces?")
+    assert served[0] == "qwen"
+    assert served[1].startswith("test ")
+    token = (await filled.do(planner.lead(filled.keys, "host-1", LONG_MS))).token
+    shown = {"desired": 3, "size": 2, "reason": "slo_missed", "victim": ""}
+    await filled.do(planner.propose(filled.keys, token, {}, None, shown))
+    holder, until_ms, *rest = answer(
+        filled, "Which planner leads, until when, and what did it propose last?"
+    )
+    assert (holder, rest) == ("host-1", ["2", "3", "slo_missed", ""])
+    assert until_ms.isdecimal()
