@@ -229,7 +229,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     WorkerSettings,
     without=(
         *("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
-        *("publish_events", "events_port", "replay_port", "worker_key"),
+        *("publish_events", "events_port", "replay_port", "worker_key", "metrics_key"),
     ),
 )
 @click.option(

@@ -43,7 +43,11 @@ _COMPLETION = GENERATION | {"prompt"}
 
 
 def create_app(
-    served: Served, *, registry: CollectorRegistry | None = None, key: str = ""
+    served: Served,
+    *,
+    registry: CollectorRegistry | None = None,
+    key: str = "",
+    metrics_key: str = "",
 ) -> FastAPI:
     """The HTTP interface of an engine; the caller runs it.
 
@@ -54,8 +58,8 @@ def create_app(
     longest prompt that fits could need is not read to its end. A client that disconnects cancels
     its request.
 
-    registry: of the metrics; None: the engine's. key: that requests must carry, but for /health;
-    "": none.
+    registry: of the metrics; None: the engine's. key: that requests must carry, but for /health.
+    metrics_key: that opens /metrics alone. "": none.
     """
     engine = served.engine
     app = FastAPI(title="kvroute worker", openapi_url=None, redirect_slashes=False)
@@ -72,8 +76,8 @@ def create_app(
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(HTTPException, http_error)
 
-    if key:
-        app.add_middleware(_Guard, key=key)
+    if key or metrics_key:
+        app.add_middleware(_Guard, key=key, metrics_key=metrics_key)
 
     @app.get("/health")
     async def health() -> Response:
@@ -96,16 +100,20 @@ def create_app(
 
 
 class _Guard:
-    """Lets only requests with the key pass, but for /health."""
+    """Lets only requests with a key pass that opens their path, but for /health."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, metrics_key: str) -> None:
         self._app = app
-        self._digests = [("worker", digest_of(key.encode()))]
+        self._digests = [("worker", digest_of(key.encode()))] if key else []
+        self._readers = [*self._digests]
+        if metrics_key:
+            self._readers.append(("metrics", digest_of(metrics_key.encode())))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
+            allowed = self._readers if scope["path"] == "/metrics" else self._digests
             try:
-                name = name_of(authorization_in(scope["headers"]), self._digests)
+                name = name_of(authorization_in(scope["headers"]), allowed) if allowed else ""
             except InvalidRequest:
                 name = None
             if name is None:

@@ -82,7 +82,7 @@ async def _serve_with_agent(
         engine = hosted.start(agent)
         names = settings.model_names(hosted.model)
         served = Served(engine, names, hosted.tokenizer, hosted.invents)
-        app = create_app(served, key=settings.worker_key)
+        app = create_app(served, key=settings.worker_key, metrics_key=settings.metrics_key)
         add_chat(app, served, hosted.tokenizer_source)
         async with asyncio.TaskGroup() as tasks:
             running_agent = tasks.create_task(_run(agent))

@@ -237,6 +237,9 @@ class WorkerSettings(MemberSettings):
     worker_key: str = setting(
         "", "Key that every request to the worker must carry, except for /health.", heading="Access"
     )
+    metrics_key: str = setting(
+        "", "Key that opens /metrics and nothing else. Once there is one, /metrics needs a key."
+    )
     device: str = setting(
         "auto",
         "Device of the torch engine: cpu, cuda or cuda:N; auto: a GPU if there is one.",

@@ -27,8 +27,11 @@ class DoorSettings(CommonSettings):
     )
     api_key_file: str = setting(
         "",
-        "File with further keys: one on each line, `NAME KEY` or only the key. It is read again "
-        "when it changes, and on SIGHUP.",
+        "File with further keys: one on each line, `NAME KEY` or only the key; `NAME KEY metrics` "
+        "is one as --metrics-key. It is read again when it changes, and on SIGHUP.",
+    )
+    metrics_key: str = setting(
+        "", "Key that opens /metrics and nothing else. Once there is one, /metrics needs a key."
     )
     no_auth: bool = setting(
         False,

@@ -69,9 +69,10 @@ class Services:
 
     def adopt(self, settings: RouterSettings) -> None:
         """Go by these settings from now on. Raises ConfigError, and then changes nothing."""
-        new = Keys(settings.api_key, settings.api_key_file)
+        given = (settings.api_key, settings.api_key_file, settings.metrics_key)
+        new = Keys(*given)
         check_open(settings.host, new, no_auth=settings.no_auth)
-        self.keys.change(settings.api_key, settings.api_key_file)
+        self.keys.change(*given)
         logging.getLogger().setLevel(settings.log_level.upper())
         self.settings = self.door.settings = settings
         self.bodies.max_tokens = settings.max_prompt_tokens
@@ -119,7 +120,7 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
 
     Raises ConfigError for a bad Redis URL, namespace or file of keys.
     """
-    keys = Keys(settings.api_key, settings.api_key_file)
+    keys = Keys(settings.api_key, settings.api_key_file, settings.metrics_key)
     check_open(settings.host, keys, no_auth=settings.no_auth)
     timeout_s = settings.redis_timeout_ms / 1000
     redis = partial(connect, settings.redis_url, timeout_s=timeout_s)

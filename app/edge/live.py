@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 LIVE = frozenset(
     {
-        *("api_key", "api_key_file", "log_level", "show_decision", "stalled_s"),
+        *("api_key", "api_key_file", "metrics_key", "log_level", "show_decision", "stalled_s"),
         *("max_request_bytes", "max_body_bytes", "max_prompt_tokens"),
     }
 )

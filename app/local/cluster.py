@@ -171,7 +171,10 @@ class Cluster:
         assert self._planner is not None
         of_workers = flags(
             self._worker,
-            without=("redis_url", "namespace", "port", "worker_id", "worker_key", "address"),
+            without=(
+                *("redis_url", "namespace", "port", "worker_id", "address"),
+                *("worker_key", "metrics_key"),
+            ),
         )
         settings = replace(
             self._planner,

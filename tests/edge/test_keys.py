@@ -10,7 +10,7 @@ import pytest
 
 from app.core.errors import ConfigError
 from app.edge import keys
-from app.edge.keys import Keys
+from app.edge.keys import Keys, check_open
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import Process
 from tests.edge.conftest import StartReplica
@@ -77,6 +77,35 @@ def test_a_file_that_cannot_be_read_leaves_the_keys_as_they_are(
     assert opened.check("/", [(b"authorization", b"Bearer first")]) == "one"
     with pytest.raises(ConfigError, match="line 1 has 3 words"):
         Keys("", str(file))
+
+
+@pytest.mark.parametrize("where", ["a setting", "the file"])
+async def test_a_key_of_metrics_opens_nothing_else(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, tmp_path: Path, where: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one first\nprometheus scraper metrics\n")
+    given = {"api_key_file": str(file)}
+    if where == "a setting":
+        given = {"api_key": "first", "metrics_key": "scraper"}
+    async with replica(one_redis_server.url, **given) as client:
+        for key, opened in (("first", True), ("scraper", False), ("no", False)):
+            for path in ("/v1/models", "/v1/workers", "/metrics/", "/nowhere"):
+                answer = await client.get(path, headers=[bearer(key)])
+                assert (answer.status_code != 401) is opened
+            answer = await client.get("/metrics", headers=[bearer(key)])
+            assert (answer.status_code == 200) is (key != "no")
+
+
+async def test_a_key_of_metrics_alone_leaves_the_rest_open(
+    one_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with replica(one_redis_server.url, metrics_key="scraper") as client:
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.get("/metrics")).status_code == 401
+        assert (await client.get("/metrics", headers=[bearer("scraper")])).status_code == 200
+    with pytest.raises(ConfigError, match="only loopback addresses are served"):
+        check_open("0.0.0.0", Keys("", metrics_key="scraper"), no_auth=False)
 
 
 async def test_sighup_reads_the_keys_again_and_ends_nothing(

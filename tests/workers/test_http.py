@@ -373,6 +373,21 @@ async def test_metrics_show_the_engines_requests_and_blocks() -> None:
         assert (await asking).status_code == 200
 
 
+@pytest.mark.parametrize("key", ["inner", ""])
+async def test_a_key_of_metrics_opens_nothing_else(key: str) -> None:
+    runner = runner_of()
+    app = create_app(Served(runner, ["simulated"], None), key=key, metrics_key="scraper")
+    async with served_by(runner, app) as client:
+
+        async def asked(path: str, given: str) -> int:
+            headers = {"authorization": f"Bearer {given}"}
+            return (await client.get(path, headers=headers)).status_code
+
+        assert [await asked("/metrics", given) for given in ("scraper", "no")] == [200, 401]
+        others = [await asked("/v1/completions", given) for given in ("inner", "scraper")]
+        assert others == ([405, 401] if key else [405, 405])
+
+
 async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
     async with serving(fast()) as client:
         response = await client.post(
