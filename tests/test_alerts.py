@@ -89,6 +89,7 @@ CASES = {
     ),
     "KvrouteIndexOverfull": on_and_off("index_fill", "5x40", "4x40"),
     "KvrouteRedisMayEvict": on_and_off("redis_may_evict", "1x40", "0x40"),
+    "KvrouteAgentHearsNothing": on_and_off("agent_events_silent", "1x40", "0x40", instance="a"),
     "KvrouteCopiesFail": Case(
         {counter("engine_kv_block_events_total", instance="w", event="failed"): RISES},
         {

@@ -32,7 +32,8 @@ from app.planner.metrics import PlannerMetrics
 from app.router.metrics import Telemetry
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import USUAL
-from tests.redis_servers import default_kind, require_redis
+from tests.redis_servers import default_kind, require_binary, require_redis
+from workers.bridge.metrics import FAMILIES
 from workers.engines.sim.runner import EngineRunner
 from workers.metrics import registry_of
 
@@ -76,7 +77,7 @@ def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     telemetry = Telemetry()
     Outcomes(telemetry.registry, AccessLog(on=False, hashes=False, replica=""))
     known = series(telemetry.registry) | series(registry_of(engine))
-    known |= series(PlannerMetrics("n").registry)
+    known |= series(PlannerMetrics("n").registry) | {family.name for family in FAMILIES}
     asked = set(re.findall(r"kvroute_\w+", expression))
     assert asked
     assert asked <= known
@@ -224,6 +225,47 @@ def test_policies_let_the_parts_connect_to_each_other_as_they_do_and_in_no_other
     assert not any(
         lets("Ingress", peer, "elsewhere", port) for peer in PORTS for port in ports[peer]
     )
+
+
+def test_monitors_name_pods_and_ports_that_there_are_and_a_key_where_one_is_asked_for() -> None:
+    monitors = list(yaml.safe_load_all((DEPLOY / "monitors.kubernetes.yaml").read_text()))
+    seen = set()
+    for monitor in monitors:
+        [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+        for container in containers_of(monitor["spec"]["selector"]):
+            if endpoint["port"] not in [port.get("name") for port in container.get("ports", [])]:
+                continue
+            seen.add(container["name"])
+            keys = {
+                entry["valueFrom"]["secretKeyRef"]["key"]
+                for entry in container["env"]
+                if entry["name"] == "KVROUTE_METRICS_KEY"
+            }
+            asked = endpoint.get("authorization", {}).get("credentials", {})
+            assert {asked["key"]} == keys if asked else not keys
+    assert seen == {"router", "worker", "agent", "planner"}
+
+
+def containers_of(selector: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for pod in PODS.values():
+        if selects(selector, pod["metadata"]["labels"]):
+            yield from pod["spec"]["containers"]
+
+
+def test_prometheus_is_told_of_each_service_that_has_metrics_and_its_port() -> None:
+    file = DEPLOY / "prometheus.yaml"
+    command = [require_binary("promtool"), "check", "config", "--syntax-only", file]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    found = {}
+    for job in yaml.safe_load(file.read_text())["scrape_configs"]:
+        [where] = job["dns_sd_configs"]
+        [service] = where["names"]
+        assert where["port"] in PORTS["vllm" if service == "agent" else service]
+        found[service] = "authorization" in job
+    assert found == {"router": True, "worker": True, "agent": False, "planner": False}
+    keyed = {s for s in SERVICES if "KVROUTE_METRICS_KEY" in SERVICES[s].get("environment", {})}
+    assert keyed == {"router", "worker"}
 
 
 def images() -> Iterator[str]:
