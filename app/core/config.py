@@ -141,6 +141,7 @@ class RouterSettings(DoorSettings):
     strict_roles: bool = setting(
         False,
         "Workers with the role decode compute no prompts, not even where that is the quickest.",
+        bool,
     )
     session_ttl_s: float = setting(
         600.0,
