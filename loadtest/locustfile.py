@@ -18,16 +18,20 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 import click
+import gevent
 import numpy as np
 import orjson
 from locust import FastHttpUser, between, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.contrib.fasthttp import FAILURE_EXCEPTIONS, ResponseContextManager
+from locust.env import Environment
+from locust.runners import WorkerRunner
 
 NUM_SYSTEM_PROMPTS = 24
 SYSTEM_PROMPT_TOKENS = (512, 4096)
@@ -36,6 +40,12 @@ MEAN_TURNS = 5
 VOCABULARY = 32_000
 CHUNKS_PER_ANSWER = 5
 HEADERS = {"Content-Type": "application/octet-stream", "Accept-Encoding": "identity"}
+
+TRIES = 30
+PAUSE_S = 1.0
+UNANSWERED = 0
+"""Locust's status of a request that got no answer."""
+REPEATED = (UNANSWERED, 408, 429, 502, 503, 504)
 
 UNNAMED = ""
 """In place of a worker's name."""
@@ -100,9 +110,25 @@ def add_options(parser: LocustArgumentParser) -> None:
     )
 
 
+@events.init.add_listener  # type: ignore[untyped-decorator]
+def set_the_clock(**_: Any) -> None:
+    """Have gevent look at the time: --run-time would begin before all this was loaded."""
+    gevent.sleep(0)
+
+
 @events.quit.add_listener  # type: ignore[untyped-decorator]
 def print_report(**_: Any) -> None:
     click.echo(f"\n{totals.report()}")
+
+
+@events.quitting.add_listener  # type: ignore[untyped-decorator]
+def fail_without_answers(environment: Environment, **_: Any) -> None:
+    """Tries that were to be repeated are no failures, but a run of nothing else has failed."""
+    if isinstance(environment.runner, WorkerRunner):
+        return  # its master looks at what all of them report
+    rows = [environment.stats.entries.get((name, "POST")) for name in ("route", "chat")]
+    if not any(row and row.num_requests > row.num_failures for row in rows):
+        environment.process_exit_code = 1
 
 
 def random_tokens(count: int, rng: random.Random) -> Tokens:
@@ -138,6 +164,12 @@ def chunks_of(response: ResponseContextManager) -> Iterator[dict[str, Any]]:
         yield chunk
 
 
+def pause_s(response: ResponseContextManager) -> float:
+    """How long to wait before the next try."""
+    after = None if response.headers is None else response.headers.get("Retry-After")
+    return float(str(after)) if after else PAUSE_S
+
+
 def reserved_path(choice: dict[str, Any]) -> str:
     # A decision made without Redis has reserved nothing.
     return f"/v1/requests/{choice.get('reservation_id', choice['request_id'])}"
@@ -147,6 +179,9 @@ class Chat(FastHttpUser):
     """One caller; its next turn comes after the answer and a pause."""
 
     wait_time = between(0.5, 2.0)
+
+    is_ended = False
+    """Whether locust has told it to end."""
 
     def on_start(self) -> None:
         self.rng = random.Random()
@@ -179,13 +214,62 @@ class Chat(FastHttpUser):
         request_id = f"locust-{uuid.uuid4().hex}"
         prompt = np.array(self.history, dtype="<u4").tobytes()
         started = time.perf_counter()
-        choice = self.route(request_id, prompt)
-        if choice is None:
-            return
+        # Both ends in greenlets of their own: locust ends a user by an exception wherever it waits,
+        # and what the router has reserved would stay so.
+        routing = gevent.spawn(self.route, request_id, prompt)
         try:
-            self.history += self.complete(choice, request_id, prompt, started)
+            if choice := routing.get():
+                self.history += self.complete(choice, request_id, prompt, started)
+        except gevent.GreenletExit:
+            self.is_ended = True
+            raise
         finally:
-            self.client.delete(reserved_path(choice), name="release")
+            releasing = gevent.spawn(self.release_what, routing)
+            try:
+                releasing.get()
+            except gevent.GreenletExit:
+                self.is_ended = True
+                releasing.join()
+                raise
+
+    def release_what(self, routing: gevent.Greenlet) -> None:
+        if choice := routing.get():
+            self.release(choice)
+
+    def confirm(self, choice: dict[str, Any]) -> None:
+        """Report the first token."""
+        path = f"{reserved_path(choice)}/prefill_complete"
+        self.call("prefill_complete", lambda _: self.client.post(path, catch_response=True))
+
+    def release(self, choice: dict[str, Any]) -> None:
+        path = reserved_path(choice)
+        self.call("release", lambda _: self.client.delete(path, catch_response=True))
+
+    def call(
+        self, name: str, request: Callable[[bool], ResponseContextManager]
+    ) -> ResponseContextManager:
+        """The answer of a router, which is asked again while docs/client.md says so.
+
+        request: makes one try; its argument says whether there was one before. Only the last one
+        counts as failed.
+        """
+        for attempt in range(TRIES):
+            response = request(attempt > 0)
+            with response:
+                if not self.is_to_repeat(response, name, attempt):
+                    break
+        return response
+
+    def is_to_repeat(self, response: ResponseContextManager, name: str, attempt: int) -> bool:
+        """Whether to try once more; if so, after a pause, and the try counts as no failure."""
+        response.request_meta["name"] = name
+        if response.status_code not in REPEATED or attempt == TRIES - 1:
+            return False
+        response.request_meta["name"] = f"{name}, to be repeated"
+        response.success()  # type: ignore[no-untyped-call]
+        if not self.is_ended:
+            time.sleep(pause_s(response))
+        return not self.is_ended
 
     def output_tokens(self) -> int:
         return max(1, round(self.rng.expovariate(1 / self.options.output_tokens)))
@@ -200,18 +284,26 @@ class Chat(FastHttpUser):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        for attempt in range(TRIES):
+            answer = self.try_chat(orjson.dumps(body), attempt)
+            if answer is not None:
+                return answer
+        return ""
+
+    def try_chat(self, body: bytes, attempt: int) -> str | None:
+        """As `chat`; None: it is to be tried once more."""
         asked = time.perf_counter()
         answer, usage = "", None
         with self.client.post(
             "/v1/chat/completions",
-            data=orjson.dumps(body),  # type: ignore[arg-type]
+            data=body,  # type: ignore[arg-type]
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
             name="chat",
             stream=True,
             catch_response=True,
         ) as response:
             if response.status_code != 200:
-                return ""
+                return None if self.is_to_repeat(response, "chat", attempt) else ""
             try:
                 for chunk in chunks_of(response):
                     for choice in chunk["choices"]:
@@ -231,21 +323,26 @@ class Chat(FastHttpUser):
         return answer
 
     def route(self, request_id: str, prompt: bytes) -> dict[str, Any] | None:
-        """The router's choice, or None if it made none; waits if the router says for how long."""
-        query = f"request_id={request_id}" + (
-            f"&policy={self.options.policy}" if self.options.policy else ""
-        )
-        response = self.client.post(
-            f"/v1/route?{query}",
-            data=prompt,  # type: ignore[arg-type]  # locust's annotation omits bytes
-            headers=HEADERS,
-            name="route",
-        )
+        """The router's choice, or None if it made none."""
+        query = {"request_id": request_id}
+        if self.options.policy:
+            query["policy"] = self.options.policy
+
+        def request(again: bool) -> ResponseContextManager:
+            marked = query | {"retry": "true"} if again else query
+            return self.client.post(
+                f"/v1/route?{urlencode(marked)}",
+                data=prompt,  # type: ignore[arg-type]  # locust's annotation omits bytes
+                headers=HEADERS,
+                catch_response=True,
+            )
+
+        response = self.call("route", request)
         if response.status_code == 200:
             choice: dict[str, Any] = orjson.loads(response.content)
             return choice
-        if response.status_code == 429 and response.headers:
-            time.sleep(float(str(response.headers["Retry-After"])))
+        if response.status_code == UNANSWERED:
+            self.release({"request_id": request_id})  # it may have been reserved all the same
         return None
 
     def complete(
@@ -292,9 +389,7 @@ class Chat(FastHttpUser):
             if first:
                 first = False
                 self.note_first_token((time.perf_counter() - started) * 1000)
-                self.client.post(
-                    f"{reserved_path(choice)}/prefill_complete", name="prefill_complete"
-                )
+                self.confirm(choice)
             for part in chunk["choices"]:
                 answer += part.get("token_ids", [])
             usage = chunk.get("usage") or usage
