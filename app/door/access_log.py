@@ -90,6 +90,10 @@ FIELDS: Mapping[str, Field] = {
         lambda r: str(r.decision.worker.key) if r.decision else None,
     ),
     "tries": Field("Decisions that were made for it.", lambda r: r.tries),
+    "source": Field(
+        "The worker that computed the prompt for that one, or handed on a part of it.",
+        lambda r: str(r.decision.source.worker.key) if r.decision and r.decision.source else None,
+    ),
     "failed": Field(
         "The workers that failed it, or were full.", lambda r: [worker for worker, _ in r.failures]
     ),

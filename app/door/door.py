@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +20,10 @@ from app.door.migration import Migrating
 from app.door.missing import Missing
 from app.door.models import Model
 from app.door.record import Usage
+from app.door.sources import NOTHING, Handover, LeaseEnded, SourceFailed, Sources
 from app.door.stream import TAIL_BYTES, Whole, usage_in
 from app.door.upstream import ConnectFailed, EngineAnswer, Upstream, UpstreamBroken, UpstreamError
+from app.policy.decision import Decision
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +73,9 @@ class _Begun:
 class Door:
     """Knows how to reach engines, and how long to wait for them."""
 
-    def __init__(self, upstream: Upstream, patience: Patience) -> None:
+    def __init__(self, upstream: Upstream, patience: Patience, kv_lease_s: float) -> None:
         self.upstream = upstream
+        self.sources = Sources(upstream, kv_lease_s)
         self.patience = patience
         self.missing = Missing(upstream)
 
@@ -158,12 +162,21 @@ class _Carriage:
         failure: WorkerFailed | None = None
         for left in reversed(range(TRIES)):
             try:
-                worker = (await life.decide()).worker
+                decision = await life.decide()
             except NoWorkers:
                 break
             try:
+                handover = await self._ask_source(decision, deadline_s)
                 async with self.door.missing.waiting(life):
-                    begun = await self._try(worker, deadline_s)
+                    begun = await self._try(decision.worker, handover, deadline_s)
+            except LeaseEnded as error:
+                log.warning("%s; request %s", error, life.record.request_id)
+                failure = WorkerFailed(str(error))
+                life.lease_ended()
+                continue
+            except SourceFailed as error:
+                failure = await self._source_failed(error)
+                continue
             except UpstreamError as error:
                 failure = await self._failed(error)
                 if isinstance(failure, RepeatedFailure) or loop.time() >= deadline_s:
@@ -202,8 +215,40 @@ class _Carriage:
         except RedisUnavailable as error:
             log.debug("not told of a failed worker: %s", error)
 
-    async def _try(self, worker: WorkerInfo, deadline_s: float) -> _Begun:
-        """The beginning of one worker's answer. Raises UpstreamError."""
+    async def _source_failed(self, error: SourceFailed) -> WorkerFailed:
+        source = self.life.decision.source
+        assert source is not None
+        failure = WorkerFailed(f"source {source.worker.key}: {error}")
+        log.warning("%s; request %s", failure, self.life.record.request_id)
+        with suppress(RedisUnavailable):
+            await self.life.source_failed(suspend=error.suspend)
+        return failure
+
+    async def _ask_source(self, decision: Decision, deadline_s: float) -> Handover:
+        """What the decision's source hands on. Raises SourceFailed, LeaseEnded."""
+        if decision.source is None:
+            return NOTHING
+        life = self.life
+        left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
+        life.awaited = decision.source.worker
+        try:
+            async with self.door.missing.waiting(life):
+                handover = await self.door.sources.ask(
+                    decision,
+                    self.outgoing,
+                    self.path,
+                    self.headers,
+                    connect_s=min(CONNECT_S, left_s),
+                    answer_s=left_s,
+                )
+        except UpstreamBroken as error:
+            raise SourceFailed(str(error), suspend=True) from None
+        life.awaited = decision.worker
+        life.source_complete()
+        return handover
+
+    async def _try(self, worker: WorkerInfo, handover: Handover, deadline_s: float) -> _Begun:
+        """The beginning of one worker's answer. Raises UpstreamError, as LeaseEnded is."""
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
         more = self.life.trace.try_begins(str(worker.key))
         if worker.key.dp_rank:
@@ -212,15 +257,22 @@ class _Carriage:
             worker.address,
             self.path,
             [*self.headers, *more],
-            self.outgoing.for_worker(worker),
+            self.outgoing.for_worker(worker, handover.params),
             connect_s=min(CONNECT_S, left_s),
             answer_s=left_s,
             # On a new connection nothing is sent twice.
             kept=self.life.record.tries == 1,
         )
+        is_all = False
         if self.outgoing.asked.streams and answer.status == 200:
-            return _Begun(worker, answer, await answer.read(left_s), whole=False)
-        first, is_all = await answer.read_up_to(MAX_WHOLE_BYTES, left_s)
+            first = await answer.read(left_s)
+        else:
+            first, is_all = await answer.read_up_to(MAX_WHOLE_BYTES, left_s)
+        try:
+            handover.check()
+        except LeaseEnded:
+            answer.abort()
+            raise
         return _Begun(worker, answer, first, is_all)
 
     async def _relay(self, begun: _Begun) -> None:

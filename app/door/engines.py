@@ -6,6 +6,8 @@ import re
 
 from app.door.asked import Api
 
+TRANSFER = "kv_transfer_params"
+"""In which vLLM takes ids, and is told how KV travels."""
 _VLLM_TAKES_IDS = (0, 32)
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
@@ -18,11 +20,11 @@ def ids_field(api: Api, engine: str) -> str:
     if kind == "sglang":
         return "input_ids" if api is Api.CHAT else ""
     if kind.startswith("kvroute"):
-        return "kv_transfer_params"
+        return TRANSFER
     if kind == "vllm":
         match = _VERSION.match(version)
         if match and (int(match[1]), int(match[2])) >= _VLLM_TAKES_IDS:
-            return "kv_transfer_params"
+            return TRANSFER
     return ""
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
 from app.core.worker_report import WorkerInfo
 from app.door import members
 from app.door.asked import PROMPTS, Api, Asked
-from app.door.engines import ids_field
+from app.door.engines import TRANSFER, ids_field
 from app.door.members import Headers
 from app.door.migration import Migrating
 from app.door.prompts import PromptIds
 from app.door.stream import MAX_TOKENS, Stream, Whole
 from app.http.json_body import JsonBody
 
+_NOTHING: Mapping[str, object] = MappingProxyType({})
 Parser = Stream | Whole | Migrating
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -72,23 +74,49 @@ class Outgoing:
         limit = self._limit()
         return limit is None or limit[1] > len(output)
 
-    def for_worker(self, worker: WorkerInfo) -> bytes:
-        """The body for an engine of that kind."""
-        are_sent = self.ids.are_sent or bool(self._output)
-        field_name = ids_field(self.asked.api, worker.engine) if are_sent else ""
+    def for_source(self, worker: WorkerInfo) -> bytes:
+        """The body for a worker that computes the prompt and keeps it for another: of the answer,
+        it asks for one token."""
+        params: dict[str, object] = {
+            **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+        }
+        changes = self._ids_for(self._field_for(worker), params)
+        changes |= {"max_tokens": 1, "stream": False}
+        if self.body.fields.get("max_completion_tokens") is not None:
+            changes["max_completion_tokens"] = 1
+        return self.body.changed(changes, without=("stream_options", "min_tokens"))
+
+    def for_worker(self, worker: WorkerInfo, params: Mapping[str, object] = _NOTHING) -> bytes:
+        """The body for an engine of that kind. params: of what it fetches, if it does."""
+        field_name = self._field_for(worker)
+        if params:
+            return self._make(field_name, params)
         body = self._made.get(field_name)
         if body is None:
-            body = self._made[field_name] = self._make(field_name)
+            body = self._made[field_name] = self._make(field_name, params)
         return body
 
-    def _make(self, ids_field: str) -> bytes:
-        changes: dict[str, object] = {}
-        if ids_field:
-            ids = self.ids.ids
-            if self._output:
-                ids = [*np.asarray(ids).tolist(), *self._output]
-            is_nested = ids_field == "kv_transfer_params"
-            changes[ids_field] = {"prompt_token_ids": ids} if is_nested else ids
+    def _field_for(self, worker: WorkerInfo) -> str:
+        """Where it takes ids, if it is sent any; else ""."""
+        are_sent = self.ids.are_sent or bool(self._output)
+        return ids_field(self.asked.api, worker.engine) if are_sent else ""
+
+    def _ids_for(self, field_name: str, params: Mapping[str, object]) -> dict[str, object]:
+        """The members that name the ids of the prompt and say how its KV travels."""
+        ids = self.ids.ids
+        if field_name and self._output:
+            ids = [*np.asarray(ids).tolist(), *self._output]
+        if field_name == TRANSFER:
+            params = {**params, "prompt_token_ids": ids}
+        changes: dict[str, object] = {TRANSFER: dict(params)} if params else {}
+        if field_name and field_name != TRANSFER:
+            changes[field_name] = ids
+        return changes
+
+    def _make(self, field_name: str, params: Mapping[str, object]) -> bytes:
+        changes = self._ids_for(field_name, params)
         if self.asked.streams and not self.asked.wants_usage and self.asked.api in _USAGE_ASKED_FOR:
             options = self.body.fields.get("stream_options") or {}
             changes["stream_options"] = {**options, "include_usage": True}

@@ -54,7 +54,8 @@ class FrontDoor:
         upstream = Upstream()
         try:
             self.prompts = Prompts(upstream, parse_names(settings.tokenizers), settings.worker_key)
-            self.door = Door(upstream, Patience(settings.answer_timeout_s, settings.gap_timeout_s))
+            patience = Patience(settings.answer_timeout_s, settings.gap_timeout_s)
+            self.door = Door(upstream, patience, settings.kv_lease_s)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.models.run())
                 tasks.create_task(self.door.run())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from app.core.worker_report import WorkerInfo
 from app.door.record import Admitted, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
 from app.policy.decision import Decision
@@ -28,6 +29,8 @@ class Lifecycle:
         """Of which the chain is still to be made."""
         self._router = admitted.model.router
         self._held: Decision | None = None
+        self.awaited: WorkerInfo | None = None
+        """Who is to answer next: a worker, or first its source."""
         self._has_first_token = False
 
     @property
@@ -38,10 +41,10 @@ class Lifecycle:
 
     @property
     def worker_is_missing(self) -> bool:
-        """Whether the worker of the decision that holds is none of those that are alive."""
-        if self._held is None:
+        """Whether the worker that is waited for is none of those that are alive."""
+        if self._held is None or self.awaited is None:
             return False
-        key = self._held.worker.key
+        key = self.awaited.key
         return all(info.key != key for info in self._router.fleet.infos)
 
     async def decide(self) -> Decision:
@@ -55,23 +58,48 @@ class Lifecycle:
             decision = await self._router.route(self._request, self._prompt)
         self._prompt = None
         self._held = decision
+        self.awaited = decision.worker
         self.record.decided(decision)
         return decision
+
+    def source_complete(self) -> None:
+        """The decision's source has computed the prompt."""
+        if self.decision.reserved:
+            self._router.source_done(self.decision.reservation_id)
+
+    async def source_failed(self, *, suspend: bool) -> None:
+        """It has not: the next decision is for another one, or for none. suspend: as below."""
+        source = self.decision.source
+        assert source is not None
+        await self._leave(str(source.worker.key), "failed", suspend=suspend, of_source=True)
+
+    def lease_ended(self) -> None:
+        """What the source keeps may be gone: the next decision is for one worker alone."""
+        decision, self._held = self.decision, None
+        self.trace.try_ends("lease_ended")
+        self._request = replace(self._request, local_only=True)
+        if decision.reserved:
+            self._router.end(decision.reservation_id)
 
     async def worker_failed(self, *, suspend: bool, is_full: bool = False) -> None:
         """The worker gave no answer: the next decision is for another.
 
         suspend: nothing at all is routed to it for a while. is_full: it took no more, for now.
         """
+        name, why = str(self.decision.worker.key), "full" if is_full else "failed"
+        await self._leave(name, why, suspend=suspend, of_source=False)
+
+    async def _leave(self, name: str, why: str, *, suspend: bool, of_source: bool) -> None:
         self.trace.try_ends("worker_failed")
         decision, self._held = self.decision, None
-        name = str(decision.worker.key)
         self._request = replace(self._request, exclude=self._request.exclude | {name})
-        self.record.worker_failed(name, "full" if is_full else "failed")
+        self.record.worker_failed(name, why)
         if not decision.reserved:
             return
         if suspend:
-            await self._router.release(decision.reservation_id, worker_failed=True)
+            await self._router.release(
+                decision.reservation_id, worker_failed=True, of_source=of_source
+            )
         else:
             self._router.end(decision.reservation_id)
 

@@ -196,7 +196,7 @@ class Outcomes:
         self._tokens(model, "cached").inc(usage.cached)
         predicted = record.predicted_cached
         if predicted is not None and record.decision is not None:
-            worker = str(record.decision.worker.key)
+            worker = str(record.decision.prompt_worker.key)
             self._compared(model, worker).inc(usage.prompt)
             self._apart(model, worker).inc(abs(usage.cached - predicted))
             self.alarm.compare(model, worker, usage.prompt, predicted, usage.cached)

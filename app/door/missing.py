@@ -41,8 +41,8 @@ class Missing:
             await asyncio.sleep(LOOK_EVERY_S)
             by_address: defaultdict[str, list[Lifecycle]] = defaultdict(list)
             for life in self._waiting:
-                if life.worker_is_missing:
-                    by_address[life.decision.worker.address].append(life)
+                if life.awaited is not None and life.worker_is_missing:
+                    by_address[life.awaited.address].append(life)
             await asyncio.gather(*(self._look_at(*missing) for missing in by_address.items()))
 
     async def _look_at(self, address: str, lives: list[Lifecycle]) -> None:

@@ -119,7 +119,7 @@ class RequestRecord:
             return None
         if decision.degraded or self.migrations:
             return None
-        info = decision.worker
+        info = decision.prompt_worker
         unit = info.reuse_blocks
         blocks = min(decision.overlap.total, (admitted.num_tokens - 1) // info.block_size)
         return max(0, blocks // unit * unit - info.recomputed_blocks) * info.block_size

@@ -14,6 +14,7 @@ from app.door.lifecycle import Lifecycle
 from app.door.migration import can_migrate
 from app.door.models import Model
 from app.door.record import Stage
+from app.door.sources import may_have_source
 from app.edge import schemas
 from app.edge.ask import request_id_in, request_of
 from app.edge.client import Client
@@ -51,6 +52,7 @@ async def answer(client: Client) -> None:
         try:
             with trace.span("tokens"):
                 ids = await door.prompts.of(api, model, body.fields)
+            record.request.local_only = not may_have_source(wanted, body.fields, ids)
             life = door.admit(record, ids, trace)
             migrates = settings.migrate and can_migrate(wanted, body.fields, ids, model.workers)
             await door.door.carry(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -119,11 +119,13 @@ class JsonBody:
                 left -= await _num_values(name, bytes(member), left)
         return body
 
-    def changed(self, changes: Mapping[str, object]) -> bytes:
-        """The object with the members in `changes` set; the others stay as they are. A member that
-        is new comes last."""
+    def changed(self, changes: Mapping[str, object], without: Collection[str] = ()) -> bytes:
+        """The object with the members in `changes` set, and without those in `without`; the others
+        stay as they are. A member that is new comes last."""
         parts: list[Any] = []
         for name, value in {**self.members, **changes}.items():
+            if name in without:
+                continue
             is_raw = isinstance(value, msgspec.Raw)
             parts += [b",", orjson.dumps(name), b":", value if is_raw else _dumps(value)]
         return b"".join([b"{", *parts[1:], b"}"])

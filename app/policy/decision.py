@@ -20,6 +20,7 @@ class RouteRequest:
     session: "" for none. tenant, priority: used if it has to wait. retry: it takes the place of
     what earlier tries with its id hold. balancer_id: the same if a balancer sends a request again;
     "" for none.
+    local_only: no other worker computes its prompt, or hands any of it on.
     carried: until it ends, its router's door carries it, and keeps extending what is reserved.
     Like everything that each decision creates, it is not frozen: that would take three times as
     long.
@@ -39,6 +40,7 @@ class RouteRequest:
     retry: bool = False
     balancer_id: str = ""
     carried: bool = False
+    local_only: bool = False
 
 
 @dataclass(slots=True)

@@ -142,7 +142,7 @@ class WorkerSelector:
         )
         self._decisions += request.reserve
         routes = [Route(Form.LOCAL, choice.index, choice.index, choice.costs.cost[choice.index])]
-        if roles is not None and not degraded:
+        if roles is not None and not degraded and not request.local_only:
             routes = self._routes(policy, candidates, size, choice, eligible, roles)
         route = min(routes, key=lambda one: one.cost)
         reserves = request.reserve and not degraded

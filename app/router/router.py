@@ -164,6 +164,10 @@ class Router:
         self._reports.source_complete(request_id, answer)
         return await answer
 
+    def source_done(self, reservation_id: str) -> None:
+        """As `source_complete`, without waiting for it."""
+        self._reports.source_complete(reservation_id)
+
     def first_token(self, reservation_id: str) -> None:
         """As `prefill_complete`, without waiting for it."""
         self._reports.first_token(reservation_id)
@@ -179,13 +183,18 @@ class Router:
             self._maintenance.release_soon(decision.reservation_id, decision.reservation.attempt)
 
     async def release(
-        self, request_id: str, *, worker_failed: bool = False, ending: Ending | None = None
+        self,
+        request_id: str,
+        *,
+        worker_failed: bool = False,
+        of_source: bool = False,
+        ending: Ending | None = None,
     ) -> bool:
         """False if there is no such reservation (any more).
 
         ending: what came of the request, to be recorded; None: nobody says.
         worker_failed: no request goes to the worker until it has renewed its lease; longer if it
-        failed others.
+        failed others. of_source: it was its source.
         Raises RedisUnavailable; the release then follows once Redis is back, if this router lives.
         Raises WrongVersion.
         """
@@ -199,7 +208,7 @@ class Router:
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it
             # would come second if Redis had yet to be sent this script, but not the other.
-            await self._suspend_worker_of(request_id)
+            await self._suspend_worker_of(request_id, of_source=of_source)
             attempt = await self._runner.one(
                 reservations.release(self._keyspace, request_id, answered=False)
             )
@@ -219,8 +228,10 @@ class Router:
         if self.fleet.wrong_version is not None:
             raise self.fleet.wrong_version
 
-    async def _suspend_worker_of(self, request_id: str) -> None:
-        suspended = await self._runner.one(leases.suspend(self._keyspace, request_id))
+    async def _suspend_worker_of(self, request_id: str, *, of_source: bool) -> None:
+        suspended = await self._runner.one(
+            leases.suspend(self._keyspace, request_id, of_source=of_source)
+        )
         if suspended is not None:
             self.telemetry.suspensions.inc()
             log.warning(

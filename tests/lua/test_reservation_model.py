@@ -23,6 +23,7 @@ class Held:
     blocks: int
     state: str = "p"
     """p: it prefills; d: it decodes; h: its blocks wait to be fetched."""
+    has_source: bool = False
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Model:
         self, request_id: str, held: Held, seen: int | None, source: Held | None = None
     ) -> str:
         self.release(request_id)
+        if source is not None:
+            self.held.pop(f"{request_id} source", None)
         pair = [held] if source is None else [held, source]
         for one in pair:
             on_it = [h for h in self.held.values() if h.worker == one.worker and h.state != "h"]
@@ -46,6 +49,7 @@ class Model:
                 return "changed"
         if source is not None:
             self.held[f"{request_id} source"] = source
+        held.has_source = source is not None
         self.held[request_id] = held
         for one in pair:
             self.totals[one.worker] += 1
@@ -53,8 +57,10 @@ class Model:
 
     def prefill_complete(self, request_id: str) -> bool:
         if request_id in self.held:
+            if self.held[request_id].has_source:
+                self.held.pop(f"{request_id} source", None)
             self.held[request_id].state = "d"
-            self.held.pop(f"{request_id} source", None)
+            self.held[request_id].has_source = False
         return request_id in self.held
 
     def source_complete(self, request_id: str) -> bool:
@@ -64,7 +70,10 @@ class Model:
         return source is not None
 
     def release(self, request_id: str) -> bool:
-        self.held.pop(f"{request_id} source", None)
+        source = self.held.get(f"{request_id} source")
+        target = self.held.get(request_id)
+        if target and target.has_source and source and (source.state == "p" or not source.tokens):
+            del self.held[f"{request_id} source"]
         return self.held.pop(request_id, None) is not None
 
     def loads(self) -> dict[Incarnation, Load]:
