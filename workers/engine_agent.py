@@ -42,6 +42,10 @@ async def serve(settings: EngineAgentSettings) -> None:
         raise ConfigError(
             f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
         )
+    if settings.role != "both" and not settings.kv_transfer:
+        raise ConfigError(
+            f"--role {settings.role}: needs --kv-transfer, as KV has to travel for it"
+        )
     keyspace = Keyspace(settings.namespace)
     async with AsyncExitStack() as opened:
         listening = opened.enter_context(listen(settings.host, settings.port))

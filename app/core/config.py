@@ -330,6 +330,17 @@ class EngineAgentSettings(MemberSettings):
     model: str = setting(
         "", "Ids that requests may name, separated by commas; unset: those that the engine lists."
     )
+    role: str = setting(
+        "both",
+        "prefill: computes prompts for other workers, and never decodes; decode: computes no "
+        "prompts for others; both.",
+        OneOf(("both", "prefill", "decode")),
+    )
+    kv_transfer: str = setting(
+        "",
+        "The way in which KV travels between this engine and others; unset: in none.",
+        OneOf(("", "nixl")),
+    )
     events_endpoint: str = setting(
         "",
         "ZMQ address of the KV events of the engine's first rank, the others' ports following; "

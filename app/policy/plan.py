@@ -261,9 +261,7 @@ def _wish(
     device[route.target] += overlap.device - candidates.overlap[route.target]
     seconds = predicted_prefill_s(replace(candidates, overlap_device=device), size)
     lacking = max(1, size.isl_tokens - overlap.device * size.block_size)
-    at_once = view.roles is not None and view.roles.hands_on_at_once
-    last_s = last_token_s(candidates, size) * (not at_once)
-    holding = _promise(query, view, route.source, int(not at_once), last_s, overlap.device)
+    holding = _promise(query, view, route.source, 0, np.zeros_like(seconds), overlap.device)
     computing = _promise(query, view, route.target, lacking, seconds, size.isl_blocks)
     return replace(computing, source=holding)
 

@@ -40,13 +40,14 @@ class Roles:
     """Which of the workers may be what, (workers,) each.
 
     prefill, decode: those that do nothing else. transfers: those between which KV can travel.
-    hands_on_at_once: whether a source hands on what it holds without a request in its queue.
+    fetches: whether a target may fetch a prefix, and compute the rest; then a source hands it on
+    without a request in its queue. (A vLLM that is told of fewer tokens than its prompt has dies.)
     """
 
     prefill: Mask
     decode: Mask
     transfers: Mask
-    hands_on_at_once: bool
+    fetches: bool
 
     @property
     def targets(self) -> Mask:
@@ -75,7 +76,7 @@ def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
         prefill=np.array([role is Role.PREFILL for role in roles]),
         decode=np.array([role is Role.DECODE for role in roles]),
         transfers=np.array([bool(way) and one == way for one in ways]),
-        hands_on_at_once=way == OWN_TRANSFER,
+        fetches=way == OWN_TRANSFER,
     )
 
 
@@ -108,27 +109,18 @@ def routes_with_source(
     is a worker for nothing but prefill, between the cheapest of those and of the others.
     """
     owners, targets = eligible & roles.sources, eligible & room & roles.receivers
-    sources = owners & room
     if not owners.any() or not targets.any():
         return []
     if policy != "latency":
-        if not (sources & roles.prefill).any():
+        sources = owners & room & roles.prefill
+        if not sources.any():
             return []
-        source = _cheapest(costs.cost, sources & roles.prefill, rng)[0]
+        source = _cheapest(costs.cost, sources, rng)[0]
         target = _cheapest(costs.cost, targets, rng)[0]
         return [Route(Form.SPLIT, target, source, float(costs.cost[target]))]
-    routes = (
-        _split(candidates, size, costs, sources, targets, rng),
-        _fetch(
-            candidates,
-            size,
-            costs,
-            owners if roles.hands_on_at_once else sources,
-            targets,
-            rng,
-            waits=not roles.hands_on_at_once,
-        ),
-    )
+    routes = [_split(candidates, size, costs, owners & room, targets, rng)]
+    if roles.fetches:
+        routes.append(_fetch(candidates, size, costs, owners, targets, rng))
     return [route for route in routes if route is not None]
 
 
@@ -177,14 +169,11 @@ def _fetch(
     sources: Mask,
     targets: Mask,
     rng: Generator,
-    *,
-    waits: bool,
 ) -> Route | None:
     """The cheapest target for what the source with the longest overlap holds.
 
-    costs: of `latency`. waits: it hands on its blocks behind the prefills in its queue. Of the
-    longest overlaps, the one with the shortest queue is taken. None: no target lacks what a source
-    holds.
+    costs: of `latency`. Of the longest overlaps, the one with the shortest queue is taken. None: no
+    target lacks what a source holds.
     """
     held = np.where(sources, candidates.overlap_device, 0.0)
     longest = held.max()
@@ -203,8 +192,6 @@ def _fetch(
     # What arrives takes as much memory as what is computed.
     for term in ("memory_wait_s", "eviction_s"):
         total += costs.terms[term] - with_prefix.terms[term]
-    if waits:
-        total += costs.terms["queue_s"][source] + last_token_s(candidates, size)[source]
     target = _cheapest(total, gaining, rng)[0]
     return Route(Form.FETCH, target, source, float(total[target]))
 

@@ -108,6 +108,12 @@ class EngineLoad:
     inter_token_s: float | None = None
     steps: float | None = None
     """Steps in which `inter_tokens` were generated."""
+    transfers: float | None = None
+    """Of KV from other engines."""
+    transfer_s: float | None = None
+    """Seconds that they took, added up."""
+    transferred_tokens: float | None = None
+    """Prompt tokens whose KV they brought."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from app.core.config import EngineAgentSettings
 from app.core.errors import ConfigError, EngineUnavailable, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
+from app.core.worker_report import ForwardPassMetrics, Role, Speed, WorkerInfo
 from app.simulation.profiles import PROFILES, Profile
 from app.state import leases
 from app.state.scripts import ScriptRunner
@@ -220,6 +220,8 @@ class EngineFollower:
                 tokenizer=facts.tokenizer,
                 tokenizer_hash=probed,
                 event_addresses=tuple(filter(None, (source.endpoint, source.replay))),
+                role=Role.parse(settings.role),
+                kv_transfer=settings.kv_transfer,
             )
             ranks.append(
                 Rank(

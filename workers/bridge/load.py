@@ -20,6 +20,9 @@ LOADS = "/v1/loads?include=core&format=json"
 STARTED = "process_start_time_seconds"
 SLEEP = "vllm:engine_sleep_state"
 IDLE = "vllm:kv_block_idle_before_evict_seconds"
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+TRANSFERRED, COMPUTED = f"{BY_SOURCE} external_kv_transfer", f"{BY_SOURCE} local_compute"
+"""Two of its lines, by where the KV of prompt tokens came from."""
 # For each field the metrics that may be it, the newest name first.
 _VLLM: dict[str, tuple[str, ...]] = {
     "running": ("vllm:num_requests_running",),
@@ -48,6 +51,9 @@ _VLLM: dict[str, tuple[str, ...]] = {
         "vllm:time_per_output_token_seconds_sum",
     ),
     "steps": ("vllm:iteration_tokens_total_count",),
+    "transfers": ("vllm:nixl_xfer_time_seconds_count",),
+    "transfer_s": ("vllm:nixl_xfer_time_seconds_sum",),
+    "transferred_tokens": (TRANSFERRED,),
     "idle_s": (f"{IDLE}_sum",),
     "idle_blocks": (f"{IDLE}_count",),
 }
@@ -77,7 +83,7 @@ class LoadReader:
         self._kind = kind
         self._has_loads = kind == "sglang"
         self._names = {name: field for field, names in _NAMES[kind].items() for name in names}
-        self._wanted = Wanted((*self._names, SLEEP, STARTED))
+        self._wanted = Wanted((*self._names, SLEEP, STARTED, BY_SOURCE))
         self._before: dict[int, _Values] = {}
         self._idle_s: dict[int, float] = {}
         self._hits: defaultdict[int, HitRate] = defaultdict(HitRate)
@@ -108,9 +114,12 @@ class LoadReader:
                 if sample.labels.get("sleep_state") == "awake":
                     asleep[rank] = not sample.value
             elif self._kind == "vllm":
+                name = sample.name
+                if name == BY_SOURCE:
+                    name = f"{BY_SOURCE} {sample.labels.get('source', '')}"
                 # One line for each reason why requests ended.
                 values = by_rank[rank]
-                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+                values[name] = values.get(name, 0.0) + sample.value
             else:
                 by_rank[rank][sample.name] = sample.value  # each tensor-parallel rank has a line
         loads = {
@@ -136,6 +145,9 @@ class LoadReader:
             if tokens:
                 self._hits[rank].add(cached, tokens)
             values["hit_rate"] = self._hits[rank].value
+        if by_name.get(TRANSFERRED) and COMPUTED in by_name:
+            # Else what was transferred counts as computed, and the engine seems many times as fast.
+            values["prefill_computed_tokens"] = by_name[COMPUTED]
         if "prefill_computed_tokens" not in values and "prefill_prompt_tokens" in values:
             # Hits are counted when a request begins: of many requests it is right.
             prompt = values["prefill_prompt_tokens"]

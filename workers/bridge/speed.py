@@ -32,6 +32,7 @@ MANY_PAIRS = 500_000.0
 ENOUGH_GAPS = 1_000
 """So many gaps between two tokens of a request."""
 ENOUGH_REQUESTS = 10
+ENOUGH_TRANSFERS = 10
 PROMPT_TOKENS = 1_000.0
 """Errors count relative to the time that a prompt takes, which is taken to grow from this length
 on: otherwise only the longest prompts would. v0 is spread over the tokens of a mean prompt, or over
@@ -53,6 +54,7 @@ Source = Literal["learned", "profile", "default"]
 _PREFILL = ("prefill_s_per_token", "prefill_s_per_token2")
 _DECODE = ("decode_s_per_seq", "decode_s_per_kv_token")
 _OUTPUT = ("mean_output_tokens",)
+_TRANSFER = ("transfer_s", "transfer_s_per_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,8 @@ class EngineSpeed:
         """Seconds of a computed token, where the engine counts them."""
         self._outputs = _Mean()
         self._gaps = 0.0
+        self._transfer = LeastSquares([assumed.transfer_s_per_token], [1_000.0])
+        self._transfers = 0.0
         self._errors: dict[str, float] = {}
         self._prefilled = _Growth(
             "prefills", "prefill_s", "prefill_prompt_tokens", "prefill_computed_tokens"
@@ -160,6 +164,7 @@ class EngineSpeed:
         self._was_busy = _Growth("busy_tokens", "prefill_busy_s")
         self._decoded = _Growth("inter_tokens", "inter_token_s", "steps")
         self._prompted = _Growth("prompt_tokens", "cached_tokens")
+        self._transferred = _Growth("transfers", "transfer_s", "transferred_tokens")
         self._finished = _Growth("finished_requests", "generated_tokens")
 
     def observe(self, load: EngineLoad, now: float) -> None:
@@ -167,6 +172,7 @@ class EngineSpeed:
         self._observe_busy(load, now)
         self._observe_prefill(load, now)
         self._observe_decode(load, now)
+        self._observe_transfers(load, now)
         if (grown := self._finished.since(load, now)) and grown.values[0]:
             self._finished.restart(load, now)
             self._outputs.add(grown.values[1], grown.values[0])
@@ -233,6 +239,19 @@ class EngineSpeed:
         self._gaps += gaps
         self._decode.add(features, np.array([total_s / gaps]), gaps / 100)
 
+    def _observe_transfers(self, load: EngineLoad, now: float) -> None:
+        grown = self._transferred.since(load, now)
+        if grown is None or not grown.values[0]:
+            return
+        self._transferred.restart(load, now)
+        count, seconds, tokens = grown.values
+        features = np.array([[tokens / count]])
+        if self._is_learned("transfer_s"):
+            expected = self._transfer.weights() @ np.array([1.0, tokens / count])
+            self._note_error(_TRANSFER, float(expected), seconds / count)
+        self._transfers += count
+        self._transfer.add(features, np.array([seconds / count]), count)
+
     def _prefill_constants(self) -> tuple[float, float]:
         if self._busy.count:
             # The time that attention took is part of it: nothing tells it apart.
@@ -257,6 +276,8 @@ class EngineSpeed:
             learned |= zip(_PREFILL, self._prefill_constants(), strict=True)
         if self._is_learned("decode_s_per_seq"):
             learned |= zip(_DECODE, map(float, self._decode.weights()[1:]), strict=True)
+        if self._is_learned("transfer_s"):
+            learned |= zip(_TRANSFER, map(float, self._transfer.weights()), strict=True)
         if self._is_learned("mean_output_tokens"):
             learned["mean_output_tokens"] = self._outputs.mean
         return replace(self._assumed, **learned)
@@ -284,4 +305,6 @@ class EngineSpeed:
             return bool(self._busy.count) or seen >= ENOUGH_PROMPTS
         if name in _DECODE:
             return self._gaps >= ENOUGH_GAPS
+        if name in _TRANSFER:
+            return self._transfers >= ENOUGH_TRANSFERS
         return name in _OUTPUT and self._outputs.count >= ENOUGH_REQUESTS

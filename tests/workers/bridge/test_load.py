@@ -64,6 +64,7 @@ async def test_vllm_says_how_busy_it_is_and_what_its_speed_is_learned_from() -> 
                 inter_tokens=41,
                 inter_token_s=0.14084797999930743,
                 steps=44,
+                transferred_tokens=0,
             )
         },
         started_s=1795479223.91,
@@ -185,3 +186,21 @@ vllm:a 6 1700000000
 """
     found = [(sample.labels, sample.value) for sample in Wanted(["vllm:a"]).samples(text)]
     assert found == [({"engine": "1", "text": 'a \\"b\\", }'}, 3.0), ({}, 6.0)]
+
+
+async def test_what_came_from_another_engine_was_not_computed() -> None:
+    """vLLM counts all that was not cached as computed, and so would seem quick."""
+    more = b"""
+vllm:request_prefill_kv_computed_tokens_sum{engine="0"} 1000
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 40
+vllm:prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} 0
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 960
+vllm:nixl_xfer_time_seconds_sum{engine="0"} 0.5
+vllm:nixl_xfer_time_seconds_count{engine="0"} 2
+"""
+    load = await load_of("vllm", {"/metrics": more})
+    assert load.prefill_computed_tokens == 40
+    assert (load.transfers, load.transfer_s, load.transferred_tokens) == (2, 0.5, 960)
+    nothing_came = more.replace(b" 960", b" 0")
+    load = await load_of("vllm", {"/metrics": nothing_came})
+    assert load.prefill_computed_tokens == 1000

@@ -313,3 +313,20 @@ def test_an_engine_that_counts_nothing_keeps_what_is_assumed() -> None:
     for now in range(10):
         learner.observe(EngineLoad(1, 0, 0.5), float(now))
     assert learner.speed() == speed_of(PROFILE)
+
+
+def test_transfers_teach_how_long_others_will_take() -> None:
+    """30 ms and 20 us a token."""
+    engine = Vllm()
+    engine.load = replace(engine.load, transfers=0, transfer_s=0, transferred_tokens=0)
+    engine.read()
+    rng = random.Random(3)
+    for _ in range(40):
+        tokens = rng.choice([200, 1000, 4000])
+        engine.count(transfers=1, transfer_s=0.03 + 2e-5 * tokens, transferred_tokens=tokens)
+        engine.read()
+    speed = engine.learner.speed()
+    assert speed.transfer_s == pytest.approx(0.03, rel=0.1)
+    assert speed.transfer_s_per_token == pytest.approx(2e-5, rel=0.1)
+    assert constant(engine.learner, "transfer_s").source == "learned"
+    assert constant(Vllm().learner, "transfer_s").source == "default"
