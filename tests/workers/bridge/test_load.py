@@ -55,6 +55,7 @@ async def test_vllm_says_how_busy_it_is_and_what_its_speed_is_learned_from() -> 
                 hit_rate=96 / 296,
                 prompt_tokens=296,
                 cached_tokens=96,
+                first_tokens=3,
                 generated_tokens=44,
                 finished_requests=3,
                 prefills=3,
