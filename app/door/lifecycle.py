@@ -133,6 +133,8 @@ class Lifecycle:
         if not record.end(outcome, ended_by=ended_by, usage=usage):
             return
         decision, self._held = self._held, None
+        if decision is not None and outcome == "ok":
+            self._router.answered(decision, self._request)
         if decision is not None and decision.reserved:
             self._router.end(decision.reservation_id, self._ending())
         self.trace.end(record)

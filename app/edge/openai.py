@@ -163,6 +163,8 @@ class _Shown:
         if self._show_decision and record.decision is not None:
             decision = record.decision
             overlap = f"{decision.overlap.total}/{decision.isl_blocks}"
+            if decision.bound_blocks:
+                overlap += f"; bound={decision.bound_blocks}"
             shown.append((b"x-kvroute-worker", str(decision.worker.key).encode()))
             shown.append((b"x-kvroute-overlap", overlap.encode()))
         return shown

@@ -221,6 +221,11 @@ class Routed(BaseModel):
         default=None, description="absent: the worker computes itself what it lacks"
     )
     overlap_blocks: TierOverlapModel
+    bound_blocks: int | None = Field(
+        default=None,
+        description="of the overlap, blocks that are not published yet, but that the worker has "
+        "just used for an answer through this replica's front door; absent: none",
+    )
     isl_tokens: int = Field(description="length of the prompt")
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str

@@ -46,6 +46,8 @@ def routed(decision: Decision) -> dict[str, Any]:
             "form": source.form.value,
             "kv_transfer": source.worker.kv_transfer,
         }
+    if decision.bound_blocks:
+        answer["bound_blocks"] = decision.bound_blocks
     if decision.waited_ms:
         answer["waited_ms"] = decision.waited_ms
     if decision.candidates:

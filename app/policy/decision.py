@@ -53,6 +53,8 @@ class Query:
     began_ms: int | None = None
     """When it came in, by the Redis clock; None: that is not known yet."""
     overlaps: Overlaps = field(default_factory=dict)
+    bound: dict[Incarnation, int] = field(default_factory=dict)
+    """How many blocks of the overlaps are not published: see Decision.bound_blocks."""
     is_short: bool = False
     """Whether Redis did not tell all of the overlaps."""
     session_at: Incarnation | None = None
@@ -111,9 +113,12 @@ class Source:
 class Decision:
     """Where a request goes.
 
+    incarnation: the worker's, as it was found.
     overlap: leading blocks that are not computed anew: those that the source holds, if there is
     one, else the worker.
 
+    bound_blocks: so many of the overlap are not published yet, but the worker has just answered a
+    prompt with them. It may hold more than that.
     degraded: decided without Redis, by load alone, from the last loads seen; or without all of the
     overlaps.
     reservation: what is promised to the request until that is released or expires; None: nothing.
@@ -122,7 +127,9 @@ class Decision:
 
     request_id: str
     worker: WorkerInfo
+    incarnation: Incarnation
     overlap: TierOverlap
+    bound_blocks: int
     isl_tokens: int
     isl_blocks: int
     policy: str

@@ -157,7 +157,9 @@ class WorkerSelector:
         decision = Decision(
             request_id=request.request_id,
             worker=view.infos[route.target],
+            incarnation=view.incarnations[route.target],
             overlap=overlap,
+            bound_blocks=min(overlap.total, query.bound.get(view.incarnations[route.source], 0)),
             isl_tokens=request.isl_tokens,
             isl_blocks=size.isl_blocks,
             policy=policy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -11,6 +12,7 @@ from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.decision import Query
 from app.policy.view import View
 from app.router.history import History
+from app.router.recent import Recent
 from app.router.replica import Replica
 from app.state import overlap, reservations
 
@@ -22,9 +24,11 @@ class LookUp:
         self,
         replica: Replica,
         history: History,
+        recent: Recent,
     ) -> None:
         self._replica = replica
         self._history = history
+        self._recent = recent
         self._loads = reservations.loads(replica.keyspace)
         self._boundaries = overlap.Boundaries()
 
@@ -75,9 +79,16 @@ class LookUp:
                 self._replica.settings.kv_events and (found is None or view.is_short)
             )
             known = ahead if isinstance(ahead, dict) else {}
-            query.overlaps = view.reusable(
-                with_predicted(found or {}, known), query.request.isl_tokens
-            )
+            overlaps_now = with_predicted(found or {}, known)
+            if self._replica.settings.kv_events:
+                chain, now_s = query.request.chain, time.monotonic()
+                held = self._recent.held(chain, overlaps_now, now_s)
+                query.bound = {
+                    inc: blocks - overlaps_now.get(inc, NO_OVERLAP).total
+                    for inc, blocks in held.items()
+                }
+                overlaps_now = with_predicted(overlaps_now, held)
+            query.overlaps = view.reusable(overlaps_now, query.request.isl_tokens)
         for visits in recalled:
             if isinstance(visits, list):
                 for query, visit in zip(queries, visits, strict=True):

@@ -27,6 +27,7 @@ from app.router.maintenance import Maintenance
 from app.router.metrics import Telemetry
 from app.router.pending import Pending
 from app.router.prompt import Prompt
+from app.router.recent import Recent
 from app.router.replica import Replica
 from app.router.reports import Reports
 from app.router.waiting import Waiting
@@ -63,7 +64,8 @@ class Router:
         self._runner = runner
         self._keyspace = keyspace
         self._history = History(replica)
-        self._look_up = LookUp(replica, self._history)
+        self._recent = Recent()
+        self._look_up = LookUp(replica, self._history, self._recent)
         self._maintenance = Maintenance(replica, self._history)
         self._waiting = Waiting(replica) if settings.wait_queue else None
         self._decider = Decider(
@@ -175,6 +177,11 @@ class Router:
     def end(self, reservation_id: str, ending: Ending | None = None) -> None:
         """As `release`, without waiting for it."""
         self._reports.end(reservation_id, ending=ending)
+
+    def answered(self, decision: Decision, request: RouteRequest) -> None:
+        """The worker has answered all of the request as decided: it holds the prompt."""
+        if decision.source is None:
+            self._recent.add(decision.incarnation, request.chain, time.monotonic())
 
     def abandon(self, decision: Decision) -> None:
         """Release, soon, what was reserved for a caller that is gone."""

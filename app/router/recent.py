@@ -1,0 +1,54 @@
+"""The prompts that workers have just answered: they hold those, also while the index has yet to be
+told. Events come some 10 ms after an answer, and the next turn of a chat may be faster."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from typing import NamedTuple
+
+from app.core.chains import Overlaps
+from app.core.types import NO_OVERLAP, Incarnation, SequenceHash
+
+KEPT_S = 1.0
+"""An engine whose events have not come by then publishes nothing of the prompt."""
+MAX_KEPT = 128
+"""Beyond that the oldest are forgotten: a replica that ends so many in a second waits for none."""
+
+
+class _Answered(NamedTuple):
+    incarnation: Incarnation
+    chain: list[SequenceHash]
+    at_s: float
+
+
+class Recent:
+    """Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._answered: deque[_Answered] = deque(maxlen=MAX_KEPT)
+
+    def add(self, incarnation: Incarnation, chain: list[SequenceHash], now_s: float) -> None:
+        """A worker has answered a prompt with this chain."""
+        if chain:
+            self._answered.append(_Answered(incarnation, chain, now_s))
+
+    def held(
+        self, chain: list[SequenceHash], published: Overlaps, now_s: float
+    ) -> dict[Incarnation, int]:
+        """Leading blocks of `chain` that workers hold, where that is more than is published."""
+        while self._answered and now_s - self._answered[0].at_s > KEPT_S:
+            self._answered.popleft()
+        found: dict[Incarnation, int] = {}
+        for inc, answered, _ in self._answered:
+            known = max(found.get(inc, 0), published.get(inc, NO_OVERLAP).total)
+            # Each hash stands for all blocks before it too: most differ in the one after `known`.
+            if known < min(len(chain), len(answered)) and chain[known] == answered[known]:
+                found[inc] = _shared(chain, answered, known)
+        return found
+
+
+def _shared(one: list[SequenceHash], other: list[SequenceHash], known: int) -> int:
+    """How many leading blocks they share, of which `known` and one more are known to be."""
+    last = min(len(one), len(other))
+    return bisect_left(range(last), True, known + 1, key=lambda at: one[at] != other[at])

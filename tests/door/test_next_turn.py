@@ -1,0 +1,49 @@
+"""The next turn of a chat may be faster than the events of the last one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from aiohttp import web
+from redis.asyncio import Redis
+
+from app.local.redis_server import EmbeddedRedis
+from app.router import recent
+from tests.door.conftest import completing, replica, until_serving
+
+TOKENS = 4096
+
+
+@pytest.mark.parametrize(
+    ("status", "kept_s", "shown"),
+    [(200, 600.0, "{0}/{1}; bound={0}"), (200, 0.0, "0/{1}"), (400, 600.0, "0/{1}")],
+)
+async def test_a_prompt_just_answered_is_held_by_its_worker_though_no_event_has_come(
+    one_redis_server: EmbeddedRedis,
+    redis: Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    kept_s: float,
+    shown: str,
+) -> None:
+    monkeypatch.setattr(recent, "KEPT_S", kept_s)
+    usage = {"prompt_tokens": TOKENS, "completion_tokens": 1}
+
+    async def complete(request: web.Request) -> web.Response:
+        await request.read()
+        answer: dict[str, Any] = {"choices": [{"text": "x"}], "usage": usage}
+        return web.json_response(answer if status == 200 else {"error": {}}, status=status)
+
+    async with (
+        completing(redis, "a", complete) as worker,
+        replica(one_redis_server.url) as client,
+    ):
+        await until_serving(client, 1)
+        asked = {"model": "m", "prompt": list(range(TOKENS + 1))}
+        size = worker.info.block_size
+        first = await client.post("/v1/completions", json=asked)
+        assert (first.status_code, first.headers["x-kvroute-overlap"][:2]) == (status, "0/")
+        second = await client.post("/v1/completions", json=asked)
+        full = TOKENS // size
+        assert second.headers["x-kvroute-overlap"] == shown.format(full, full + 1)
