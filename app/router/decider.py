@@ -126,7 +126,7 @@ class Decider:
         for pending in batch:
             # A sender's clock may be ahead.
             pending.query.began_ms = min(pending.query.began_ms or view.now_ms, view.now_ms)
-        undecided = await self._those_who_need_not_wait(_wanted(batch), view)
+        undecided = await self._split_waiting(_wanted(batch), view)
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:
                 self._replica.telemetry.retries.inc(len(undecided))
@@ -202,7 +202,7 @@ class Decider:
             if not (had_one and self.submit(pending)):
                 self._turn_away(pending, view, error)
 
-    async def _those_who_need_not_wait(self, batch: list[Pending], view: View) -> list[Pending]:
+    async def _split_waiting(self, batch: list[Pending], view: View) -> list[Pending]:
         """The requests to decide now: those that came while others wait, at any replica, wait too.
 
         If they are being routed again, they first give up what they hold: the others may be waiting
