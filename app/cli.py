@@ -115,7 +115,10 @@ def router(**values: Any) -> None:
     shared = [] if settings.shared_fd is None else [_inherited(settings.shared_fd)]
     sockets = [listen(settings.host, settings.port), *shared]
     host, port = sockets[0].getsockname()[:2]
-    logging.getLogger("kvroute").info("router listening on %s", base_url(host, port))
+    url = base_url(host, port)
+    if settings.tls_cert:
+        url = url.replace("http:", "https:", 1)
+    logging.getLogger("kvroute").info("router listening on %s", url)
     ctx = click.get_current_context()
     run(
         serve_router(
@@ -224,7 +227,10 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     cls=Option,
     heading=CLUSTER,
 )
-@options(RouterSettings, without=("redis_url", "port", "shared_fd", "log_level"))
+@options(
+    RouterSettings,
+    without=("redis_url", "port", "shared_fd", "log_level", "tls_cert", "tls_key"),
+)
 @options(
     WorkerSettings,
     without=(

@@ -11,6 +11,7 @@ from app.core.settings import (
     OneOf,
     Text,
     parse_names,
+    parse_origins,
     setting,
 )
 
@@ -40,6 +41,17 @@ class DoorSettings(CommonSettings):
         bool,
     )
     worker_key: str = setting("", "Key that workers ask for.")
+    tls_cert: str = setting(
+        "",
+        "File with a certificate and its chain (PEM), to speak TLS alone; read again when it or "
+        "--tls-key changes, and on SIGHUP.",
+    )
+    tls_key: str = setting("", "File with that certificate's key (PEM, without a password).")
+    cors_origin: str = setting(
+        "",
+        "Origins whose pages may call this router from a browser, separated by commas; *: any.",
+        Text("ORIGIN,...", parse_origins),
+    )
     tokenizers: str = setting(
         "",
         "Where the tokenizers of models are, NAME=FOLDER_OR_HUGGING_FACE_NAME,...; unset: where "

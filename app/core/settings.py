@@ -93,6 +93,16 @@ def _is_base_url(text: str) -> bool:
     return has_host and url.scheme in ("http", "https") and not url.query and not url.fragment
 
 
+def parse_origins(text: str) -> list[str]:
+    """Origins, from text like `https://a.example,http://localhost:3000`. Raises ValueError for
+    anything else."""
+    origins = [origin.strip() for origin in text.split(",") if origin.strip()]
+    for origin in origins:
+        if origin != "*" and not (_is_base_url(origin) and origin.count("/") == 2):
+            raise ValueError(f"{origin!r} is no origin: * or SCHEME://HOST[:PORT], without a path")
+    return origins
+
+
 def base_url(host: str, port: int) -> str:
     """The URL of what listens there; an IPv6 address goes in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -14,11 +14,13 @@ from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.config import RouterSettings
 from app.core.keys import Keyspace
+from app.core.settings import parse_origins
 from app.door.asked import is_of_door
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
@@ -28,6 +30,7 @@ from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
 from app.edge.live import LiveSettings
 from app.edge.routes import CLIENT
+from app.edge.tls import certificate_of
 from app.http.held import HeldBodies
 from app.http.server import serve
 from app.router.fleet import Fleet
@@ -41,6 +44,11 @@ from app.state.scripts import ScriptRunner
 log = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_S = 2.0
+EXPOSED = (
+    *("x-request-id", "retry-after", "x-should-retry"),
+    *("x-kvroute-worker", "x-kvroute-overlap", "x-kvroute-tokens"),
+)
+"""Headers of answers that pages of other origins may read."""
 READS_OF_THE_INDEX = ("match", "predicted")
 
 
@@ -92,6 +100,7 @@ async def serve_router(
     Raises ConfigError for bad settings, or a Redis that would drop keys when its memory is full.
     """
     app = create_app(settings, Tracing(provider_named(os.environ)))
+    certificate = certificate_of(settings.tls_cert, settings.tls_key)
     async with connected(settings.redis_url, CHECK_TIMEOUT_S):
         pass
     live = LiveSettings(app.replica, file, read or (lambda: settings))
@@ -99,20 +108,26 @@ async def serve_router(
     def reload() -> None:
         app.replica.keys.reload()
         live.reload()
+        if certificate is not None:
+            certificate.reload()
 
     # Else it would end the process, and with it all streams.
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     routers = app.replica.routers
     async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(live.run())
+        watching = [tasks.create_task(live.run())]
+        if certificate is not None:
+            watching.append(tasks.create_task(certificate.run()))
         await serve(
             app,
             *sockets,
             on_stop=routers.stop,
             on_refused=lambda code: routers.own.telemetry.refusals.labels(code).inc(),
             held=HeldBodies(settings.max_held_bytes),
+            tls=certificate.context if certificate else None,
         )
-        watching.cancel()
+        for task in watching:
+            task.cancel()
 
 
 def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Application:
@@ -142,7 +157,8 @@ def _router(settings: RouterSettings, namespace: str, redis: RedisClient) -> Rou
 class Application(FastAPI):
     """One check of keys, then the path's route, and one answer to whatever that raises.
 
-    There is no middleware: what FastAPI's would do took a fifth of a decision's CPU.
+    There is no middleware but for pages of other origins, and then around all of it: what FastAPI's
+    would do took a fifth of a decision's CPU.
     """
 
     def __init__(self, replica: Services) -> None:
@@ -174,11 +190,24 @@ class Application(FastAPI):
             (method, route.path): route.app for route in routes for method in route.methods or ()
         }
         """Routes are tried one after another, which takes a µs each, unless the path is plain."""
+        origins = parse_origins(replica.settings.cors_origin)
+        self._answered: ASGIApp = self._answer
+        if origins:
+            self._answered = CORSMiddleware(
+                self._answer,
+                allow_origins=origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=EXPOSED,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
+        await self._answered(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = Client(scope, receive, send, self.replica)
         scope["app"] = self
         scope[CLIENT] = client

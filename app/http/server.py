@@ -7,6 +7,7 @@ import gc
 import math
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -119,6 +120,7 @@ async def serve(
     drain_s: float = DRAIN_S,
     on_refused: Callable[[str], object] = lambda _: None,
     held: HeldBodies | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation; return when the open responses have ended.
 
@@ -127,28 +129,25 @@ async def serve(
     ENDING_S later they are cut off.
     on_refused: called with the code of the error for each request that is refused before the
     application sees it. held: bounds the bodies of all callers together; None: as by default.
+    tls: speak that alone; None: plain HTTP.
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
     collect_seldom()
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=Protocol,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            # Nothing here asks who the client is.
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=math.ceil(drain_s) + ENDING_S,
-        ),
-        on_stop,
-        on_late,
-        drain_s,
-        on_refused,
-        held,
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        # Nothing here asks who the client is.
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(drain_s) + ENDING_S,
     )
+    config.load()
+    config.ssl = tls
+    server = _Server(config, on_stop, on_late, drain_s, on_refused, held)
     # uvicorn raises the signal again when it is done, which would end the process before its
     # owner has cleaned up; these handlers absorb it.
     loop = asyncio.get_running_loop()

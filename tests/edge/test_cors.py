@@ -1,0 +1,56 @@
+"""Pages of other origins, in browsers."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.core.settings import parse_origins
+from app.local.redis_server import EmbeddedRedis
+from tests.edge.conftest import StartReplica
+
+PAGE = "https://chat.example"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+async def test_pages_of_the_given_origins_may_call(
+    one_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    origins = f"{PAGE}, http://localhost:3000"
+    async with replica(one_redis_server.url, cors_origin=origins, api_key="k") as client:
+        # Browsers send no key with this question.
+        asked = await client.options("/v1/chat/completions", headers=PREFLIGHT)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        assert "access-control-allow-credentials" not in asked.headers
+        for key, status in (("k", 200), ("no", 401)):
+            headers = {"origin": PAGE, "authorization": f"Bearer {key}"}
+            answer = await client.get("/v1/models", headers=headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        other = PREFLIGHT | {"origin": "https://other.example"}
+        refused = await client.options("/v1/chat/completions", headers=other)
+        assert refused.status_code == 400
+        assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_no_page_of_another_origin_may_call_unless_told(
+    one_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with replica(one_redis_server.url) as client:
+        assert (await client.options("/v1/models", headers=PREFLIGHT)).status_code == 405
+        answer = await client.get("/v1/models", headers={"origin": PAGE})
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_what_is_no_origin_is_refused() -> None:
+    assert parse_origins("") == []
+    assert parse_origins(f"{PAGE},*") == [PAGE, "*"]
+    for bad in ("chat.example", "https://chat.example/", "https://a/b", "ftp://a", "https://"):
+        with pytest.raises(ValueError, match="is no origin"):
+            parse_origins(bad)
