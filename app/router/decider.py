@@ -212,7 +212,7 @@ class Decider:
             return batch
         going, joining = list[Pending](), list[Pending]()
         for pending in batch:
-            joins = pending.waiter is None and pending.request.reserve
+            joins = pending.queued is None and pending.request.reserve
             (joining if joins else going).append(pending)
         await self._release_all(joining)
         for pending in joining:
@@ -245,7 +245,7 @@ class Decider:
             or not isinstance(error, AllWorkersBusy)
         ):
             pending.fail(error)
-        elif pending.waiter is None:
+        elif pending.queued is None:
             self._let_wait(pending, view)
         else:
             _wait_on(pending)
@@ -345,5 +345,5 @@ def _wanted(batch: list[Pending]) -> list[Pending]:
 
 def _wait_on(pending: Pending) -> None:
     """Have a request whose turn came to nothing wait for the next one."""
-    if pending.waiter is not None:
-        pending.waiter.deciding = False
+    if pending.queued is not None:
+        pending.queued.deciding = False

@@ -1,4 +1,4 @@
-"""A request on its way to a decision, and its place in line if it has to wait."""
+"""A request on its way to a decision, and its place in the queue if it has to wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from app.policy.decision import Decision, Query, RouteRequest
-from app.state.line import Ticket
+from app.state.waiting import Ticket
 
 
 @dataclass(slots=True, eq=False)
@@ -15,8 +15,8 @@ class Pending:
 
     query: Query
     answer: asyncio.Future[Decision]
-    waiter: Waiter | None = None
-    """Its place in line, if it had to wait."""
+    queued: Queued | None = None
+    """Its place in the queue, if it had to wait."""
 
     @property
     def request(self) -> RouteRequest:
@@ -30,7 +30,7 @@ class Pending:
 
     def waited_ms(self, now_s: float) -> int:
         """How long it has waited by `now_s`, of time.perf_counter."""
-        return round(1000 * (now_s - self.waiter.since_s)) if self.waiter else 0
+        return round(1000 * (now_s - self.queued.since_s)) if self.queued else 0
 
     def resolve(self, decision: Decision) -> None:
         """Answer, unless that was done or the caller is gone."""
@@ -44,8 +44,8 @@ class Pending:
 
 
 @dataclass(slots=True, eq=False)
-class Waiter:
-    """A request's place in line.
+class Queued:
+    """A request's place in the queue.
 
     weight: of its flow. tenant, priority: as labelled in metrics. since_s: by time.perf_counter.
     """
@@ -57,7 +57,7 @@ class Waiter:
     priority: str
     since_s: float
     name_at_s: float = 0.0
-    """When to name its ticket in the line that all replicas share; 0: at once."""
+    """When to name its ticket in the queue that all replicas share; 0: at once."""
     deciding: bool = False
     """Whether its turn has come and a worker is being looked for."""
     outcome: str = ""

@@ -121,7 +121,7 @@ class Router:
             raise
         finally:
             self.telemetry.decisions_of(request.policy, outcome).inc()
-            ended = time.perf_counter() if pending.waiter is None else pending.waiter.since_s
+            ended = time.perf_counter() if pending.queued is None else pending.queued.since_s
             self.telemetry.decision_seconds.observe(ended - started)
         return decision
 

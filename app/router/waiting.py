@@ -1,7 +1,7 @@
 """Requests that wait at a router while no worker can take them.
 
-They stand in one line in Redis, which all replicas share: whose turn it is does not depend on where
-a request came in. A replica keeps its own waiters, and polls Redis while it has any.
+They stand in one queue in Redis, which all replicas share: whose turn it is does not depend on
+where a request came in. A replica keeps those that came to it, and polls Redis while it has any.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from app.core.errors import (
     WrongVersion,
 )
 from app.core.settings import PRIORITIES, parse_weights
-from app.router.pending import Pending, Waiter
+from app.router.pending import Pending, Queued
 from app.router.replica import Replica
-from app.router.waiting_room import Room
-from app.state import line, reservations
+from app.router.wait_queue import WaitQueue
+from app.state import reservations, waiting
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -72,12 +72,12 @@ class Waiting:
         self._max_queue_s = settings.max_queue_s
         self._timeout_s = settings.wait_timeout_s
         self._weights = parse_weights(settings.tenant_weights)
-        self._room = Room(settings.wait_queue)
+        self._queue = WaitQueue(settings.wait_queue)
         self._name = secrets.token_hex(4)
         self._numbers = count(1)
         self._loads = reservations.loads(replica.keyspace)
         self._left: list[tuple[str, str, bool]] = []
-        """Tickets still to be taken out of the line: see `line.leave`."""
+        """Tickets still to be taken out of the queue: see `waiting.leave`."""
         self._wake = asyncio.Event()
         self._renewed_s = 0.0
         """When Redis last learnt that this replica has tickets."""
@@ -88,7 +88,7 @@ class Waiting:
     @property
     def somebody(self) -> bool:
         """Whether any request waits at this replica."""
-        return len(self._room) > 0
+        return len(self._queue) > 0
 
     def enter(self, pending: Pending, *, tokens: int, picky: bool, now_ms: int) -> None:
         """Let a request wait until its answer is done, whoever sets it.
@@ -98,9 +98,9 @@ class Waiting:
         """
         tenant, priority = pending.request.tenant, pending.request.priority
         weight = self._weights.get(tenant, 1.0) * SHARES[priority]
-        pending.waiter = waiter = Waiter(
+        pending.queued = queued = Queued(
             pending,
-            ticket=line.ticket(
+            ticket=waiting.ticket(
                 f"{priority}:{tenant}",
                 self._name,
                 next(self._numbers),
@@ -116,14 +116,14 @@ class Waiting:
         )
         if not self.somebody:
             self._wake.set()
-        crowded_out = self._room.enter(waiter)
-        pending.answer.add_done_callback(lambda _: self._leave(waiter))
+        crowded_out = self._queue.enter(queued)
+        pending.answer.add_done_callback(lambda _: self._leave(queued))
         if crowded_out is not None:
-            busy = f"{len(self._room)} requests are already waiting for a worker"
+            busy = f"{len(self._queue)} requests are already waiting for a worker"
             self._end(crowded_out, "crowded_out", AllWorkersBusy(busy, self._retry_after_s))
         if self._stopped:
-            self._turn_away_as_stopped(waiter)
-        self._telemetry.waiting.set(len(self._room))
+            self._turn_away_as_stopped(queued)
+        self._telemetry.waiting.set(len(self._queue))
 
     def look_again(self) -> None:
         """Check at once whether a worker has room, as something ended; else it is seen later."""
@@ -131,22 +131,22 @@ class Waiting:
             self._wake.set()
 
     def stop(self) -> None:
-        """Turn away all waiters, from now on."""
+        """Turn away all that wait, from now on."""
         self._stopped = True
-        for waiter in self._room:
-            self._turn_away_as_stopped(waiter)
+        for queued in self._queue:
+            self._turn_away_as_stopped(queued)
 
-    def _turn_away_as_stopped(self, waiter: Waiter) -> None:
-        self._end(waiter, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
+    def _turn_away_as_stopped(self, queued: Queued) -> None:
+        self._end(queued, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
 
     async def __aenter__(self) -> Waiting:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Take the tickets that are left out of the line: others would otherwise wait behind them
+        """Take the tickets that are left out of the queue: others would otherwise wait behind them
         until they are void."""
         left = [
-            line.leave(self._keyspace, self._left[at : at + MAX_NAMED])
+            waiting.leave(self._keyspace, self._left[at : at + MAX_NAMED])
             for at in range(0, len(self._left), MAX_NAMED)
         ]
         if left:
@@ -156,10 +156,10 @@ class Waiting:
     async def next_turns(self) -> list[Pending]:
         """The requests to decide now; waits until it is time to look.
 
-        Each counts as being decided until its waiter's `deciding` is set to False.
+        Each counts as being decided until `deciding` of its Queued is set to False.
         """
         await asyncio.sleep(self._pause_s)
-        polls = self._room or self._left
+        polls = self._queue or self._left
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL_S if polls else None):
                 await self._wake.wait()
@@ -169,38 +169,38 @@ class Waiting:
         except (RedisUnavailable, NamespaceMissing, WrongVersion) as error:
             log.debug("cannot tell whose turn it is: %s", error)
             due = self._without_redis()
-        for waiter in due:
-            waiter.deciding = True
-        return [waiter.pending for waiter in due]
+        for queued in due:
+            queued.deciding = True
+        return [queued.pending for queued in due]
 
-    async def _step(self) -> list[Waiter]:
-        """Bring the line up to date; returns those whose turn it is."""
+    async def _step(self) -> list[Queued]:
+        """Bring the queue up to date; returns those whose turn it is."""
         self._refuse_late()
         now_s = time.perf_counter()
         if now_s - self._renewed_s >= TICKET_TTL_MS / 2000:
             # They may have been void for a while, and taken out by others.
-            for waiter in self._room:
-                waiter.name_at_s = 0.0
-        due = [waiter for waiter in self._room if waiter.name_at_s <= now_s]
+            for queued in self._queue:
+                queued.name_at_s = 0.0
+        due = [queued for queued in self._queue if queued.name_at_s <= now_s]
         named = nsmallest(MAX_NAMED, due, key=attrgetter("name_at_s"))
         left, calls = self._left[:MAX_NAMED], list[Call[Any]]()
         if left:
-            calls.append(line.leave(self._keyspace, left))
-        renews = bool(named or (self._room and now_s - self._renewed_s >= RENEW_S))
+            calls.append(waiting.leave(self._keyspace, left))
+        renews = bool(named or (self._queue and now_s - self._renewed_s >= RENEW_S))
         if renews:
             calls.append(
-                line.wait(
+                waiting.wait(
                     self._keyspace,
                     self._name,
-                    [waiter.ticket for waiter in named],
+                    [queued.ticket for queued in named],
                     ttl_ms=TICKET_TTL_MS,
                     kept_ms=TICKET_KEPT_MS,
                 )
             )
         *_, snapshot = await self._runner.run([*calls, self._loads])
         del self._left[: len(left)]
-        for waiter in named:
-            waiter.name_at_s = now_s + NAME_S
+        for queued in named:
+            queued.name_at_s = now_s + NAME_S
         if renews:
             self._renewed_s = now_s
         view = await self._fleet.view(snapshot)
@@ -211,47 +211,49 @@ class Waiting:
             return []
         return await self._first(turns_at_once(openings, len(view.infos)))
 
-    async def _first(self, openings: int) -> list[Waiter]:
-        """Those of our waiters who are among the first `openings` in line."""
+    async def _first(self, openings: int) -> list[Queued]:
+        """Those of our requests that are among the first `openings` in the queue."""
         due = []
-        for flow, name in await self._runner.one(line.turns(self._keyspace, self._name, openings)):
-            waiter = self._room.get(flow, name)
-            if waiter is None:
-                # It left meanwhile, or somebody put it there: the line is told in the next step.
+        for flow, name in await self._runner.one(
+            waiting.turns(self._keyspace, self._name, openings)
+        ):
+            queued = self._queue.get(flow, name)
+            if queued is None:
+                # It left meanwhile, or somebody put it there: the queue is told in the next step.
                 self._left.append((flow, name, False))
-            elif not waiter.deciding:
-                due.append(waiter)
+            elif not queued.deciding:
+                due.append(queued)
         return due
 
-    def _without_redis(self) -> list[Waiter]:
-        """All waiters: they are decided as others are then; those that must still wait stay in
-        line."""
-        if not self._room:
+    def _without_redis(self) -> list[Queued]:
+        """All that wait: they are decided as others are then; those that must still wait stay in
+        the queue."""
+        if not self._queue:
             # Nobody renews these tickets, so they become void by themselves.
             self._left.clear()
-        return [waiter for waiter in self._room if not waiter.deciding]
+        return [queued for queued in self._queue if not queued.deciding]
 
     def _refuse_late(self) -> None:
         oldest_s = time.perf_counter() - self._timeout_s
-        for waiter in self._room:
-            if waiter.since_s <= oldest_s and not waiter.deciding:
+        for queued in self._queue:
+            if queued.since_s <= oldest_s and not queued.deciding:
                 late = f"no worker had room within {self._timeout_s:g} s"
-                self._end(waiter, "timed_out", AllWorkersBusy(late, self._retry_after_s))
+                self._end(queued, "timed_out", AllWorkersBusy(late, self._retry_after_s))
 
-    def _end(self, waiter: Waiter, outcome: str, error: Exception) -> None:
-        if not waiter.pending.answer.done():
-            waiter.outcome = outcome
-            waiter.pending.fail(error)
+    def _end(self, queued: Queued, outcome: str, error: Exception) -> None:
+        if not queued.pending.answer.done():
+            queued.outcome = outcome
+            queued.pending.fail(error)
 
-    def _leave(self, waiter: Waiter) -> None:
-        answer = waiter.pending.answer
+    def _leave(self, queued: Queued) -> None:
+        answer = queued.pending.answer
         had_turn = not answer.cancelled() and answer.exception() is None
         ended = "routed" if had_turn else "gone" if answer.cancelled() else "failed"
-        outcome = waiter.outcome or ended
-        self._room.remove(waiter)
-        self._left.append((waiter.ticket.flow, waiter.ticket.name, had_turn))
-        # The next in line may be waiting for this.
+        outcome = queued.outcome or ended
+        self._queue.remove(queued)
+        self._left.append((queued.ticket.flow, queued.ticket.name, had_turn))
+        # The next in the queue may be waiting for this.
         self._wake.set()
-        self._telemetry.waiting.set(len(self._room))
-        self._telemetry.waits.labels(waiter.tenant, waiter.priority, outcome).inc()
-        self._telemetry.waited_seconds.observe(time.perf_counter() - waiter.since_s)
+        self._telemetry.waiting.set(len(self._queue))
+        self._telemetry.waits.labels(queued.tenant, queued.priority, outcome).inc()
+        self._telemetry.waited_seconds.observe(time.perf_counter() - queued.since_s)

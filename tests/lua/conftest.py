@@ -14,13 +14,13 @@ from app.core.keys import Keyspace
 from app.core.loads import Load, Refused, Reservation, Snapshot, Wish
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.core.worker_report import WorkerInfo
-from app.state import index, leases, line, overlap, predictions, reservations, sessions
+from app.state import index, leases, overlap, predictions, reservations, sessions, waiting
 from app.state.index import Change, SweepStep
 from app.state.leases import Registration
-from app.state.line import Ticket
 from app.state.overlap import Boundaries
 from app.state.predictions import PredictionSettings
 from app.state.scripts import Call, ScriptRunner
+from app.state.waiting import Ticket
 from tests.eventually import eventually
 
 T = TypeVar("T")
@@ -251,18 +251,18 @@ class Namespace:
     async def wait(
         self, replica: str, *tickets: Ticket, ttl_ms: int = LONG_MS, kept_ms: int = LONG_MS
     ) -> int:
-        call = line.wait(self.keys, replica, tickets, ttl_ms=ttl_ms, kept_ms=kept_ms)
+        call = waiting.wait(self.keys, replica, tickets, ttl_ms=ttl_ms, kept_ms=kept_ms)
         return await self.do(call)
 
     async def turns(
-        self, replica: str, limit: int = 100, max_picky: int = line.MAX_PICKY
+        self, replica: str, limit: int = 100, max_picky: int = waiting.MAX_PICKY
     ) -> list[str]:
         """Names of those of the replica's tickets that are among the first `limit` of all."""
-        call = line.turns(self.keys, replica, limit, max_picky)
+        call = waiting.turns(self.keys, replica, limit, max_picky)
         return [name for _, name in await self.do(call)]
 
     async def leave(self, *tickets: Ticket, had_turn: bool = False) -> None:
-        await self.do(line.leave(self.keys, [(t.flow, t.name, had_turn) for t in tickets]))
+        await self.do(waiting.leave(self.keys, [(t.flow, t.name, had_turn) for t in tickets]))
 
     async def waiting(self) -> dict[str, list[str]]:
         """Flow -> names of the tickets waiting in it, the longest-waiting first."""
@@ -419,7 +419,7 @@ def ticket(
     since_ms: int | None = None,
 ) -> Ticket:
     """A ticket that has waited since `since_ms`, or else since `number`."""
-    return line.ticket(
+    return waiting.ticket(
         flow,
         replica,
         number,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from app.state.line import Ticket
+from app.state.waiting import Ticket
 from tests.lua.conftest import Namespace, ticket
 
 REPLICAS = ("x", "y", "z")

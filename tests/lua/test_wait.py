@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.state.line import MAX_CHARGE
+from app.state.waiting import MAX_CHARGE
 from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, Namespace, ticket
 

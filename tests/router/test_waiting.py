@@ -18,9 +18,9 @@ from app.core.errors import AllWorkersBusy, NoWorkers
 from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import Decision, Query, RouteRequest
 from app.router import waiting
-from app.router.pending import Pending, Waiter
-from app.router.waiting_room import Room
-from app.state import line
+from app.router.pending import Pending, Queued
+from app.router.wait_queue import WaitQueue
+from app.state import waiting as state_of_waiting
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, FakeWorkers
@@ -48,7 +48,7 @@ async def waiting_at(*replicas: Replica) -> int:
 
 
 async def all_announced(redis: Redis, expected: int) -> None:
-    """Waits until `expected` tickets are in the line that replicas share."""
+    """Waits until `expected` tickets are in the queue that replicas share."""
 
     async def look() -> int:
         patterns = [KEYS[family].replace("{", r"\{") + "*" for family in ("waiting:", "picky:")]
@@ -58,7 +58,7 @@ async def all_announced(redis: Redis, expected: int) -> None:
 
 
 class Crowd:
-    """Requests that wait in line, in the order in which they joined."""
+    """Requests that wait in the queue, in the order in which they joined."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -68,7 +68,7 @@ class Crowd:
         """Request ids, in the order in which they were decided."""
 
     async def join(self, replica: Replica, request_id: str, **options: Any) -> None:
-        """Returns once the request is in line."""
+        """Returns once the request is in the queue."""
         task = asyncio.ensure_future(replica.route(request(request_id, **options)))
         task.add_done_callback(lambda _: self.order.append(request_id))
         self.tasks[request_id] = task
@@ -220,7 +220,7 @@ class TestWhoWaits:
             other = Replica(other_redis, **WAITS)
             running_task = asyncio.ensure_future(other.run())
             await crowd.join(other, "early")
-            # The request stays in line, but nobody asks for its turn.
+            # The request stays in the queue, but nobody asks for its turn.
             running_task.cancel()
             await asyncio.wait([running_task])
             await router.release("x")
@@ -520,7 +520,7 @@ class TestTrouble:
         steps = 0
         step = waiting.Waiting._step
 
-        async def counted(self: waiting.Waiting) -> list[Waiter]:
+        async def counted(self: waiting.Waiting) -> list[Queued]:
             nonlocal steps
             steps += 1
             return await step(self)
@@ -611,14 +611,16 @@ class TestTrouble:
             assert await workers.reserved() == {}
 
 
-# The room, without Redis
+# The queue of one replica, without Redis
 
 
-def waiter(flow: str, number: int, weight: float) -> Waiter:
-    ticket = line.ticket(flow, "x", number, tokens=1, weight=weight, picky=False, since_ms=number)
+def queued(flow: str, number: int, weight: float) -> Queued:
+    ticket = state_of_waiting.ticket(
+        flow, "x", number, tokens=1, weight=weight, picky=False, since_ms=number
+    )
     answer: Any = None
     pending = Pending(Query(request(str(number)), "a"), answer)
-    return Waiter(pending, ticket, weight, flow, "normal", float(number))
+    return Queued(pending, ticket, weight, flow, "normal", float(number))
 
 
 FLOWS = {"a": 1.0, "b": 1.0, "c": 4.0, "d": 0.25}
@@ -628,13 +630,13 @@ FLOWS = {"a": 1.0, "b": 1.0, "c": 4.0, "d": 0.25}
     capacity=st.integers(1, 6),
     steps=st.lists(st.tuples(st.sampled_from(list(FLOWS)), st.booleans()), max_size=60),
 )
-def test_a_room_holds_what_a_list_would(capacity: int, steps: list[tuple[str, bool]]) -> None:
-    room = Room(capacity)
-    model: list[Waiter] = []
+def test_a_wait_queue_holds_what_a_list_would(capacity: int, steps: list[tuple[str, bool]]) -> None:
+    queue = WaitQueue(capacity)
+    model: list[Queued] = []
     for number, (flow, enters) in enumerate(steps):
         if enters or not model:
-            one = waiter(flow, number, FLOWS[flow])
-            gone = room.enter(one)
+            one = queued(flow, number, FLOWS[flow])
+            gone = queue.enter(one)
             model.append(one)
             if len(model) > capacity:
                 held = Counter(w.ticket.flow for w in model)
@@ -650,12 +652,12 @@ def test_a_room_holds_what_a_list_would(capacity: int, steps: list[tuple[str, bo
         else:
             one = next((w for w in model if w.ticket.flow == flow), model[0])
             model.remove(one)
-            room.remove(one)
-            room.remove(one)
-        assert len(room) == len(model) <= capacity
-        assert sorted(w.since_s for w in room) == sorted(w.since_s for w in model)
+            queue.remove(one)
+            queue.remove(one)
+        assert len(queue) == len(model) <= capacity
+        assert sorted(w.since_s for w in queue) == sorted(w.since_s for w in model)
         for w in model:
-            assert room.get(w.ticket.flow, w.ticket.name) is w
+            assert queue.get(w.ticket.flow, w.ticket.name) is w
 
 
 def test_a_higher_priority_has_a_larger_share() -> None:

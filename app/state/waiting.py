@@ -1,4 +1,4 @@
-"""The line in which requests of all replicas wait until a worker can take them."""
+"""The queue in which requests of all replicas wait until a worker can take them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PICKY = 64
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request's place in line.
+    """A request's place in the queue.
 
     flow: within a flow, the longest wait is first; between flows, charges decide. name: unique.
     since_ms: by the Redis clock.
