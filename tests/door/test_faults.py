@@ -100,15 +100,17 @@ async def test_a_killed_replica_breaks_only_its_own_streams_and_leaves_nothing(
         ):
             for each in (door, other):
                 await until_serving(each, 2)
-            broken = [asyncio.create_task(ask(door, n, max_tokens=2000)) for n in range(8)]
-            whole = [
-                asyncio.create_task(ask(other, n, max_tokens=60, stream=True)) for n in range(8)
-            ]
 
             async def running() -> float:
                 return await running_on(first.url) + await running_on(second.url)
 
-            await eventually(running, lambda found: found == 16)
+            broken = [asyncio.create_task(ask(door, n, max_tokens=2000)) for n in range(8)]
+            await eventually(running, lambda found: found == 8)
+            whole = [
+                asyncio.create_task(ask(other, n, max_tokens=60, stream=True)) for n in range(8)
+            ]
+            # Not all at once: on a busy machine the first may end before the last begins.
+            await eventually(running, lambda found: found > 8)
             one.popen.send_signal(signal.SIGKILL)
             ended = await asyncio.gather(*broken, return_exceptions=True)
             assert {type(error) for error in ended} <= {
@@ -117,7 +119,7 @@ async def test_a_killed_replica_breaks_only_its_own_streams_and_leaves_nothing(
             }
             for answer in await asyncio.gather(*whole):
                 assert len(events(answer.text)) == 60
-            await eventually(running, lambda found: found == 0, within_s=2.0)
+            await eventually(running, lambda found: found == 0)  # long before 2,000 tokens
             await nothing_reserved(redis, within_s=15.0)
             await nothing_contradicts(url)
 

@@ -72,8 +72,6 @@ class ScriptedRunner(ScriptRunner):
         names = [c.name for c in calls]
         if not names or names[0] in HOUSEKEEPING:
             return await super()._send(node, calls)
-        self.round_trips.append(names)
-        self.num_wishes += sum((len(c.args) - 3) // 11 for c in calls if c.name == "reserve")
         named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
         self.most_named = max(self.most_named, *named)
         turns = [int(c.args[1]) for c in calls if c.name == "turns"]
@@ -82,6 +80,9 @@ class ScriptedRunner(ScriptRunner):
             await self.before_reserve()
         replies = await super()._send(node, calls)
         ran = not isinstance(replies[0], NoScriptError)
+        if ran:  # else a Redis that is new gets the scripts, and the calls once more
+            self.round_trips.append(names)
+            self.num_wishes += sum((len(c.args) - 3) // 11 for c in calls if c.name == "reserve")
         if "reserve" in names and ran and self.answer_is_lost:
             raise TimeoutError
         if "loads" in names and self.after_look_up:
