@@ -89,6 +89,10 @@ class Prompts:
         self._longest = longest
         self._told: list[list[int]] = []
 
+    @property
+    def last(self) -> list[int]:
+        return self._told[-1]
+
     def next(self) -> list[int]:
         """A new prompt, or one told before that goes on or branches off."""
         choice = self._random

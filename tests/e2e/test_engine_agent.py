@@ -54,6 +54,15 @@ async def check(
         await eventually(look, lambda seen, most=most: seen == most)
 
 
+async def until_known(router: httpx.AsyncClient, prompt: list[int]) -> None:
+    """A new agent registers before it has shown all that its engine holds."""
+
+    async def look() -> int:
+        return await overlap(router, prompt)
+
+    await eventually(look, lambda seen: seen >= (len(prompt) - 1) // BLOCK)
+
+
 @pytest.mark.timeout(120)
 async def test_overlap_is_what_the_engine_reuses_over_restarts_of_either(
     one_redis_server: EmbeddedRedis, tmp_path: Path
@@ -63,14 +72,18 @@ async def test_overlap_is_what_the_engine_reuses_over_restarts_of_either(
         with engine(kv_pool_tokens=4096) as first:
             port = first.url.rpartition(":")[2]
             async with client_of(first) as http:
+                prompts.next()
+                await complete(http, "sim", prompts.last)
                 for number in (signal.SIGKILL, signal.SIGTERM):
                     with agent(first.url, url, tmp_path) as beside:
                         await until_serving(router, "e:0")
+                        await until_known(router, prompts.last)
                         await check(router, http, prompts, 15)
                         beside.end(number)
                     await until_serving(router)
                 with agent(first.url, url, tmp_path):
                     await until_serving(router, "e:0")
+                    await until_known(router, prompts.last)
                     await check(router, http, prompts, 15)
                     first.end(signal.SIGKILL)
                     await until_serving(router)
