@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import token_bytes
+from app.core.types import new_id
 from app.door.tokens import Renderer, Unrenderable, load
 from app.http.body import header, json_response, read_body
 from app.simulation.steps import PromptTooLargeError
@@ -31,7 +32,7 @@ from workers.engines.openai.members import Generated, generated
 from workers.engines.openai.messages import MessageForm
 from workers.engines.openai.responses import ResponseForm
 from workers.engines.openai.scripts import Script, check_unscripted, script_of
-from workers.engines.openai.writers import NATURAL_TOKENS, Served, new_id, written
+from workers.engines.openai.writers import NATURAL_TOKENS, Served, written
 from workers.http import ids_of, respond, texts_of
 
 MAX_BODY_BYTES = 64 * 1024 * 1024

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import BodiesTooLarge, BodyTimeout, BodyTooLarge, InvalidRequest, shown
 from app.core.hashing import token_bytes
+from app.core.types import new_id
 from app.http.bearer import authorization_in, digest_of, name_of
 from app.http.body import CLOSE, error_body, header, http_error, json_response, read_body
 from app.http.watch import watched
@@ -24,7 +25,7 @@ from workers.engines.base import EngineStoppedError, QueueFullError
 from workers.engines.openai.answer import Answer
 from workers.engines.openai.completions import STOPPING, CompletionForm
 from workers.engines.openai.members import GENERATION, Generated, check_members, generated
-from workers.engines.openai.writers import Served, new_id, written
+from workers.engines.openai.writers import Served, written
 from workers.metrics import registry_of
 
 DEFAULT_MAX_TOKENS = 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -28,6 +29,11 @@ RESERVATION_ID = re.compile(r"[\x21-\x7e]{1,128}(~[0-9a-f]{16})?")
 """`<request_id>~<tag>`; or a request's id, for the reservation that has it to itself."""
 _SENT = re.compile(r"(?:t=)?(\d{10})\.?(\d{3})\d*")
 TENANT_ID = re.compile(r"[\x21-\x7e]{1,64}")
+
+
+def new_id() -> str:
+    """Letters and digits that nothing else is named by."""
+    return uuid.uuid4().hex
 
 
 @lru_cache(maxsize=4096)

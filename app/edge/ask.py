@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from starlette.datastructures import QueryParams
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import Tokens, token_bytes
 from app.core.settings import PRIORITIES
-from app.core.types import REQUEST_ID, TENANT_ID, checked_sent_ms
+from app.core.types import REQUEST_ID, TENANT_ID, checked_sent_ms, new_id
 from app.edge import schemas
 from app.http import numbers
 from app.policy.decision import RouteRequest
@@ -108,7 +107,7 @@ def request_id_in(headers: Mapping[bytes, bytes]) -> str:
     """The id that the client, or a balancer, gives a request, or else a new one. Raises
     InvalidRequest."""
     given = _id("request_id", None, headers.get(b"x-request-id"), REQUEST_ID)
-    return given or f"req-{uuid.uuid4().hex}"
+    return given or f"req-{new_id()}"
 
 
 def _id(field: str, given: object, header: bytes | None, pattern: re.Pattern[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,10 +26,6 @@ class Served:
     names: Sequence[str]
     tokenizer: Tokenizer | None = None
     invents: bool = False
-
-
-def new_id() -> str:
-    return uuid.uuid4().hex
 
 
 def written(
