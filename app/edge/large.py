@@ -78,33 +78,33 @@ class BodyReader:
     ) -> tuple[M, bytes | None]:
         rest, cuts = await _without_arrays(raw)
         max_blocks = self.max_tokens // block_size
-        for name, found in cuts.items():
+        for name, array in cuts.items():
             most = max_blocks if name == "local_hashes" else self.max_tokens
             most = schemas.MAX_EXCLUDED if name == "exclude" else most
-            _check_count(name, b",", raw, found, most - 1)
-            if found.has_lists:
-                _check_count(name, b"[", raw, found, max_blocks)
+            _check_count(name, b",", raw, array, most - 1)
+            if array.has_lists:
+                _check_count(name, b"[", raw, array, max_blocks)
             await asyncio.sleep(0)
         body = model.model_validate_json(rest)
         tokens: bytes | None = None
-        for name, found in cuts.items():
+        for name, array in cuts.items():
             if getattr(body, name) != []:
                 raise _twice(name)
             if name == "token_ids":
-                tokens = b"".join([part async for part in _read(name, raw, found, _tokens)])
+                tokens = b"".join([part async for part in _read(name, raw, array, _tokens)])
                 continue
             read = _hashes if name == "local_hashes" else _ADAPTERS[name].validate_json
             items: list[Any] = []
-            async for more in _read(name, raw, found, read):
+            async for more in _read(name, raw, array, read):
                 items += more
             setattr(body, name, items)
         return body, tokens
 
 
-def _check_count(name: str, sign: bytes, raw: bytes, found: _Cut, most: int) -> None:
+def _check_count(name: str, sign: bytes, raw: bytes, array: _Cut, most: int) -> None:
     """Raises InvalidRequest if the array has the sign more than `most` times."""
     # Counting takes half as long as reading; an array has the sign at every second byte at most.
-    if found.end - found.start > 2 * most and raw.count(sign, found.start, found.end) > most:
+    if array.end - array.start > 2 * most and raw.count(sign, array.start, array.end) > most:
         raise InvalidRequest(name, f"over {most + (sign == b',')} items")
 
 
@@ -139,9 +139,9 @@ async def _without_arrays(raw: bytes) -> tuple[bytes, dict[str, _Cut]]:
 async def _end_of_lists(raw: bytes, start: int) -> int:
     """Where the bracket is that closes an array of arrays; -1: nowhere."""
     while start < len(raw):
-        found = _END_OF_LISTS.search(raw, start, start + 2 * PIECE_BYTES)
-        if found:
-            return found.end() - 1
+        bracket = _END_OF_LISTS.search(raw, start, start + 2 * PIECE_BYTES)
+        if bracket:
+            return bracket.end() - 1
         # Both brackets may lie on the border.
         start += PIECE_BYTES
         await asyncio.sleep(0)
@@ -152,35 +152,35 @@ def _twice(name: str) -> InvalidRequest:
     return InvalidRequest(name, "comes twice")
 
 
-async def _read(name: str, raw: bytes, found: _Cut, read: Callable[[bytes], T]) -> AsyncIterator[T]:
+async def _read(name: str, raw: bytes, array: _Cut, read: Callable[[bytes], T]) -> AsyncIterator[T]:
     """What `read` makes of each piece, an array in JSON of some of the items."""
-    start = found.start
-    end_of_item = b"]" if found.has_lists else b","
-    while start < found.end:
-        stop = found.end
+    start = array.start
+    end_of_item = b"]" if array.has_lists else b","
+    while start < array.end:
+        stop = array.end
         if stop - start > PIECE_BYTES:
             # A piece ends before a comma, and if the items are arrays, before one between two.
             last = start + PIECE_BYTES
-            closed = raw.rfind(b"]", start, last) if found.has_lists else 0
-            if found.has_lists:
+            closed = raw.rfind(b"]", start, last) if array.has_lists else 0
+            if array.has_lists:
                 stop = (
-                    -1 if closed < 0 else raw.find(b",", closed, min(last + PIECE_BYTES, found.end))
+                    -1 if closed < 0 else raw.find(b",", closed, min(last + PIECE_BYTES, array.end))
                 )
             else:
                 stop = raw.rfind(b",", start, last)
             if stop < 0:
-                place = raw.count(end_of_item, found.start, start)
+                place = raw.count(end_of_item, array.start, start)
                 raise InvalidRequest(
                     f"{name}.{place}", f"nothing ends it within {PIECE_BYTES} bytes"
                 )
         piece = raw[start:stop]
         # An empty piece would be read as no items, and hide a comma that has none after it.
-        if stop + 1 >= found.end > stop or not piece.strip(_BLANK):
+        if stop + 1 >= array.end > stop or not piece.strip(_BLANK):
             raise InvalidRequest("body", f"Invalid JSON: {name} has a comma without an item")
         try:
             yield read(b"[%b]" % piece)
         except ValidationError as error:
-            num_before = raw.count(end_of_item, found.start, start)
+            num_before = raw.count(end_of_item, array.start, start)
             raise _translated(name, num_before, error) from None
         start = stop + 1
         await asyncio.sleep(0)

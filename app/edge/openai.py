@@ -36,13 +36,13 @@ async def answer(client: Client) -> None:
     client.about = [(b"x-request-id", request_id.encode())]
     body = await _read(client)
     record.enter(Stage.TOKENS)
-    record.asked = wanted = asked.read(api, body.fields)
-    record.model = model = door.models.find(wanted.model)
+    record.asked = generation = asked.read(api, body.fields)
+    record.model = model = door.models.find(generation.model)
     record.request = request_of(
         headers,
         settings.policy,
         request_id=request_id,
-        session=wanted.session,
+        session=generation.session,
         came_ms=model.router.fleet.redis_now_ms,
         carried=True,
     )
@@ -52,12 +52,12 @@ async def answer(client: Client) -> None:
         try:
             with trace.span("tokens"):
                 ids = await door.prompts.of(api, model, body.fields)
-            record.request.local_only = not may_have_source(wanted, body.fields, ids)
+            record.request.local_only = not may_have_source(generation, body.fields, ids)
             life = door.admit(record, ids, trace)
-            migrates = settings.migrate and can_migrate(wanted, body.fields, ids, model.workers)
+            migrates = settings.migrate and can_migrate(generation, body.fields, ids, model.workers)
             await door.door.carry(
                 life,
-                Outgoing(body, wanted, ids, migrates),
+                Outgoing(body, generation, ids, migrates),
                 path,
                 _headers_on(client, request_id),
                 _Shown(client, life, settings.show_decision),
@@ -85,8 +85,8 @@ async def count_tokens(client: Client) -> None:
     known here."""
     door = client.replica.door
     body = await _read(client)
-    client.record.asked = wanted = asked.read(Api.MESSAGES, body.fields)
-    client.record.model = model = door.models.find(wanted.model)
+    client.record.asked = generation = asked.read(Api.MESSAGES, body.fields)
+    client.record.model = model = door.models.find(generation.model)
     async with client.watched():
         ids = await door.prompts.of(Api.MESSAGES, model, body.fields)
         if ids.ids is None:

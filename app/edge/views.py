@@ -88,7 +88,7 @@ def workers(
     view: View, load_avg: float, load_std: float, values: Mapping[str, float]
 ) -> dict[str, Any]:
     """As schemas.Workers. load_avg, load_std: see `load_statistics`. values: of worker ids."""
-    found = [
+    live = [
         {
             **_key(info.key),
             "incarnation": inc,
@@ -118,7 +118,7 @@ def workers(
         }
         for inc, info in view.paused.items()
     ]
-    return {"workers": found, "paused": paused, "load_avg": load_avg, "load_std": load_std}
+    return {"workers": live, "paused": paused, "load_avg": load_avg, "load_std": load_std}
 
 
 NO_WORKERS = {"workers": [], "paused": [], "load_avg": 0.0, "load_std": 0.0}

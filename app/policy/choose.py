@@ -91,13 +91,13 @@ def _large_enough(
     pool: Floats, size: RequestSize, eligible: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Which of the eligible have, as far as they report, enough blocks for the prompt."""
-    found = eligible & ((pool >= size.isl_blocks) | (pool <= 0.0))
-    if not found.any():
+    large_enough = eligible & ((pool >= size.isl_blocks) | (pool <= 0.0))
+    if not large_enough.any():
         raise PromptTooLarge(
             f"a prompt of {size.isl_tokens:,} tokens fills {size.isl_blocks:,} blocks; no eligible "
             f"worker has more than {int(pool[eligible].max()):,}"
         )
-    return found
+    return large_enough
 
 
 def _sample(cost: Floats, temperature: float, rng: Generator) -> int:

@@ -117,10 +117,10 @@ def _seen_text(seen: ChoiceInputs | None) -> bytes:
 def _seen_of(text: str) -> ChoiceInputs | None:
     if not text:
         return None
-    found = orjson.loads(text)
-    matrix = np.array([found[name] for name in ROWS], dtype=np.float64)
-    block_size, places = found["block_size"], range(len(found["workers"]))
-    if matrix.shape != (len(ROWS), len(places)) or len(found["eligible"]) != len(places):
+    values = orjson.loads(text)
+    matrix = np.array([values[name] for name in ROWS], dtype=np.float64)
+    block_size, places = values["block_size"], range(len(values["workers"]))
+    if matrix.shape != (len(ROWS), len(places)) or len(values["eligible"]) != len(places):
         raise ValueError(f"seen: {matrix.shape} does not fit {len(places)} workers")
     if block_size < 1:
         raise ValueError(f"seen: a block has {block_size} tokens")
@@ -129,12 +129,12 @@ def _seen_of(text: str) -> ChoiceInputs | None:
     if np.isnan(matrix).any():
         raise ValueError("seen: a candidate lacks a value")
     affinity: Affinity | None = None
-    if found["affinity"] is not None:
-        position, fraction, max_queue_s = found["affinity"]
+    if values["affinity"] is not None:
+        position, fraction, max_queue_s = values["affinity"]
         most_s = math.inf if max_queue_s is None else float(max_queue_s)
         affinity = Affinity(places[position], float(fraction), most_s)
     return ChoiceInputs(
-        found["workers"], block_size, Candidates(*matrix), found["eligible"], affinity
+        values["workers"], block_size, Candidates(*matrix), values["eligible"], affinity
     )
 
 

@@ -97,16 +97,16 @@ UNMEASURED = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
 class Workers:
     """What is known about the live workers apart from their load; many views share it."""
 
-    def __init__(self, known: Sequence[tuple[Incarnation, WorkerInfo, Measured]]) -> None:
-        self.incarnations = [inc for inc, _, _ in known]
-        self.infos = [info for _, info, _ in known]
-        self.measured = [measured for _, _, measured in known]
-        self.everybody = np.ones(len(known), dtype=np.bool_)
+    def __init__(self, workers: Sequence[tuple[Incarnation, WorkerInfo, Measured]]) -> None:
+        self.incarnations = [inc for inc, _, _ in workers]
+        self.infos = [info for _, info, _ in workers]
+        self.measured = [measured for _, _, measured in workers]
+        self.everybody = np.ones(len(workers), dtype=np.bool_)
         self.position = {inc: i for i, inc in enumerate(self.incarnations)}
         self.roles = roles_of(self.infos)
         self.are_publishing = any(info.publishing for info in self.infos)
         self.reuse_less = {
-            inc: info for inc, info, _ in known if info.reuse_blocks > 1 or info.recomputed_blocks
+            inc: info for inc, info, _ in workers if info.reuse_blocks > 1 or info.recomputed_blocks
         }
         """Those whose engines do not reuse each block that they hold."""
         self.rows = _matrix(

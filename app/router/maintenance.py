@@ -191,8 +191,8 @@ class Maintenance:
                     ]
                 )
                 writers = {inc for step in steps for inc in step.writers}
-                asked = [leases.absent(self._keyspace, writers)] if writers else []
-                lost = [inc for found in await self._runner.run(asked) for inc in found]
+                calls = [leases.absent(self._keyspace, writers)] if writers else []
+                lost = [inc for absent in await self._runner.run(calls) for inc in absent]
                 if any(step.buckets_left for step in steps):
                     pause = SWEEP_PAUSE_S
             except RedisUnavailable as error:

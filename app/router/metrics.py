@@ -250,13 +250,13 @@ class Telemetry(Table):
         if overlap.disk:
             self.overlap_of("disk").inc(overlap.disk)
         self.hit_fraction.observe(overlap.total / isl)
-        known = self._counted.get(worker)
-        if known is None:
+        counters = self._counted.get(worker)
+        if counters is None:
             blocks = self.worker_blocks
-            known = blocks.labels(worker, "isl"), blocks.labels(worker, "overlap")
-            self._counted[worker] = known
-        known[0].inc(isl)
-        known[1].inc(overlap.total)
+            counters = blocks.labels(worker, "isl"), blocks.labels(worker, "overlap")
+            self._counted[worker] = counters
+        counters[0].inc(isl)
+        counters[1].inc(overlap.total)
 
     def keep_workers(self, names: Collection[str]) -> None:
         """Forget what was counted for all other workers."""

@@ -58,12 +58,12 @@ class Routers:
     def serve(self, namespaces: Iterable[str]) -> None:
         """Serve these namespaces, besides one's own, as far as they are not too many; only while
         `run` runs."""
-        wanted = {self.own.namespace, *namespaces}
-        for gone in self._routers.keys() - wanted:
+        announced = {self.own.namespace, *namespaces}
+        for gone in self._routers.keys() - announced:
             log.info("namespace %s is not served any more: nobody announces it", gone)
             self._running.pop(gone).cancel()
             del self._routers[gone]
-        for namespace in sorted(wanted - self._routers.keys()):
+        for namespace in sorted(announced - self._routers.keys()):
             if len(self._routers) >= MAX_NAMESPACES:
                 log.warning("namespace %s is not served: %d are", namespace, MAX_NAMESPACES)
                 continue
