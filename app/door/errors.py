@@ -19,7 +19,14 @@ class ModelUnavailable(KvrouteError):
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt has more tokens than the model takes."""
+    """The prompt has more tokens than the model takes. length: how many, in words."""
+
+    def __init__(self, field: str, max_tokens: int, length: str) -> None:
+        super().__init__(
+            field,
+            f"This model's maximum context length is {max_tokens} tokens, and the prompt has "
+            f"{length}.",
+        )
 
 
 class NotTokenized(KvrouteError):

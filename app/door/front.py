@@ -79,11 +79,7 @@ class FrontDoor:
         if ids.ids is not None:
             field, num_tokens = PROMPTS[asked.api], ids.num_tokens
             if 0 < model.max_tokens <= num_tokens:
-                raise ContextTooLong(
-                    field,
-                    f"This model's maximum context length is {model.max_tokens} tokens, and the "
-                    f"prompt has {num_tokens}.",
-                )
+                raise ContextTooLong(field, model.max_tokens, str(num_tokens))
             check_length(field, num_tokens, self.settings.max_prompt_tokens)
             prompt = Prompt(
                 ids.num_tokens,

@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 
 from app.core.errors import InvalidRequest, RouterOverloaded, shown
 from app.core.hashing import Tokens
-from app.door.asked import Api
+from app.door.asked import PROMPTS, Api
 from app.door.engines import ids_field
-from app.door.errors import NotTokenized
+from app.door.errors import ContextTooLong, NotTokenized
 from app.door.models import Model
 from app.door.tokens import (
     Overloaded,
     Renderer,
     TokenizerUnavailable,
+    TooManyTokens,
     Unrenderable,
     chat_of_messages,
     chat_of_response,
@@ -43,6 +44,8 @@ CANARY_EVERY = 1000
 ENGINE_TIMEOUT_S = 5.0
 RELOAD_S = 60.0
 """How long after a failure to load a tokenizer it is tried again."""
+MAX_ASKED_BYTES = 256 * 1024
+"""Of a prompt whose ids an engine is asked for: it tokenizes where it answers everybody."""
 MAX_TOKENIZED_BYTES = 32 * 1024 * 1024
 """Of an engine's answer that lists the ids of a prompt."""
 CHARACTERS_PER_TOKEN = 4
@@ -129,16 +132,20 @@ class Prompts:
         rendering = self._of(model)
         renderer = rendering.renderer
         if renderer is not None and not rendering.differs:
+            most = max(0, model.max_tokens - 1)
             try:
                 if api is Api.COMPLETIONS:
                     text = _one_text(fields.get("prompt"))
-                    ids = await renderer.of_text(text, _adds_special(fields))
+                    ids = await renderer.of_text(text, _adds_special(fields), most)
                 elif api is Api.RESPONSES:
-                    ids = await renderer.of_response(fields)
+                    ids = await renderer.of_response(fields, most)
                 else:
-                    ids = await renderer.of_chat(fields)
+                    ids = await renderer.of_chat(fields, most)
+            except TooManyTokens as error:
+                length = f"{error.num_tokens} or more"
+                raise ContextTooLong(PROMPTS[api], model.max_tokens, length) from None
             except Unrenderable as error:
-                if error.reason == "media":
+                if error.reason in _LEFT_TO_THE_ENGINE:
                     raise NotTokenized(error.reason) from None
             else:
                 self._maybe_compare(api, model, fields, rendering, ids)
@@ -188,13 +195,16 @@ class Prompts:
             if "add_special_tokens" in fields:
                 asked["add_special_tokens"] = fields["add_special_tokens"]
         asked["model"] = model.name
+        body = _dumps(asked)
+        if len(body) > MAX_ASKED_BYTES:
+            raise NotTokenized("size")
         try:
             async with asyncio.timeout(ENGINE_TIMEOUT_S):
                 answer = await self._upstream.send(
                     model.root.address,
                     "/tokenize",
                     self._headers,
-                    _dumps(asked),
+                    body,
                     connect_s=ENGINE_TIMEOUT_S,
                     answer_s=ENGINE_TIMEOUT_S,
                 )
@@ -248,6 +258,8 @@ class Prompts:
         rendering.differ(model, f"its ids differ from the engine's from token {at} on ({lengths})")
 
 
+_LEFT_TO_THE_ENGINE = ("media", "size")
+"""Why a prompt is not even worth asking for."""
 _RENDERED = (
     "messages",
     "tools",

@@ -3,11 +3,12 @@
 load           a model's Renderer, from a folder or from the local Hugging Face cache
 Renderer       of_chat, of_response and of_text: the ids of a prompt
 chat_of_…      requests of other APIs, as the chats that engines make of them
-Unrenderable   what only the engine itself can render; TokenizerUnavailable, Overloaded
+Unrenderable   what only the engine itself can render; TooManyTokens, Overloaded,
+               TokenizerUnavailable
 """
 
 from app.door.tokens.anthropic import chat_of_messages
-from app.door.tokens.errors import Overloaded, TokenizerUnavailable, Unrenderable
+from app.door.tokens.errors import Overloaded, TokenizerUnavailable, TooManyTokens, Unrenderable
 from app.door.tokens.pool import TokenizerThreads
 from app.door.tokens.renderer import Renderer, load
 from app.door.tokens.responses import chat_of_response
@@ -17,6 +18,7 @@ __all__ = [
     "Renderer",
     "TokenizerThreads",
     "TokenizerUnavailable",
+    "TooManyTokens",
     "Unrenderable",
     "chat_of_messages",
     "chat_of_response",

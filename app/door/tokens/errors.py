@@ -39,5 +39,17 @@ class Unrenderable(KvrouteError):
         self.cause = message
 
 
+class TooManyTokens(KvrouteError):
+    """A prompt has more tokens than it may. num_tokens: that were counted until that was clear."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"at least {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
+class Abandoned(KvrouteError):
+    """Nobody waits for the tokens of a prompt any more."""
+
+
 class Overloaded(KvrouteError):
     """As much text as may wait to be tokenized is already waiting."""

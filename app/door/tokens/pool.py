@@ -13,8 +13,13 @@ from app.door.tokens.errors import Overloaded
 T = TypeVar("T")
 
 
+LARGE = 128 * 1024
+"""Characters from which on a text waits for its turn with others like it."""
+
+
 class TokenizerThreads:
-    """num_threads: at work at once; the tokenizer itself runs without the interpreter's lock.
+    """num_threads: at work at once, besides one for large texts, lest these keep others waiting, or
+    take memory all at once; the tokenizer itself runs without the interpreter's lock.
 
     max_waiting, max_size: how many calls, and how many characters of theirs, may be waiting or at
     work. Beyond, `run` refuses; a call of any size is accepted when there is no other.
@@ -24,6 +29,7 @@ class TokenizerThreads:
         self, num_threads: int = 2, max_waiting: int = 256, max_size: int = 64 << 20
     ) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokens")
+        self._for_large = ThreadPoolExecutor(1, thread_name_prefix="large texts")
         self._max_waiting = max_waiting
         self._max_size = max_size
         # Calls end in their threads.
@@ -45,7 +51,8 @@ class TokenizerThreads:
                 )
             self._num_calls += 1
             self._size += size
-        future = self._threads.submit(call, *args)
+        threads = self._for_large if size >= LARGE else self._threads
+        future = threads.submit(call, *args)
         future.add_done_callback(lambda _: self._ended(size))
         return await asyncio.wrap_future(future)
 
@@ -62,4 +69,5 @@ class TokenizerThreads:
 
     def close(self) -> None:
         """Drops what has not begun and waits for what has."""
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (self._threads, self._for_large):
+            threads.shutdown(cancel_futures=True)

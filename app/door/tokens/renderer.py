@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jinja2
 
 from app.core.errors import cut
 from app.door.tokens import files
+from app.door.tokens.allowance import Allowance
 from app.door.tokens.encoder import Encoder, Ids
 from app.door.tokens.errors import TokenizerUnavailable, Unrenderable
 from app.door.tokens.messages import chat_of, size
@@ -69,48 +70,57 @@ class Renderer:
         """As a worker's `tokenizer_hash`, if its engine tokenizes alike."""
         return self._encoder.fingerprint
 
-    async def of_chat(self, body: Mapping[str, Any]) -> Ids:
-        """The ids of a chat request. body: what its JSON says.
+    async def of_chat(self, body: Mapping[str, Any], max_tokens: int = 0) -> Ids:
+        """The ids of a chat request. body: what its JSON says. max_tokens: that they may be; 0: any
+        number.
 
-        Raises Unrenderable, if only the engine can tell; Overloaded.
+        Raises Unrenderable, if only the engine can tell; TooManyTokens; Overloaded.
         """
-        length = size(body)
-        if length <= AT_ONCE_CHARACTERS:
-            return self._chat(body)
-        return await self._pool.run(length, self._chat, body)
+        return await self._run(size(body), max_tokens, self._chat, body)
 
-    async def of_response(self, body: Mapping[str, Any]) -> Ids:
+    async def of_response(self, body: Mapping[str, Any], max_tokens: int = 0) -> Ids:
         """As of_chat, of what `chat_of_response` made.
 
         vLLM puts the tokenizer's special tokens around what the template has made of these, and
         names a tool call before its arguments.
         """
-        length = size(body)
-        if length <= AT_ONCE_CHARACTERS:
-            return self._response(body)
-        return await self._pool.run(length, self._response, body)
+        return await self._run(size(body), max_tokens, self._response, body)
 
-    async def of_text(self, prompt: str, add_special_tokens: bool = True) -> Ids:
+    async def of_text(
+        self, prompt: str, add_special_tokens: bool = True, max_tokens: int = 0
+    ) -> Ids:
         """The ids of the prompt of a completion.
 
         add_special_tokens: those that the tokenizer puts around a text.
-        Raises Unrenderable, if it is not Unicode; Overloaded.
+        Raises Unrenderable, if it is not Unicode; TooManyTokens; Overloaded.
         """
-        if len(prompt) <= AT_ONCE_CHARACTERS:
-            return self._text(prompt, add_special_tokens)
-        return await self._pool.run(len(prompt), self._text, prompt, add_special_tokens)
+        return await self._run(len(prompt), max_tokens, self._text, prompt, add_special_tokens)
 
-    def _text(self, prompt: str, add_special_tokens: bool) -> Ids:
-        return self._encoder.encode(prompt, add_special_tokens=add_special_tokens)
+    async def _run(
+        self, length: int, max_tokens: int, call: Callable[..., Ids], *args: object
+    ) -> Ids:
+        """length: of the text, in characters."""
+        allowance = Allowance(max_tokens)
+        if length <= AT_ONCE_CHARACTERS:
+            return call(allowance, *args)
+        try:
+            return await self._pool.run(length, call, allowance, *args)
+        finally:
+            allowance.is_abandoned = True
 
-    def _chat(self, body: Mapping[str, Any]) -> Ids:
+    def _text(self, allowance: Allowance, prompt: str, add_special_tokens: bool) -> Ids:
+        return self._encoder.encode(
+            prompt, add_special_tokens=add_special_tokens, allowance=allowance
+        )
+
+    def _chat(self, allowance: Allowance, body: Mapping[str, Any]) -> Ids:
         template = self._template(has_tools=bool(body.get("tools")))
-        return self._encoder.encode(rendered(template, body))
+        return self._encoder.encode(rendered(template, body), allowance=allowance)
 
-    def _response(self, body: Mapping[str, Any]) -> Ids:
+    def _response(self, allowance: Allowance, body: Mapping[str, Any]) -> Ids:
         template = self._template(has_tools=bool(body.get("tools")))
         text = rendered(template, body, names_come_first=True)
-        return self._encoder.encode(text, add_special_tokens=True)
+        return self._encoder.encode(text, add_special_tokens=True, allowance=allowance)
 
     def _template(self, *, has_tools: bool) -> ChatTemplate:
         template = self._templates.get("default")
