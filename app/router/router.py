@@ -202,8 +202,8 @@ class Router:
         ending: what came of the request, to be recorded; None: nobody says.
         worker_failed: no request goes to the worker until it has renewed its lease; longer if it
         failed others. of_source: it was its source.
-        Raises RedisUnavailable; the release then follows once Redis is back, if this router lives.
-        Raises WrongVersion.
+        Raises RedisUnavailable; the release then follows once Redis is back, if this router lives,
+        and so it does if it is cancelled. Raises WrongVersion.
         """
         self._refuse_wrong_version()
         if not worker_failed:
@@ -219,7 +219,7 @@ class Router:
             attempt = await self._runner.one(
                 reservations.release(self._keyspace, request_id, answered=False)
             )
-        except RedisUnavailable:
+        except (RedisUnavailable, asyncio.CancelledError):
             if now_ms is not None:
                 # But not what the same id may have been promised by then.
                 self._maintenance.release_soon(request_id, began_by_ms=now_ms)

@@ -40,6 +40,7 @@ from app.state.exchange import Node
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
+from tests.redis_servers import stopped
 
 # Two full blocks of four tokens, and a partial third.
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -896,6 +897,21 @@ class TestWithoutRedis:
         assert await router.release(decision.reservation_id, worker_failed=True)
         (left,) = (await router.refresh()).infos
         assert left.key != decision.worker.key
+
+    async def test_a_failure_whose_caller_goes_while_it_is_told_ends_the_reservation_too(
+        self, own_redis_server: EmbeddedRedis
+    ) -> None:
+        url = own_redis_server.url
+        async with connect(url) as redis, running(url) as router:
+            workers = FakeWorkers(redis)
+            await workers.register("w1")
+            assert (await router.route(request("r1"))).reserved
+            with stopped(own_redis_server.pid):
+                telling = asyncio.ensure_future(router.release("r1", worker_failed=True))
+                await asyncio.sleep(0)
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
+            await eventually(workers.reserved, lambda reserved: reserved == {})
 
     async def test_lost_releases_and_first_tokens_are_told_once_redis_accepts_writes(
         self, own_redis_server: EmbeddedRedis
