@@ -22,8 +22,10 @@ from tests.eventually import eventually
 VENV = Path(os.environ.get("KVROUTE_TEST_SGLANG", Path(__file__).parents[2] / ".venv-sglang"))
 """The virtual environment that install_sglang.sh makes."""
 PAGE, PAGES = 16, 120
+WAIT_S = 300.0
+"""The machine may be busy."""
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 
 @contextmanager
@@ -33,7 +35,10 @@ def sglang(http_port: int, events_port: int, replay_port: int) -> Iterator[subpr
     script = Path(__file__).with_name("sglang_engine.py")
     numbers = map(str, (http_port, events_port, replay_port, PAGE, PAGES))
     with subprocess.Popen(
-        [VENV / "bin" / "python", script, *numbers], stdout=subprocess.PIPE, text=True
+        [VENV / "bin" / "python", script, *numbers],
+        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(VENV / "torch_extensions")},
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             assert process.stdout is not None
@@ -49,6 +54,11 @@ class Prompts:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._told: list[tuple[list[int], str | None]] = []
+
+    @property
+    def last(self) -> tuple[list[int], str | None]:
+        """One that filled at least a page."""
+        return next(told for told in reversed(self._told) if len(told[0]) >= PAGE)
 
     def next(self) -> tuple[list[int], str | None]:
         choice = self._random
@@ -69,42 +79,48 @@ async def test_overlap_is_what_sglang_finds_after_evictions_resets_and_kills(
     url, prompts = f"http://127.0.0.1:{ports[0]}", Prompts(1)
     async with (
         started_replica(one_redis_server.url) as router,
-        httpx.AsyncClient(base_url=url, timeout=30) as engine,
+        httpx.AsyncClient(base_url=url, timeout=300) as engine,
     ):
 
         async def serving() -> list[str]:
             listed: Any = (await router.get("/v1/workers")).json()
             return [worker["worker_id"] for worker in listed["workers"]]
 
-        async def overlap(tokens: list[int], salt: str | None) -> int:
+        async def overlap(tokens: list[int], salt: str | None) -> int | None:
+            """None: on a busy machine the worker may be away for a moment."""
             asked = {"token_ids": tokens, "reserve": False, "explain": True}
             asked |= {"cache_namespace": salt} if salt else {}
             answer = (await router.post("/v1/route", json=asked)).json()
-            [found] = answer["candidates"]
-            return sum(found["overlap_blocks"].values())
+            found = answer.get("candidates", ())
+            return sum(found[0]["overlap_blocks"].values()) if found else None
 
         async def check(number: int) -> None:
             """At rest, what the router says of each prompt is what SGLang then finds."""
             for _ in range(number):
                 tokens, salt = prompts.next()
-                most = (len(tokens) - 1) // PAGE
-                stated = min(await overlap(tokens, salt), most)
-                answer = await engine.post("/ask", json={"tokens": tokens, "salt": salt})
-                assert answer.json()["cached"] == stated * PAGE
 
-                async def look(tokens: list[int] = tokens, salt: str | None = salt) -> int:
+                async def look(tokens: list[int] = tokens, salt: str | None = salt) -> int | None:
                     return await overlap(tokens, salt)
 
+                found = await eventually(look, lambda seen: seen is not None, within_s=WAIT_S)
+                stated = min(found or 0, (len(tokens) - 1) // PAGE)
+                answer = await engine.post("/ask", json={"tokens": tokens, "salt": salt})
+                assert answer.json()["cached"] == stated * PAGE
                 pages = len(tokens) // PAGE
-                await eventually(look, lambda seen, pages=pages: seen == pages)
+                await eventually(look, lambda seen, pages=pages: seen == pages, within_s=WAIT_S)
 
         with sglang(*ports):
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with agent(url, one_redis_server.url, tmp_path) as beside:
-                    await eventually(serving, lambda seen: seen == ["e"], within_s=30.0)
+                    await eventually(serving, lambda seen: seen == ["e"], within_s=WAIT_S)
                     await check(60)
                     await engine.post("/reset")
-                    await eventually(lambda: overlap([1] * 16, None), lambda seen: seen == 0)
+                    last, salt = prompts.last
+                    await eventually(
+                        lambda last=last, salt=salt: overlap(last, salt),
+                        lambda seen: seen == 0,
+                        within_s=WAIT_S,
+                    )
                     await check(60)
                     beside.end(number)
-                await eventually(serving, lambda seen: seen == [], within_s=30.0)
+                await eventually(serving, lambda seen: seen == [], within_s=WAIT_S)

@@ -15,7 +15,7 @@ from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
 from tests.door.test_answers import counted, events
 from tests.e2e.engines import agent
-from tests.engines.vllm_server import BLOCK, MODEL, vllm_servers
+from tests.engines.vllm_server import ANSWER_S, BLOCK, MODEL, vllm_servers
 from tests.eventually import eventually
 
 CHATS, TURNS = 100, 3
@@ -32,7 +32,7 @@ TOOLS = [
     }
 ]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
 
 
 def text(rng: random.Random, words: int) -> str:
@@ -51,15 +51,27 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
     ):
         async with (
             replica(url) as door,
-            httpx.AsyncClient(base_url=engine.url, timeout=60) as direct,
+            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
         ):
             await until_serving(door, 1)
             replies: dict[str, str] = {}
 
+            async def until_published(body: dict[str, Any]) -> None:
+                """All full blocks of a prompt and its answer, whose last token has no KV."""
+                tokens = [*body["prompt_token_ids"], *body["choices"][0]["token_ids"][:-1]]
+                route = {"token_ids": tokens, "reserve": False, "explain": True}
+
+                async def held() -> int:
+                    found = (await door.post("/v1/route", json=route)).json().get("candidates", ())
+                    return sum(found[0]["overlap_blocks"].values()) if found else 0
+
+                full = len(tokens) // BLOCK
+                await eventually(held, lambda blocks: blocks >= full, within_s=ANSWER_S)
+
             async def ask(messages: list[Any], **more: Any) -> tuple[str, int, int]:
                 """What is answered, and the blocks predicted and found cached."""
                 asked = {"model": MODEL, "messages": messages, "max_tokens": 8} | more
-                asked |= {"temperature": 0}
+                asked |= {"temperature": 0, "return_token_ids": True}
                 answer = await door.post("/v1/chat/completions", json=asked)
                 assert answer.status_code == 200, answer.text
                 body = answer.json()
@@ -73,13 +85,14 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
                 assert reply == own["choices"][0]["message"]["content"]
                 assert usage["prompt_tokens"] == own["usage"]["prompt_tokens"]
                 replies[str(asked)] = reply
+                await until_published(body)
                 return reply, min(stated, most), cached // BLOCK
 
             async def rendered_here() -> float:
                 await ask([{"role": "user", "content": "hello"}])
                 return await counted(door, f'tokens_from_total{{model="{MODEL}",source="router"}}')
 
-            await eventually(rendered_here, lambda number: number > 0, within_s=30.0)
+            await eventually(rendered_here, lambda number: number > 0, within_s=ANSWER_S)
             differences = []
             for number in range(CHATS):
                 messages = [rng.choice(systems)]
@@ -117,7 +130,7 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
     ):
         async with (
             replica(url) as door,
-            httpx.AsyncClient(base_url=engine.url, timeout=60) as direct,
+            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
         ):
             await until_serving(door, 1)
             replies: dict[str, str] = {}
@@ -145,7 +158,7 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
                 await ask("/v1/messages", {"messages": [said("hello")], "max_tokens": 4})
                 return (await counts())[0]
 
-            await eventually(rendered_here, bool, within_s=30.0)
+            await eventually(rendered_here, bool, within_s=ANSWER_S)
             for _ in range(20):
                 items = [said(text(rng, 20))]
                 for _ in range(TURNS):
@@ -176,7 +189,7 @@ async def test_a_stream_whose_vllm_is_killed_says_what_one_left_alone_would_have
             stack.enter_context(agent(engine.url, url, tmp_path / f"memory-{name}", name))
         async with (
             replica(url, migrate=True) as door,
-            httpx.AsyncClient(timeout=60) as direct,
+            httpx.AsyncClient(timeout=ANSWER_S) as direct,
         ):
             await until_serving(door, 2)
             begun_at: list[str] = []
@@ -209,7 +222,7 @@ async def test_a_stream_whose_vllm_is_killed_says_what_one_left_alone_would_have
                 await stream(door, body() | {"max_tokens": 2}, asyncio.Event())
                 return await counted(door, f'tokens_from_total{{model="{MODEL}",source="router"}}')
 
-            await eventually(rendered_here, bool, within_s=30.0)
+            await eventually(rendered_here, bool, within_s=ANSWER_S)
             bodies = [body() for _ in range(6)]
             seen = [asyncio.Event() for _ in bodies]
             asking = asyncio.gather(
