@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,14 +40,17 @@ def make_models(folder: Path) -> None:
 
 
 class VllmServer:
-    """Serves the model in `folder`; started on construction. blocks: of its KV cache."""
+    """Serves the model in `folder`; started on construction. blocks: of its KV cache.
 
-    def __init__(self, folder: Path, name: str, blocks: int) -> None:
+    more: flags.
+    """
+
+    def __init__(self, folder: Path, name: str, blocks: int, more: Sequence[str] = ()) -> None:
         if not VENV.exists():
             pytest.fail(f"there is no {VENV}: make test-vllm installs vLLM there")
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._folder, self._blocks = folder, blocks
+        self._folder, self._blocks, self._more = folder, blocks, more
         self._log = folder / f"{name}.log"
         self.start()
 
@@ -67,6 +70,7 @@ class VllmServer:
             *("--enable-lora", "--max-lora-rank", "8"),
             *("--lora-modules", f"{ADAPTER}={self._folder / 'adapter'}"),
             *("--kv-events-config", events),
+            *self._more,
         ]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -100,12 +104,14 @@ class VllmServer:
 
 
 @contextmanager
-def vllm_servers(folder: Path, *names: str, blocks: int) -> Iterator[list[VllmServer]]:
+def vllm_servers(
+    folder: Path, *names: str, blocks: int, more: Sequence[str] = ()
+) -> Iterator[list[VllmServer]]:
     """That many servers, all of which serve."""
     make_models(folder)
     servers: list[VllmServer] = []
     try:
-        servers += [VllmServer(folder, name, blocks) for name in names]
+        servers += [VllmServer(folder, name, blocks, more) for name in names]
         for server in servers:
             server.wait()
         yield servers

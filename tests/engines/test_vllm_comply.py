@@ -1,0 +1,61 @@
+"""A client's checks of three APIs pass through the front door as they do on vLLM alone: see
+`make test-vllm`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import until_serving
+from tests.e2e.engines import Process, agent
+from tests.engines.vllm_server import ANSWER_S, MODEL, VENV, vllm_servers
+from tests.fake_worker import NAMESPACE
+
+FORMATS = ("openai-chat", "open-responses", "anthropic")
+SHORT = ("--override-generation-config", '{"max_new_tokens": 64}')
+"""The model does not end its answers by itself."""
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
+
+
+async def checked(url: str, form: str) -> dict[str, list[str]]:
+    """What was wrong with each case that failed or warned, and nothing for the others."""
+    running = await asyncio.create_subprocess_exec(
+        *(VENV / "bin" / "llm-comply", "run", "--json", "--format", form, "--model", MODEL),
+        *("--base-url", f"{url}/v1", "--api-key", "none", "--timeout", str(int(ANSWER_S))),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await running.communicate()
+    results = json.loads(said)["results"]
+    return {
+        one["id"]: [one["status"], *one.get("errors", ()), *one.get("warnings", ())]
+        for one in results
+    }
+
+
+async def test_what_passes_on_vllm_alone_passes_through_the_door(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    url = one_redis_server.url
+    with ExitStack() as stack:
+        [engine] = stack.enter_context(
+            vllm_servers(tmp_path, "a", blocks=2000, more=(*SHORT, *TOOLS))
+        )
+        stack.enter_context(agent(engine.url, url, tmp_path / "memory", "a"))
+        router = Process("router", f"--redis-url={url}", f"--namespace={NAMESPACE}", "--port=0")
+        stack.callback(router.end)
+        async with httpx.AsyncClient(base_url=router.url, timeout=ANSWER_S) as http:
+            await until_serving(http, 1)
+        for form in FORMATS:
+            alone, through = await checked(engine.url, form), await checked(router.url, form)
+            passing = {name for name, found in alone.items() if found == ["passed"]}
+            assert passing
+            worse = {name: through[name] for name in passing if through[name] != alone[name]}
+            assert worse == {}
