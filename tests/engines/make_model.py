@@ -1,4 +1,4 @@
-"""make_model.py FOLDER: writes a Llama of 2 layers and an adapter for it, both without sense.
+"""make_model.py FOLDER: writes a Llama of 2 layers and two adapters for it, all without sense.
 
 Its weights are random, always the same, and so large that what it says depends on every token
 before: with vLLM's own --load-format dummy, all prompts get one and the same answer.
@@ -120,9 +120,9 @@ def model_weights(words: list[int]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def make_adapter(folder: Path) -> None:
+def make_adapter(folder: Path, seed: int) -> None:
     folder.mkdir(parents=True)
-    rank, generator = 8, torch.Generator().manual_seed(1)
+    rank, generator = 8, torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(LAYERS):
         for name, width in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
@@ -147,4 +147,5 @@ def make_adapter(folder: Path) -> None:
 
 if __name__ == "__main__":
     make_model(Path(sys.argv[1]) / "model")
-    make_adapter(Path(sys.argv[1]) / "adapter")
+    make_adapter(Path(sys.argv[1]) / "adapter", 1)
+    make_adapter(Path(sys.argv[1]) / "other-adapter", 2)

@@ -132,10 +132,21 @@ class Fleet:
         found = [c for c in answer.get("candidates", ()) if c["worker_id"] == name]
         return sum(found[0]["overlap_blocks"].values()) if found else None
 
-    async def differences(self, prompts: Prompts) -> list[str]:
+    async def load_another_adapter(self, folder: Path, held: Asked) -> None:
+        """Under the name of the one before, at both engines. held: a prompt of that one's."""
+        blocks = len(held.tokens) // BLOCK
+        await eventually(
+            partial(self._look, "a", held), lambda seen: seen == blocks, within_s=ANSWER_S
+        )
+        for url in self._urls.values():
+            asked = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
+            (await self._http.post(f"{url}/v1/load_lora_adapter", json=asked)).raise_for_status()
+        await eventually(partial(self._look, "a", held), lambda seen: seen == 0, within_s=ANSWER_S)
+
+    async def differences(self, prompts: Prompts, sample: int = SAMPLE) -> list[str]:
         """Where routers and engines disagree over a sample."""
         found = []
-        for number in range(SAMPLE):
+        for number in range(sample):
             asked, name = prompts.next(), "ab"[number % 2]
             stated = await self.overlap(name, asked)
             # The last token is always computed, and with it its block.
@@ -208,3 +219,7 @@ async def test_overlap_is_what_vllm_reports_after_evictions_kills_a_reset_and_a_
                     tasks.create_task(one(number))
             await served.serving("a", "b")
             assert await served.differences(Prompts(3)) == []
+            held = Asked(tuple(range(5, 5 + 4 * BLOCK)), ADAPTER, None)
+            await served.complete(served.engines[0].url, held)
+            await served.load_another_adapter(tmp_path / "other-adapter", held)
+            assert await served.differences(Prompts(3), 60) == []

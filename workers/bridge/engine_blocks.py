@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from xxhash import xxh3_64_intdigest
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.hashing import compute_local_hashes, next_sequence_hash, seed_for
 from app.core.types import SequenceHash, Tier
+from workers.bridge.adapter_folders import AdapterBlock, AdapterFolders
 from workers.bridge.engine_events import (
     PREFIX_KINDS,
     AllBlocksCleared,
@@ -44,7 +45,9 @@ the block has left the device."""
 
 @dataclass(slots=True)
 class Block:
-    """A block of the engine: one or more of ours, and what its children inherit."""
+    """A block of the engine: one or more of ours, and what its children inherit.
+
+    folder, hidden: see AdapterBlock."""
 
     blocks: tuple[SequenceHash, ...]
     parent: SequenceHash | None
@@ -53,6 +56,8 @@ class Block:
     lora_name: str | None
     cache_salt: str | None
     references: References = ()
+    folder: str | None = None
+    hidden: bool = False
 
     @property
     def end(self) -> SequenceHash:
@@ -107,6 +112,7 @@ class EngineBlocks:
         self._shown = ShownBlocks(self._end_of, copies=announces_copies)
         self._is_upper_bound = False
         self._pending = PendingEvents(now, joined_late=joined_late)
+        self._adapters = AdapterFolders()
         self.num_unknown_media = 0
         """Events that were left out, as they name a medium that is not known."""
 
@@ -122,7 +128,7 @@ class EngineBlocks:
     def _all_held(self) -> Iterator[Stored]:
         for block in self._known.values():
             for tier in Tier:
-                if block.lies_in(tier):
+                if block.lies_in(tier) and not block.hidden:
                     yield Stored(block.blocks, block.parent, tier)
 
     def snapshot(self) -> HeldBlocks | None:
@@ -139,9 +145,32 @@ class EngineBlocks:
         for name, block, references in snapshot.rows:
             block.references = references
             self._known[name] = block
+            if block.lora_name is not None:
+                self._adapters.restore(block)
             for tier in Tier:
                 if block.lies_in(tier):
                     self._count_copy(block, tier)
+
+    def load_adapters(self, folders: Mapping[str, str]) -> list[CacheEvent]:
+        """What to show now that the engine says that it has these adapters. folders: what each was
+        loaded from, by its name."""
+        changes: list[CacheEvent] = []
+        for block in self._adapters.look(folders, self._known.values()):
+            changes += self._turn(block)
+        return self._shown.take(changes)
+
+    def _turn(self, block: AdapterBlock) -> Iterator[CacheEvent]:
+        """Hide a block, or show it again."""
+        assert isinstance(block, Block)
+        tiers = [tier for tier in Tier if block.lies_in(tier)]
+        if not block.hidden:
+            gone = {tier: tuple(self._give_up_copy(block, tier)) for tier in tiers}
+            yield from (Removed(blocks, tier) for tier, blocks in gone.items() if blocks)
+        block.hidden = not block.hidden
+        if not block.hidden:
+            for tier in tiers:
+                self._count_copy(block, tier)
+                yield Stored(block.blocks, block.parent, tier)
 
     @property
     def is_upper_bound(self) -> bool:
@@ -232,6 +261,7 @@ class EngineBlocks:
 
     def _clear(self) -> None:
         self._known.clear()
+        self._adapters.clear()
         self._unreferenced.clear()
         self._shown.clear()
         for copies in self._copies.values():
@@ -272,7 +302,9 @@ class EngineBlocks:
                 return [], ()
         stored = self._blocks_of(event, hashes, tokens, parent)
         chain = tuple(own for block in stored for own in block.blocks)
-        changes: list[CacheEvent] = [Stored(chain, stored[0].parent, tier)]
+        changes: list[CacheEvent] = []
+        if not stored[0].hidden:
+            changes.append(Stored(chain, stored[0].parent, tier))
         for name, block in zip(hashes, stored, strict=True):
             before = self._known.get(name)
             if before is None or before.blocks != block.blocks:
@@ -320,6 +352,8 @@ class EngineBlocks:
                     above = next_sequence_hash(above, one)
                     own.append(above)
                 block = Block(tuple(own), last, digests[at], lora_name, cache_salt)
+                if lora_name is not None:
+                    self._adapters.add(block, stored[-1] if stored else parent)
             stored.append(block)
             last = block.blocks[-1]
         return stored
@@ -331,7 +365,8 @@ class EngineBlocks:
             if known is None:
                 self._pending.wait_to_store(name, event)
             else:
-                changes.append(Stored(known.blocks, known.parent, tier))
+                if not known.hidden:
+                    changes.append(Stored(known.blocks, known.parent, tier))
                 self._refer(name, known, tier, event.group_idx)
         return changes
 
@@ -354,6 +389,8 @@ class EngineBlocks:
         self._unreferenced.pop(name, None)
 
     def _count_copy(self, block: Block, tier: Tier) -> None:
+        if block.hidden:
+            return
         copies = self._copies[tier]
         for own in block.blocks:
             copies[own] = copies.get(own, 0) + 1
@@ -377,6 +414,8 @@ class EngineBlocks:
                 del self._known[oldest]
 
     def _give_up_copy(self, block: Block, tier: Tier) -> Iterator[SequenceHash]:
+        if block.hidden:
+            return
         copies = self._copies[tier]
         for own in reversed(block.blocks):
             copies[own] -= 1

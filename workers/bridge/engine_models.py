@@ -12,10 +12,12 @@ from workers.bridge.facts import Overrides
 
 @dataclass(frozen=True, slots=True)
 class EngineModels:
-    """names, adapters, tokenizer: as models, adapters and tokenizer of EngineFacts."""
+    """names, adapters, folders, tokenizer: as models, adapters, folders and tokenizer of
+    EngineFacts."""
 
     names: tuple[str, ...]
     adapters: tuple[str, ...]
+    folders: tuple[tuple[str, str], ...]
     max_model_len: int | None
     tokenizer: str
 
@@ -32,13 +34,14 @@ async def models_of(engine: EngineHttp, overrides: Overrides) -> EngineModels:
     names = overrides.model or tuple(str(card["id"]) for card in own if card.get("id"))
     if not names:
         raise ConfigError("the engine lists no model at /v1/models: give the agent --model NAME")
-    adapters = (card for card in cards if card.get("parent"))
+    adapters = [card for card in cards if card.get("parent") and card.get("id")]
     lengths = [
         length for card in own if (length := whole(card.get("max_model_len"), "max_model_len"))
     ]
     return EngineModels(
         names,
-        tuple(str(card["id"]) for card in adapters if card.get("id")),
+        tuple(str(card["id"]) for card in adapters),
+        tuple((str(card["id"]), str(card["root"])) for card in adapters if card.get("root")),
         min(lengths, default=None),
         next((str(card["root"]) for card in own if card.get("root")), ""),
     )

@@ -27,6 +27,7 @@ class EngineFacts:
     """What an engine is; it changes only when the engine is started again.
 
     models: the ids that requests may name, without those of adapters; the first is the model's own.
+    folders: of each adapter, its name and what it was loaded from, if the engine says.
     block_size: tokens of one block in its events. capacity_tokens: of KV on each rank's device.
     reuse_tokens: hits land on multiples of so many tokens. recomputed_tokens: so many at the end of
     what it could reuse are computed again. announces_copies: see EngineBlocks. tokenizer: the
@@ -47,6 +48,7 @@ class EngineFacts:
     announces_copies: bool
     started_s: float | None
     tokenizer: str = ""
+    folders: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from app.state.scripts import ScriptRunner
 from workers.agent.agent import AgentSettings
 from workers.bridge.discovery import discover
 from workers.bridge.engine_http import EngineHttp
-from workers.bridge.engine_models import tokenizer_hash
+from workers.bridge.engine_models import models_of, tokenizer_hash
 from workers.bridge.facts import EngineFacts, EngineLoad, EngineReading, Overrides
 from workers.bridge.load import LoadReader
 from workers.bridge.rank import Rank
@@ -37,7 +37,7 @@ POLL_S = 0.75
 MAX_FAILURES = 2
 """An engine that has not answered so many times in a row is not routed to: after 3 s at most."""
 LOOK_AGAIN_S = 10.0
-"""How often it is asked for its models, and its adapters, which come and go."""
+"""How often it is asked for its models, and for its adapters while it has none."""
 CAPACITY_WORKERS = 16
 
 IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0)
@@ -132,9 +132,10 @@ class EngineFollower:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(rank.run()) for rank in self.ranks]
             looking = tasks.create_task(self._look_for_changes(facts))
+            adapting = tasks.create_task(self._follow_adapters())
             watching = tasks.create_task(self._watch(facts, reader))
             await asyncio.wait([looking, watching], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*running, looking, watching):
+            for task in (*running, looking, adapting, watching):
                 task.cancel()
 
     async def _watch(self, facts: EngineFacts, reader: LoadReader) -> None:
@@ -176,11 +177,20 @@ class EngineFollower:
             await asyncio.sleep(LOOK_AGAIN_S)
             with suppress(EngineUnavailable):
                 found = await discover(self._session, self._engine.url, self._overrides)
-                if replace(found, adapters=facts.adapters) != facts:
+                if replace(found, adapters=facts.adapters, folders=facts.folders) != facts:
                     log.info("the engine has changed: it registers anew")
                     return
+
+    async def _follow_adapters(self) -> None:
+        """They come and go, also under a name that another had before."""
+        while True:
+            has_some = any(rank.agent.info.adapters for rank in self.ranks)
+            await asyncio.sleep(POLL_S if has_some else LOOK_AGAIN_S)
+            with suppress(EngineUnavailable):
+                found = await models_of(self._engine, self._overrides)
                 for rank in self.ranks:
                     rank.agent.info = replace(rank.agent.info, adapters=found.adapters)
+                    rank.load_adapters(dict(found.folders))
 
     async def _new_ranks(self, context: zmq.asyncio.Context, facts: EngineFacts) -> list[Rank]:
         settings = self._settings

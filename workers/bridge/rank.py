@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,13 +72,14 @@ class Rank:
         self._facts = facts
         self._path = path
         self._form = [
-            "1",
+            "2",
             facts.kind,
             source.endpoint,
             str(info.block_size),
             str(facts.block_size),
             str(facts.announces_copies),
         ]
+        self._folders = dict(facts.folders)
         self._known = self._load()
         self.stream = EventStream(context, source, self._known and self._known.position)
         self.blocks = self._new_blocks(joined_late=False)
@@ -179,12 +180,22 @@ class Rank:
         self._forget(joined_late=True)
         self.joined_late = False
 
+    def load_adapters(self, folders: Mapping[str, str]) -> None:
+        """As EngineBlocks.load_adapters."""
+        self._folders = dict(folders)
+        changes = self.blocks.load_adapters(self._folders)
+        if changes:
+            log.info("%s: an adapter is loaded from another folder", self.info.key)
+            self.agent.notify(changes)
+
     def _new_blocks(self, *, joined_late: bool) -> EngineBlocks:
-        return EngineBlocks(
+        blocks = EngineBlocks(
             self.info.block_size,
             joined_late=joined_late,
             announces_copies=self._facts.announces_copies,
         )
+        blocks.load_adapters(self._folders)
+        return blocks
 
     async def _keep(self) -> None:
         pause_s = SAVE_S

@@ -31,6 +31,7 @@ class _Row(msgspec.Struct, array_like=True):
     lora_name: str | None
     cache_salt: str | None
     references: tuple[tuple[tuple[int, int | None], int], ...]
+    folder: str | None
 
 
 class _File(msgspec.Struct, array_like=True):
@@ -69,6 +70,7 @@ def save(path: Path, form: list[str], saved: Saved) -> None:
                     block.lora_name,
                     block.cache_salt,
                     tuple(((int(tier), group), count) for (tier, group), count in references),
+                    block.folder,
                 )
                 for name, block, references in rows
             ],
@@ -113,5 +115,6 @@ def _restored(
     blocks = tuple(SequenceHash(block) for block in row.blocks)
     parent = None if row.parent is None else SequenceHash(row.parent)
     block = Block(blocks, parent, row.tokens, row.lora_name, row.cache_salt)
+    block.folder = row.folder
     references = tuple(((Tier(tier), group), count) for (tier, group), count in row.references)
     return row.name, block, references

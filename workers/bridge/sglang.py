@@ -46,6 +46,7 @@ async def sglang_facts(
         version=str(info.get("version", "")),
         models=models.names,
         adapters=models.adapters,
+        folders=models.folders,
         max_model_len=models.max_model_len,
         tokenizer=models.tokenizer,
         block_size=page_size,

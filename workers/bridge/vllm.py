@@ -60,6 +60,7 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         version=version,
         models=models.names,
         adapters=models.adapters,
+        folders=models.folders,
         max_model_len=models.max_model_len,
         tokenizer=models.tokenizer,
         block_size=block_size,

@@ -106,6 +106,17 @@ async def test_adapters_are_told_from_other_names_of_the_model() -> None:
     assert (facts.models, facts.adapters) == (("llama", "also-llama"), ("poems",))
 
 
+async def test_adapters_are_known_by_what_they_were_loaded_from() -> None:
+    cards: list[dict[str, Any]] = [
+        {"id": "llama", "root": "/models/llama"},
+        {"id": "poems", "parent": "llama", "root": "/adapters/poems"},
+        {"id": "prose", "parent": "llama"},
+    ]
+    facts = await facts_of(VLLM | {"/v1/models": {"data": cards}})
+    assert facts.adapters == ("poems", "prose")
+    assert facts.folders == (("poems", "/adapters/poems"),)
+
+
 async def test_hits_of_a_hybrid_model_land_on_its_alignment() -> None:
     facts = await facts_of(
         vllm_metrics(
