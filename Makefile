@@ -6,7 +6,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick test-slow test-gpu test-vllm test-sglang lint format docs demo demo-torch clean
+.PHONY: help setup test test-quick test-slow test-gpu test-vllm test-sglang test-clients lint format docs demo demo-torch clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,15 @@ $(SGLANG): tests/engines/install_sglang.sh tests/engines/sglang-requirements.txt
 test-sglang: setup $(if $(KVROUTE_TEST_SGLANG),,$(SGLANG)) ## Run the tests with SGLang's own cache
 	$(BIN)/pytest -m sglang
 
+CLIENTS := .venv-clients
+
+$(CLIENTS): $(wildcard tests/clients/install_clients.sh tests/clients/package.json tests/clients/requirements/*)
+	tests/clients/install_clients.sh $@ $(PYTHON)
+	@touch $@
+
+test-clients: setup $(if $(KVROUTE_TEST_CLIENTS),,$(CLIENTS)) ## Run clients that others wrote against a cluster
+	$(BIN)/pytest -m clients
+
 lint: setup ## Run ruff and mypy, changing nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -83,5 +92,5 @@ demo-torch: setup ## Run two workers with a real model on this machine's CPU
 	$(BIN)/python -m loadtest.demo_torch
 
 clean: ## Remove .venv, caches and builds
-	rm -rf $(VENV) $(VLLM) $(SGLANG) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(CLIENTS) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find app lua workers loadtest deploy tests -name __pycache__ -type d -prune -exec rm -rf {} +

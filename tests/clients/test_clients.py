@@ -1,0 +1,105 @@
+"""Clients that nobody here wrote, each in an environment of its own, against `kvroute up`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.local.redis_server import free_port
+from tests.clients.comply import CLIENTS, FORMATS, run
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+MODEL, ALIAS = "llama", "llama-too"
+"""Of one name alone, a request without a model would be right, which llm-comply takes as wrong."""
+START_S = 120.0
+DEADLINE_S = 600
+OF_NODE = sorted(path.name for path in HERE.glob("scripts/*.mjs"))
+OF_PYTHON = {
+    "openai": ("openai", "anthropic", "langchain", "openai_agents", "pydantic_ai", "locust"),
+    "others": ("llama_index", "instructor"),
+    "litellm": ("litellm", "litellm_proxy"),
+}
+"""Environment -> the clients in it."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of KVROUTE_TEST_URL, or of a cluster with simulated engines."""
+    given = os.environ.get("KVROUTE_TEST_URL")
+    if given:
+        yield given
+        return
+    port = free_port()
+    options = ("--workers", "2", "--replicas", "2", "--speedup", "20", "--port", str(port))
+    command = [sys.executable, "-m", "app.cli", "up", *options, "--model-name", f"{MODEL},{ALIAS}"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield _serving(f"http://127.0.0.1:{port}", process)
+        finally:
+            process.terminate()
+
+
+def _serving(url: str, process: subprocess.Popen[bytes]) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/v1/models", timeout=5).json()["data"]:
+                return url
+        except (httpx.HTTPError, ValueError):
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"{url} serves no model")
+
+
+@pytest.fixture(scope="module")
+def model(url: str) -> str:
+    """One that is served."""
+    name: str = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+    return name
+
+
+def _run(*command: str | Path, cwd: Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_is_expected_of_a_compatible_api_is_there(url: str, model: str, form: str) -> None:
+    """But for what the suite itself skips for other models: reasoning."""
+    became = run(url, model, form)
+    wrong = {case: what for case, what in became.items() if what not in ("passed", "skipped")}
+    assert len(became) >= 9
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("environment", "client"),
+    [(environment, client) for environment, names in OF_PYTHON.items() for client in names],
+)
+def test_a_client_in_python_gets_what_it_asks_for(
+    url: str, model: str, environment: str, client: str, tmp_path: Path
+) -> None:
+    script = HERE / "scripts" / f"with_{client}.py"
+    # -P: else the folder of the script comes before the packages.
+    _run(CLIENTS / environment / "bin" / "python", "-P", script, url, model, cwd=tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node")
+@pytest.mark.parametrize("script", OF_NODE)
+def test_a_client_in_node_gets_what_it_asks_for(
+    url: str, model: str, script: str, tmp_path: Path
+) -> None:
+    # Node looks for packages from the folder of the script upwards.
+    (tmp_path / "node_modules").symlink_to(CLIENTS / "node" / "node_modules")
+    copied = shutil.copy(HERE / "scripts" / script, tmp_path)
+    _run("node", copied, url, model, cwd=tmp_path)
