@@ -35,8 +35,8 @@ def _time(record: RequestRecord) -> str:
 
 
 def _model(record: RequestRecord) -> str | None:
-    if record.model is not None:
-        return record.model.name
+    if record.model_name:
+        return record.model_name
     asked = record.asked.model if record.asked else None
     return cut(asked) if isinstance(asked, str) else None
 

@@ -17,6 +17,10 @@ class UnknownModel(KvrouteError):
 class ModelUnavailable(KvrouteError):
     """The model is known, but no worker that serves it is alive."""
 
+    def __init__(self, model: str) -> None:
+        super().__init__(f"No worker that serves {shown(model)} is alive.")
+        self.model = model
+
 
 class ContextTooLong(InvalidRequest):
     """The prompt has more tokens than the model takes. length: how many, in words."""

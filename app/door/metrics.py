@@ -152,7 +152,7 @@ class Outcomes:
 
     def ended(self, record: RequestRecord) -> None:
         """Count one request."""
-        model = record.model.name if record.model else ""
+        model = record.model_name
         self._requests(model, record.outcome, str(record.status)).inc()
         if record.admitted is not None:
             self._count_admitted(model, record.admitted, record)

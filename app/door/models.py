@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
 
-from app.core.errors import InvalidRequest, RedisUnavailable, cut, shown
+from app.core.errors import InvalidRequest, RedisUnavailable, cut
 from app.core.worker_report import WorkerInfo
 from app.door.errors import ModelUnavailable, UnknownModel
 from app.router.router import Router
@@ -88,7 +88,7 @@ class Models:
                 if look_again:
                     self._look()
         if isinstance(name, str) and name in self._holders:
-            raise ModelUnavailable(f"No worker that serves {shown(name)} is alive.")
+            raise ModelUnavailable(name)
         raise UnknownModel(name)
 
     def _only(self) -> str:

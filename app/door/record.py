@@ -75,7 +75,8 @@ class RequestRecord:
     """One request, refused or not. Times: monotonic seconds; 0.0: it never came to that.
 
     client: the address it came from. forwarded_for: as a proxy says, or anybody.
-    asked, request, model, admitted: None as long as they are not known.
+    asked, request, model, admitted: None as long as they are not known. unavailable: the model's
+    name, if it has no workers.
     outcome: ok, or what it ended by. ended_by: client, worker or router. error: why, in words that
     name no value of the client's; "": nothing to say.
     """
@@ -90,6 +91,7 @@ class RequestRecord:
     asked: Asked | None = None
     request: RouteRequest | None = None
     model: Model | None = None
+    unavailable: str = ""
     admitted: Admitted | None = None
     tries: int = 0
     decision: Decision | None = None
@@ -109,6 +111,11 @@ class RequestRecord:
     _stage: Stage = Stage.BODY
     _since_s: float = 0.0
     """When that stage began; 0.0: with the request."""
+
+    @property
+    def model_name(self) -> str:
+        """Of a model that the door knows; "": none was named."""
+        return self.model.name if self.model else self.unavailable
 
     @property
     def predicted_cached(self) -> int | None:

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.core.errors import KvrouteError, cut
 from app.core.worker_report import WorkerInfo
 from app.door.door import Headers
-from app.door.errors import ClientStalled
+from app.door.errors import ClientStalled, ModelUnavailable
 from app.door.record import RequestRecord
 from app.edge.engine_errors import told
 from app.edge.errors import (
@@ -135,6 +135,8 @@ class Client(Request):
         record.key_name = self.key_name
         if isinstance(error, Exception):
             record.error = reason_of(error)
+        if isinstance(error, ModelUnavailable):
+            record.unavailable = error.model
         if error is not None or not self.status:
             ending = GONE if error is None else ending_of(error)
             record.status = self.status or ending.status

@@ -183,6 +183,8 @@ async def test_an_unknown_model_is_404_and_one_without_workers_503(
         await eventually(lambda: models(door), lambda found: found == [])
         answer = await door.post("/v1/chat/completions", json=chat("x"))
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
+        refused = f'requests_total{{code="503",model="{MODEL}",outcome="no_workers"}}'
+        assert await counted(door, refused) == 1
         assert int(answer.headers["retry-after"]) >= 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 import trustme
+from fastapi import FastAPI
 
 from app.core.errors import ConfigError
 from app.edge.tls import certificate_of
+from app.http import server
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import until_serving, worker
 from tests.door.test_answers import chat
@@ -91,6 +94,29 @@ async def test_plain_http_is_not_spoken_beside_tls(
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.HTTPError):
                 await client.get(process.url.replace("https", "http") + "/health")
+
+
+def test_a_handshake_that_does_not_come_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.1)
+    certificate = certificate_of(*Authority().issue(tmp_path))
+    assert certificate is not None
+
+    async def connect() -> bytes:
+        with server.listen("127.0.0.1", 0) as listening:
+            serving = asyncio.create_task(
+                server.serve(FastAPI(), listening, tls=certificate.context)
+            )
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            async with asyncio.timeout(30):
+                rest = await reader.read()
+            writer.close()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            return rest
+
+    assert server.run(connect()) == b""
 
 
 def test_a_certificate_that_cannot_be_used_is_refused_at_the_start_and_later_not_taken(
