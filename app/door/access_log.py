@@ -162,7 +162,8 @@ class AccessLog:
         left_out: int | None = 0
         if record.admitted is None and record.outcome != "ok":
             now_s = time.monotonic()
-            self._warn(record, now_s)
+            if record.ended_by == "router":
+                self._warn(record, now_s)
             left_out = self._lines.allows(record.outcome, now_s)
         if self._on and left_out is not None:
             more = {LEFT_OUT: left_out} if left_out else {}
@@ -178,7 +179,7 @@ class AccessLog:
 
     def _warn(self, record: RequestRecord, now_s: float) -> None:
         more = self._warnings.allows(record.outcome, now_s)
-        if more is None or record.outcome == "client_gone":
+        if more is None:
             return
         log.warning(
             "refused %s for %s (%d %s): %s; %d more since this was last said",

@@ -143,7 +143,8 @@ class Client(Request):
             record.end(ending.outcome, ended_by=ending.ended_by)
         else:
             record.status = self.status
-            record.end("ok" if self.status < 400 else "refused")
+            is_ok = self.status < 400
+            record.end("ok" if is_ok else "refused", ended_by="" if is_ok else "worker")
         self.replica.door.ended(record)
 
     async def fail(self, error: Exception) -> None:
