@@ -6,7 +6,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick test-slow test-gpu test-vllm test-sglang test-clients lint format docs demo demo-torch clean
+.PHONY: help setup test test-quick test-slow test-gpu test-vllm test-vllm-pd test-sglang test-clients lint format docs demo demo-torch clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,13 @@ $(VLLM): tests/engines/install_vllm.sh tests/engines/vllm-requirements.txt
 
 test-vllm: setup $(if $(KVROUTE_TEST_VLLM),,$(VLLM)) ## Run the tests with real vLLM servers on the CPU
 	$(BIN)/pytest -m vllm
+
+$(VLLM)/nixl: $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+		nixl==1.5.1 nixl-cu12==1.5.1
+
+test-vllm-pd: setup $(if $(KVROUTE_TEST_VLLM),,$(VLLM)/nixl) ## Run the tests with two vLLM servers between which KV travels
+	$(BIN)/pytest -m vllm_pd
 
 SGLANG := .venv-sglang
 

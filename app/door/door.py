@@ -170,9 +170,7 @@ class _Carriage:
                 async with self.door.missing.waiting(life):
                     begun = await self._try(decision.worker, handover, deadline_s)
             except LeaseEnded as error:
-                log.warning("%s; request %s", error, life.record.request_id)
-                failure = WorkerFailed(str(error))
-                life.lease_ended()
+                failure = self._lease_ended(error, decision)
                 continue
             except SourceFailed as error:
                 failure = await self._source_failed(error)
@@ -214,6 +212,15 @@ class _Carriage:
             await self.life.worker_failed(suspend=suspend, is_full=is_full)
         except RedisUnavailable as error:
             log.debug("not told of a failed worker: %s", error)
+
+    def _lease_ended(self, error: LeaseEnded, decision: Decision) -> WorkerFailed:
+        worker = (
+            decision.worker if error.is_fetched or not decision.source else decision.source.worker
+        )
+        failure = WorkerFailed(f"worker {worker.key}: {error}")
+        log.warning("%s; request %s", failure, self.life.record.request_id)
+        self.life.lease_ended(is_fetched=error.is_fetched)
+        return failure
 
     async def _source_failed(self, error: SourceFailed) -> WorkerFailed:
         source = self.life.decision.source

@@ -73,11 +73,15 @@ class Lifecycle:
         assert source is not None
         await self._leave(str(source.worker.key), "failed", suspend=suspend, of_source=True)
 
-    def lease_ended(self) -> None:
-        """What the source keeps may be gone: the next decision is for one worker alone."""
+    def lease_ended(self, *, is_fetched: bool) -> None:
+        """What the source keeps may be gone: the next decision is for one worker alone, and not for
+        the one that has fetched it all the same."""
         decision, self._held = self.decision, None
         self.trace.try_ends("lease_ended")
-        self._request = replace(self._request, local_only=True)
+        wrong = {str(decision.worker.key)} if is_fetched else set()
+        self._request = replace(
+            self._request, local_only=True, exclude=self._request.exclude | wrong
+        )
         if decision.reserved:
             self._router.end(decision.reservation_id)
 

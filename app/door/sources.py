@@ -42,7 +42,12 @@ class SourceFailed(UpstreamError):
 
 
 class LeaseEnded(UpstreamError):
-    """What was to be fetched may have been let go."""
+    """What was to be fetched may have been let go. is_fetched: the worker that decodes has taken it
+    all the same."""
+
+    def __init__(self, why: str, *, is_fetched: bool) -> None:
+        super().__init__(why)
+        self.is_fetched = is_fetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,11 @@ class Handover:
     def check(self) -> None:
         """Raises LeaseEnded."""
         if asyncio.get_running_loop().time() > self.until_s:
-            raise LeaseEnded("the source's lease may have ended before its KV was fetched")
+            raise LeaseEnded(
+                "may hold KV that is not its prompt's, as its source's lease may have ended before "
+                "it was fetched: if it was frozen, restart it",
+                is_fetched=True,
+            )
 
 
 NOTHING = Handover()
@@ -121,7 +130,7 @@ class Sources:
             return NOTHING
         predicted_s = source.reservation.prefill_us / 1e6 if source.reservation else 0.0
         if clock() - began_s > max(self._kv_lease_s / 3, LATE * predicted_s):
-            raise LeaseEnded("took too long to hand on what it computed")
+            raise LeaseEnded("took too long to hand on what it computed", is_fetched=False)
         return Handover(params, clock() + self._kv_lease_s)
 
 

@@ -152,20 +152,31 @@ async def test_a_source_that_hands_on_nothing_costs_no_request(
 async def test_no_answer_counts_that_began_after_the_lease_of_its_source(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
-    """Its text may be made of the KV of others."""
-    source, target = Engine("x", PARAMS), Engine("wrong")
+    """Its text may be made of the KV of others, and so may the next one from that worker."""
+    source, target, other = Engine("x", PARAMS), Engine("wrong"), Engine("right")
     target.holds_up.clear()
-    async with pair(redis, one_redis_server.url, source, target, kv_lease_s=0.3) as door:
+    url = one_redis_server.url
+    async with pair(redis, url, source, target, kv_lease_s=0.3) as door:
         asking = asyncio.create_task(ask(door))
         await eventually(lambda: _len(target.asked))
-        await asyncio.sleep(0.5)  # past the lease
-        target.text = "right"
+        async with completing(redis, "e", other.complete, "vllm 0.32.0") as e:
+            await until_serving(door, 3)
+            await asyncio.sleep(0.5)  # past the lease
+            target.holds_up.set()
+            answer = await asking
+            assert answer.json()["choices"][0]["text"] == "right"
+            assert "x-kvroute-source" not in answer.headers
+            await eventually(lambda: blocks_reserved(redis), lambda blocks: blocks == [0, 0, 0])
+            await e.retire()
+        assert "kv_transfer_params" not in other.asked[0]
+        target.holds_up.clear()
+        asking = asyncio.create_task(ask(door))
+        await eventually(lambda: _len(target.asked), lambda number: number == 2)
+        await asyncio.sleep(0.5)
         target.holds_up.set()
         answer = await asking
-        assert answer.json()["choices"][0]["text"] == "right"
-        assert "x-kvroute-source" not in answer.headers
-        await eventually(lambda: blocks_reserved(redis), lambda blocks: blocks == [0, 0])
-    assert [("kv_transfer_params" in body) for body in target.asked] == [True, False]
+        assert answer.status_code == 502
+        assert "worker d:0: may hold KV that is not its prompt's" in answer.text
 
 
 async def test_a_source_that_was_held_up_is_not_believed(

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import pytest
@@ -43,15 +44,23 @@ def make_models(folder: Path) -> None:
 class VllmServer:
     """Serves the model in `folder`; started on construction. blocks: of its KV cache.
 
-    more: flags.
+    more: flags. environment: beside ours.
     """
 
-    def __init__(self, folder: Path, name: str, blocks: int, more: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        blocks: int,
+        more: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         if not VENV.exists():
             pytest.fail(f"there is no {VENV}: make test-vllm installs vLLM there")
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder, self._blocks, self._more = folder, blocks, more
+        self._environment = environment
         self._log = folder / f"{name}.log"
         self.start()
 
@@ -76,7 +85,7 @@ class VllmServer:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
-                env=os.environ | ENVIRONMENT,
+                env={**os.environ, **ENVIRONMENT, **self._environment},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # its engine is a process of its own
@@ -96,6 +105,10 @@ class VllmServer:
             time.sleep(0.5)
         log = self._log.read_text(errors="replace")
         raise AssertionError(f"vLLM does not serve:\n{log[-4000:]}")
+
+    @property
+    def process_group(self) -> int:
+        return self._process.pid
 
     def kill(self) -> None:
         """Does nothing if it has ended."""
