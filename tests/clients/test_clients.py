@@ -28,6 +28,7 @@ OF_PYTHON = {
     "openai": ("openai", "anthropic", "langchain", "openai_agents", "pydantic_ai", "locust"),
     "others": ("llama_index", "instructor"),
     "litellm": ("litellm", "litellm_proxy"),
+    "guidellm": ("guidellm",),
 }
 """Environment -> the clients in it."""
 
