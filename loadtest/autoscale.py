@@ -62,7 +62,7 @@ FEW = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class ScalingVariant:
     """`threshold:X`, `waiting:X` and `ongoing:X` have X times the usual thresholds; `slo:X` and
     `oracle:X` keep the SLO for a share of X; `static:X` has X workers; `curve:X` has X on average,
     as many as the day's curve without its bursts says."""
@@ -149,7 +149,7 @@ def _points(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def play(scenario: Scenario, policy: Policy, victim: str) -> Figures:
+def play(scenario: Scenario, policy: ScalingVariant, victim: str) -> Figures:
     rules, setting = policy.rules(scenario.rules), scenario.setting
     if policy.name == STATIC:
         size = int(policy.value or 1)
@@ -181,7 +181,7 @@ def equal(scenario: Scenario, name: str, victim: str, share: float) -> Figures:
     for _ in range(HALVINGS):
         x = (few + many) / 2
         x = round(x) if name == STATIC else float(f"{x:.3g}")
-        found = play(scenario, Policy(f"{name}:{x}"), victim)
+        found = play(scenario, ScalingVariant(f"{name}:{x}"), victim)
         if found.within_slo >= share:
             many = x
             if best is None or best.within_slo < share or found.worker_hours < best.worker_hours:
@@ -278,12 +278,12 @@ _share: float | None = None
 
 
 def _play(policy: str, victim: str) -> Figures:
-    return play(_scenario, Policy(policy), victim)
+    return play(_scenario, ScalingVariant(policy), victim)
 
 
 def _equal(policy: str, victim: str) -> Figures:
     assert _share is not None
-    return equal(_scenario, Policy(policy).name, victim, _share)
+    return equal(_scenario, ScalingVariant(policy).name, victim, _share)
 
 
 class _PolicyName(click.ParamType[str]):
@@ -291,7 +291,7 @@ class _PolicyName(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            policy = Policy(value)
+            policy = ScalingVariant(value)
             x = policy.value
             if policy.name not in FORMS or (x is not None and not 0 < x < 1e6):
                 raise ValueError

@@ -31,7 +31,7 @@ from app.core.settings import LONGEST_S
 from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
 from app.policy.cost import POLICIES
 from app.simulation.profiles import PROFILES, Profile
-from app.simulation.setting import Policy, Setting, Sharing
+from app.simulation.setting import PolicyVariant, Setting, Sharing
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
@@ -291,7 +291,7 @@ class _PolicyName(click.ParamType[str]):
         if value == IDEAL:
             return IDEAL
         try:
-            policy = Policy(value)
+            policy = PolicyVariant(value)
             weight = policy.weight
             if policy.key not in POLICIES or (weight is not None and policy.key != "blocks"):
                 raise ValueError

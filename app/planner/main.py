@@ -21,7 +21,7 @@ from app.core.settings import base_url
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.planner.connectors.base import Advise, Connector
-from app.planner.connectors.command import Command
+from app.planner.connectors.command import ExecConnector
 from app.planner.connectors.local import Local
 from app.planner.loop import Planner
 from app.planner.metrics import PlannerMetrics
@@ -69,7 +69,7 @@ async def connector_of(settings: PlannerSettings) -> Connector:
     """Raises ConfigError."""
     match settings.connector:
         case "exec":
-            return Command(settings.exec_command)
+            return ExecConnector(settings.exec_command)
         case "local":
             folder = (
                 settings.local_folder or user_state_path("kvroute") / "planner" / settings.namespace

@@ -24,7 +24,7 @@ from app.policy.choose import choose
 from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
 from app.simulation.books import Books, Promise, rounds_of
 from app.simulation.profiles import Profile
-from app.simulation.setting import Policy, Setting, Sharing
+from app.simulation.setting import PolicyVariant, Setting, Sharing
 from app.simulation.steps import Finished, SimRequest, Step
 from app.simulation.worker import Quiet, SimWorker, Status
 
@@ -123,7 +123,7 @@ class SimFleet:
         """Reservations refused because another replica's came first."""
         self.now_s = 0.0
         self.rng = np.random.default_rng(setting.seed)
-        self._policy = Policy(policy)
+        self._policy = PolicyVariant(policy)
         # As Dynamo does, of which it is a yardstick; routers do not know enough to do so.
         self._counts_once = self._policy.key == "blocks"
         self._live: list[int] = []

@@ -53,7 +53,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PolicyVariant:
     """A policy of app.policy by its name; `blocks:W` is `blocks` with a prefill weight of W."""
 
     name: str

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from app.planner.rules.state import Prediction, Proposal, Reason, Rules
 from app.simulation.profiles import USUAL
-from loadtest.autoscale import Figures, Policy, figures_of, main
+from loadtest.autoscale import Figures, ScalingVariant, figures_of, main
 from loadtest.client import FailureKind, Outcome
 from loadtest.scaling import Played
 
@@ -77,11 +77,11 @@ def test_a_prediction_is_compared_with_what_then_was_until_the_next_change() -> 
 
 def test_the_number_after_a_policy_is_what_it_is_set_to() -> None:
     usual = Rules()
-    scaled = Policy("threshold:0.5").rules(usual)
+    scaled = ScalingVariant("threshold:0.5").rules(usual)
     assert (scaled.prefill_queue_up, scaled.kv_load_down) == (0.25, 0.25)
-    assert Policy("waiting:2").rules(usual).waiting_per_worker == 10.0
-    assert Policy("oracle:0.9").rules(usual).slo.target == 0.9
-    assert Policy("slo").rules(usual) == usual
+    assert ScalingVariant("waiting:2").rules(usual).waiting_per_worker == 10.0
+    assert ScalingVariant("oracle:0.9").rules(usual).slo.target == 0.9
+    assert ScalingVariant("slo").rules(usual) == usual
 
 
 def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_figures(

@@ -20,7 +20,7 @@ from app.core.errors import ConfigError
 from app.local.detached import running_workers, stop_workers
 from app.local.redis_server import EmbeddedRedis
 from app.planner.connectors.base import ConnectorError
-from app.planner.connectors.command import Command
+from app.planner.connectors.command import ExecConnector
 from app.planner.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes
 from app.planner.connectors.local import Local
 from app.planner.rules.state import Proposal, Reason
@@ -39,7 +39,7 @@ def script(tmp_path: Path, text: str) -> str:
 
 async def test_a_command_is_given_the_order_as_json(tmp_path: Path) -> None:
     told = tmp_path / "told"
-    command = Command(
+    command = ExecConnector(
         script(tmp_path, f"open({str(told)!r}, 'a').write(json.dumps(order) + '\\n')")
     )
     await command.add(1, MORE)
@@ -52,11 +52,11 @@ async def test_a_command_is_given_the_order_as_json(tmp_path: Path) -> None:
 
 async def test_a_command_that_fails_says_what_it_printed(tmp_path: Path) -> None:
     with pytest.raises(ConnectorError, match="ended with 3: no quota"):
-        await Command(script(tmp_path, "print('no quota', file=sys.stderr); sys.exit(3)")).add(
-            1, MORE
-        )
+        await ExecConnector(
+            script(tmp_path, "print('no quota', file=sys.stderr); sys.exit(3)")
+        ).add(1, MORE)
     with pytest.raises(ConnectorError, match="No such file"):
-        await Command("/nowhere/scale --up").add(1, MORE)
+        await ExecConnector("/nowhere/scale --up").add(1, MORE)
 
 
 async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     text = f"import time; time.sleep(1); open({str(late)!r}, 'w')"
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await Command(script(tmp_path, text)).add(1, MORE)
+            await ExecConnector(script(tmp_path, text)).add(1, MORE)
     await asyncio.sleep(1)
     assert not late.exists()
 
@@ -72,7 +72,7 @@ async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["", "  ", "scale 'up"])
 def test_a_command_that_cannot_be_run_is_refused_at_the_start(command: str) -> None:
     with pytest.raises(ConfigError, match="exec_command"):
-        Command(command)
+        ExecConnector(command)
 
 
 async def test_local_workers_outlive_the_planner_and_are_found_by_the_next(

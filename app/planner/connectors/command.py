@@ -15,7 +15,7 @@ from app.planner.rules.state import Proposal
 MOST_SHOWN = 500
 
 
-class Command:
+class ExecConnector:
     """Runs `command` for each change, without a shell, with a JSON object on standard input:
     `action` (`add` or `remove`), `count`, `worker`, `desired` and `reason`. Any exit status but 0
     is a failure."""
