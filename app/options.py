@@ -37,6 +37,8 @@ S = TypeVar("S", bound=CommonSettings)
 
 ARGUMENTS = "kvroute.arguments"
 """In a context's `meta`: what stood on the command line, for whoever reads it once more."""
+OTHERS = "Options"
+"""The heading of what belongs under no other; listed last."""
 CLUSTER = "Cluster"
 """The heading of the options of a cluster on this machine."""
 
@@ -144,10 +146,11 @@ class Command(_OneLine):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         by_heading: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
-                heading = getattr(param, "heading", "Options")
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                heading = getattr(param, "heading", OTHERS)
                 by_heading.setdefault(heading, []).append(record)
-        for heading, records in by_heading.items():
+        for heading, records in sorted(by_heading.items(), key=lambda item: item[0] == OTHERS):
             with formatter.section(heading):
                 formatter.write_dl(records)
 
@@ -186,7 +189,7 @@ class Option(click.Option):
     Ignores what Kubernetes puts into KVROUTE_PORT of every pod near a Service named kvroute.
     """
 
-    def __init__(self, *args: Any, heading: str = "Options", **attributes: Any) -> None:
+    def __init__(self, *args: Any, heading: str = OTHERS, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.heading = heading
 

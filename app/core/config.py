@@ -41,7 +41,7 @@ class RouterSettings(DoorSettings):
     )
     temperature: float = setting(
         0.0,
-        "0 always takes the lowest cost; above 0 samples, the cheaper the likelier (softmax).",
+        "Softmax temperature of the choice by cost; 0 always takes the lowest cost.",
         Real(0, 1000),
     )
     seed: int | None = setting(None, "Seed for random choices; unset: a random one.", SEED)
@@ -87,8 +87,8 @@ class RouterSettings(DoorSettings):
     )
     details_per_s: int = setting(
         20,
-        "All candidates are kept too for this many decisions a second (fewer with more than 64 "
-        "workers), and for every request that asks to be explained.",
+        "Decisions a second that are recorded with all their candidates (fewer with more than "
+        "64 workers), besides those of requests that ask to be explained.",
         COUNT,
     )
     reservation_ttl_s: float = setting(
@@ -122,7 +122,8 @@ class RouterSettings(DoorSettings):
     )
     tenant_weights: str = setting(
         "",
-        "Weights for sharing turns among waiting tenants, NAME=WEIGHT,...; all others weigh 1.",
+        "Weights of tenants in the fair queue of waiting requests, NAME=WEIGHT,...; all others "
+        "weigh 1.",
         WEIGHTS,
     )
     session_affinity: float = setting(
@@ -177,11 +178,12 @@ class MemberSettings(CommonSettings):
         Whole(1, 1_000_000),
     )
     lease_ttl_s: float = setting(
-        3.0, "How long the worker is routed to after its last sign of life.", POSITIVE_SECONDS
+        3.0, "How long the worker is routed to after its last heartbeat.", POSITIVE_SECONDS
     )
     index_blocks: int | None = setting(
         None,
-        "Unique blocks the namespace is laid out for, set by the first worker to register; "
+        "Unique blocks that the namespace's index is sized for, set by the first worker to "
+        "register; "
         "unset: 16 times this worker's pool.",
         POSITIVE,
         heading="Index",
@@ -296,8 +298,8 @@ class WorkerSettings(MemberSettings):
     )
     drain_s: float = setting(
         2.0,
-        "How long a worker that is told to stop may take to finish the requests routed to it, and "
-        "then the answers under way.",
+        "On SIGTERM, how long a worker waits for the requests routed to it, and then for the "
+        "answers under way.",
         SECONDS,
         heading="Worker",
     )
@@ -347,7 +349,8 @@ class EngineAgentSettings(MemberSettings):
         "unset: ask the engine.",
     )
     replay_endpoint: str = setting(
-        "", "ZMQ address to ask for missed events, likewise; unset: ask the engine."
+        "",
+        "ZMQ address to request missed events from, of the first rank too; unset: ask the engine.",
     )
     block_size: int | None = setting(
         None,
@@ -371,13 +374,14 @@ class EngineAgentSettings(MemberSettings):
     )
     drain_s: float = setting(
         30.0,
-        "How long an agent that is told to stop waits for its engine's requests to end, while no "
-        "further ones are routed there.",
+        "On SIGTERM, how long an agent waits for its engine's requests to end; no more are "
+        "routed there.",
         SECONDS,
         heading="Worker",
     )
     memory_folder: str = setting(
         "",
-        "Folder in which to keep what is known of the engine's cache over a restart of the agent; "
+        "Folder that keeps what the agent knows of the engine's cache across restarts of the "
+        "agent; "
         "unset: kvroute in the user's cache folder.",
     )

@@ -36,11 +36,11 @@ class DoorSettings(CommonSettings):
     )
     no_auth: bool = setting(
         False,
-        "Without a key, listen on addresses other than loopback as well: something in front asks "
-        "for keys.",
+        "Listen on addresses other than loopback although no key is set: a proxy in front "
+        "checks keys.",
         bool,
     )
-    worker_key: str = setting("", "Key that workers ask for.")
+    worker_key: str = setting("", "Key that is sent to workers, which require it.")
     tls_cert: str = setting(
         "",
         "File with a certificate and its chain (PEM), to speak TLS alone; read again when it or "
@@ -54,8 +54,8 @@ class DoorSettings(CommonSettings):
     )
     tokenizers: str = setting(
         "",
-        "Where the tokenizers of models are, NAME=FOLDER_OR_HUGGING_FACE_NAME,...; unset: where "
-        "their workers say.",
+        "Sources of the models' tokenizers, NAME=FOLDER_OR_HUGGING_FACE_NAME,...; unset: as "
+        "their workers report.",
         Text("NAME=SOURCE,...", parse_names),
         heading="Front door",
     )
@@ -74,21 +74,22 @@ class DoorSettings(CommonSettings):
     )
     answer_timeout_s: float = setting(
         600.0,
-        "An engine's answer must begin within this time, all tries together.",
+        "Deadline for the first byte of an engine's answer, over all retries.",
         POSITIVE_SECONDS,
         heading="Front door",
     )
     gap_timeout_s: float = setting(
-        300.0, "Longest pause between two parts of an engine's answer.", POSITIVE_SECONDS
+        300.0, "Longest pause between two chunks of an engine's answer.", POSITIVE_SECONDS
     )
     migrate: bool = setting(
         False,
-        "A stream whose worker fails goes on at another; engines then name the ids of tokens.",
+        "Continue a stream on another worker when its worker fails; engines are then asked for "
+        "token ids.",
         bool,
     )
     stalled_s: float = setting(
         60.0,
-        "A client that takes nothing of its answer for this long is cut off.",
+        "A client that reads nothing of its answer for this long is disconnected.",
         POSITIVE_SECONDS,
     )
     show_decision: bool = setting(

@@ -39,7 +39,7 @@ class PlannerSettings(CommonSettings):
     )
     connector: str = setting(
         "advise",
-        "Who changes the fleet; advise: somebody else does.",
+        "What changes the fleet's size; advise: nothing, proposals are only published.",
         OneOf(CONNECTORS),
         heading="Size of the fleet",
     )
@@ -47,10 +47,10 @@ class PlannerSettings(CommonSettings):
         "slo", "What the fleet's size follows.", OneOf(tuple(ScalingPolicy))
     )
     interval_s: float = setting(30.0, "Seconds between proposals.", POSITIVE_SECONDS)
-    min_workers: int = setting(1, "Workers that there are at least.", PROCESSES)
-    max_workers: int = setting(8, "Workers that there are at most.", PROCESSES)
+    min_workers: int = setting(1, "Minimum number of workers.", PROCESSES)
+    max_workers: int = setting(8, "Maximum number of workers.", PROCESSES)
     grace_intervals: int = setting(
-        3, "For so many intervals after a worker joined, none leaves.", PROCESSES
+        3, "Number of intervals after a worker joined during which none is removed.", PROCESSES
     )
     slo_ttft_s: float = setting(
         2.0,
@@ -60,7 +60,7 @@ class PlannerSettings(CommonSettings):
         heading="Objectives",
     )
     slo_token_s: float = setting(0.1, "Seconds that each further token may take.", POSITIVE_SECONDS)
-    slo_target: float = setting(0.95, "Share of requests that keep to both; 0-1.", Real(0, 1))
+    slo_target: float = setting(0.95, "Share of requests that must meet both, 0-1.", Real(0, 1))
     routing_policy: str = setting(
         "latency",
         "Policy of the routers, by which decisions are replayed.",
@@ -77,7 +77,9 @@ class PlannerSettings(CommonSettings):
         heading="Deadlines",
     )
     drain_deadline_s: float = setting(
-        600.0, "Seconds after which a worker is stopped though requests are left on it.", SECONDS
+        600.0,
+        "Seconds that a worker to be removed has to finish its requests; then it is stopped.",
+        SECONDS,
     )
     lease_s: float = setting(
         10.0,
@@ -85,7 +87,7 @@ class PlannerSettings(CommonSettings):
         Real(1, 3600),
     )
     connector_timeout_s: float = setting(
-        8.0, "Seconds that a change of the fleet may take to be ordered.", POSITIVE_SECONDS
+        8.0, "Deadline in seconds for ordering a change of the fleet.", POSITIVE_SECONDS
     )
     exec_command: str = setting(
         "",

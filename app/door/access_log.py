@@ -101,7 +101,7 @@ FIELDS: Mapping[str, Field] = {
         "How often another worker went on with its answer.", lambda r: r.migrations
     ),
     "tokens_from": Field(
-        "Who knew the ids of its prompt: see [front-door.md](front-door.md#tokens-once).",
+        "Who knew the ids of its prompt: see [front-door.md](front-door.md#tokenization).",
         lambda r: r.admitted.tokens_from if r.admitted else None,
     ),
     "prompt_tokens": Field(

@@ -28,17 +28,18 @@ class _Metrics(Table):
     )
     retries = counter(
         "door_retries",
-        "Workers that failed a request before its first byte, so that another took it.",
+        "Retries on another worker after one failed before the first byte of its answer.",
         "model",
     )
     migrations = counter(
         "door_migrations",
-        "Streams whose worker failed, and that another worker went on with.",
+        "Streams continued on another worker after theirs failed.",
         "model",
     )
     tokens_from = counter(
         "door_tokens_from",
-        "Requests by who knew their ids: client, router, engine; blind:<why>: nobody.",
+        "Requests by the source of their token ids: client, router or engine; blind:<reason>: "
+        "none.",
         "model",
         "source",
     )
@@ -50,13 +51,13 @@ class _Metrics(Table):
     )
     apart = counter(
         "door_cached_apart_tokens",
-        "Tokens by which the cached ones that a worker told differed from the predicted.",
+        "Absolute difference between the cached tokens that were predicted and reported.",
         "model",
         "worker",
     )
     compared = counter(
         "door_cached_compared_tokens",
-        "Prompt tokens of the requests that were compared so.",
+        "Prompt tokens of the requests for which that difference was measured.",
         "model",
         "worker",
     )

@@ -12,7 +12,7 @@ class PlannerMetrics(Table):
     """Those of one planner; only the leader's proposals count."""
 
     leading = gauge("planner_leads", "1 if this planner leads, else 0.", "namespace")
-    desired = gauge("planner_desired_workers", "Workers as last proposed.", "namespace")
+    desired = gauge("planner_desired_workers", "Number of workers last proposed.", "namespace")
     size = gauge("planner_workers", "Workers that are live or starting.", "namespace")
     value = gauge(
         "worker_unique_value_seconds",
@@ -23,13 +23,13 @@ class PlannerMetrics(Table):
     proposals = counter("planner_proposals", "Proposals by reason.", "namespace", "reason")
     failed_changes = counter(
         "planner_failed_changes",
-        "Changes of the fleet that the connector refused, or that never came.",
+        "Changes of the fleet that the connector refused or that never happened.",
         "namespace",
     )
 
     unreplayable = gauge(
         "planner_unreplayable_decisions",
-        "Recorded decisions of late that no worker could have answered as their records say.",
+        "Recent decisions left out of the replay: no worker could have answered them as recorded.",
         "namespace",
     )
 

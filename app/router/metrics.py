@@ -43,11 +43,11 @@ WORKER_FAMILIES = {
         "queue_seconds", "Predicted length of a worker's queue of prefills."
     ),
     "failures": _of_worker(
-        "failures", "Requests that a worker failed, less those that it answered since, up to 7."
+        "failures", "Requests that a worker failed, minus those answered since; 7 at most."
     ),
     "draining": _of_worker("draining", "1 if a worker gets no requests any more, as it drains."),
     "pause_seconds": _of_worker(
-        "pause_seconds", "How long a worker that failed requests gets no further ones."
+        "pause_seconds", "Seconds until a worker that failed requests gets new ones."
     ),
     **_reported(METRICS),
     "stale": _of_worker(
@@ -141,7 +141,7 @@ class Telemetry(Table):
         buckets=_SECONDS,
     )
     hit_fraction = histogram(
-        "hit_fraction", "Share of a prompt's blocks that its worker held.", buckets=_FRACTIONS
+        "hit_fraction", "Share of a prompt's blocks that its worker had cached.", buckets=_FRACTIONS
     )
     locality = counter(
         "locality",
@@ -166,7 +166,7 @@ class Telemetry(Table):
     )
     saved_s = counter(
         "saved_prefill_seconds",
-        "Seconds of prefill that workers were saved by what they held of prompts, as predicted.",
+        "Predicted seconds of prefill that cached blocks saved.",
     )
     reservations = counter(
         "reservations",
@@ -218,7 +218,7 @@ class Telemetry(Table):
         "1 if Redis may drop any key once it is full, by its maxmemory-policy, else 0.",
     )
     workers = gauge(
-        "workers", "Live workers that requests may go to; 0 if Redis cannot be asked, too."
+        "workers", "Live workers that can take requests; also 0 while Redis is unreachable."
     )
     load_mean = gauge("load_avg", "Mean used fraction of the workers' KV blocks.")
     load_std = gauge(

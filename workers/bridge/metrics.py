@@ -18,7 +18,7 @@ STATE = Family(
     "1 for what the engine is: serving, asleep or unavailable. Only a serving one is routed to.",
     ("state",),
 )
-ENGINE = Family("kvroute_agent_engine", "info", "The engine as it was found.")
+ENGINE = Family("kvroute_agent_engine", "info", "The engine, as detected.")
 HELD = Family(
     "kvroute_agent_blocks", "gauge", "Blocks of the index that a rank's device holds.", ("rank",)
 )
@@ -39,11 +39,11 @@ UPPER_BOUND = Family(
 LEFT_OUT = Family(
     "kvroute_agent_blocks_left_out",
     "counter",
-    "Blocks whose events were not understood, as their parents are not known.",
+    "Blocks ignored because their parent block is unknown.",
     ("rank",),
 )
 MEDIA = Family(
-    "kvroute_agent_unknown_media", "counter", "Events in a medium that is not known.", ("rank",)
+    "kvroute_agent_unknown_media", "counter", "Events with an unknown storage medium.", ("rank",)
 )
 LOSSES = Family(
     "kvroute_agent_losses",
@@ -56,7 +56,7 @@ LOSSES = Family(
 LAG = Family(
     "kvroute_agent_event_lag_seconds",
     "gauge",
-    "Age of the last batch of events when it came, by the clocks of engine and agent.",
+    "Delay of the last batch of events, by the clocks of engine and agent.",
     ("rank",),
 )
 ANSWERS = Family(
@@ -79,7 +79,7 @@ BATCHES = Family(
     ("rank", "what"),
 )
 SPEED = Family(
-    "kvroute_agent_speed", "gauge", "What a rank's speed is taken to be.", ("rank", "constant")
+    "kvroute_agent_speed", "gauge", "Speed constants assumed for a rank.", ("rank", "constant")
 )
 SPEED_SOURCE = Family(
     "kvroute_agent_speed_source",
@@ -90,7 +90,7 @@ SPEED_SOURCE = Family(
 SPEED_ERROR = Family(
     "kvroute_agent_speed_error",
     "gauge",
-    "How far predictions with a constant were off lately, relative to what was measured.",
+    "Recent relative error of predictions made with a constant.",
     ("rank", "constant"),
 )
 SPEED_LENGTH = Family(
