@@ -63,7 +63,7 @@ FIELDS: Mapping[str, Field] = {
     "request_id": Field(
         "Its id, which the answer has as `x-request-id`.", lambda r: r.request_id or None
     ),
-    "path": Field("The path that was asked.", lambda r: r.path),
+    "path": Field("The path that was asked, cut to 80 characters.", lambda r: r.path),
     "stream": Field(
         "Whether the answer was to be streamed.", lambda r: r.asked.streams if r.asked else None
     ),
@@ -182,7 +182,8 @@ class AccessLog:
         if more is None:
             return
         log.warning(
-            "refused %s for %s (%d %s): %s; %d more since this was last said",
+            # As literals: a path, or the name of a bad member, may have newlines.
+            "refused %r for %s (%d %s): %r; %d more since this was last said",
             *(record.path, record.client, record.status, record.outcome, record.error, more),
         )
 

@@ -70,7 +70,7 @@ class Client(Request):
         peer = self.scope.get("client")
         forwarded_for = self.raw_headers.get(b"x-forwarded-for", b"").decode("latin-1")
         return RequestRecord(
-            self.scope["path"], peer[0] if peer else "", cut(forwarded_for), self._began_s
+            cut(self.scope["path"]), peer[0] if peer else "", cut(forwarded_for), self._began_s
         )
 
     async def read(self, limit: int) -> bytes:

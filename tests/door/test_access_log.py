@@ -209,6 +209,28 @@ async def test_paths_beside_the_api_itself_are_logged_too(
     ]
 
 
+async def test_what_a_client_sends_forges_no_line(
+    one_redis_server: EmbeddedRedis,
+    redis: Redis,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = {"access_log": True}
+    async with completing(redis, "a", complete), replica(one_redis_server.url, **settings) as door:
+        await until_serving(door, 1)
+        lines(capsys)
+        caplog.clear()
+        await door.get("/v1/models/a%0AERROR%20forged" + "x" * 1000)
+        await door.post(
+            PATH, content=b'{"model": "m", "a\\nERROR forged": 1, "a\\nERROR forged": 1}'
+        )
+        told = lines(capsys)
+    assert [line["status"] for line in told] == [404, 400]
+    assert len(told[0]["path"]) == 80
+    assert len(caplog.messages) == 2
+    assert not [message for message in caplog.messages if "\n" in message]
+
+
 def test_lines_of_refused_requests_are_few_and_say_how_many_were_left_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
