@@ -60,7 +60,7 @@ async def test_a_stream_whose_worker_dies_ends_with_an_error_and_without_done(
     with worker(url, "a", speedup=1) as only:
         async with replica(url) as door:
             await until_serving(door, 1)
-            asked = chat("long", stream=True, max_tokens=500)
+            asked = chat("long", stream=True, max_tokens=500, ignore_eos=True)
             text = ""
             async with door.stream("POST", "/v1/chat/completions", json=asked) as answer:
                 async for piece in answer.aiter_text():
@@ -82,7 +82,7 @@ async def test_a_client_that_hangs_up_stops_the_engine_and_leaves_nothing_reserv
     with worker(url, "a", speedup=1) as only:
         async with replica(url) as door:
             await until_serving(door, 1)
-            asked: dict[str, Any] = chat("long", stream=streams, max_tokens=2000)
+            asked: dict[str, Any] = chat("long", stream=streams, max_tokens=2000, ignore_eos=True)
 
             async def ask() -> None:
                 async with door.stream("POST", "/v1/chat/completions", json=asked) as answer:
@@ -108,7 +108,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(
     with worker(url, "a", speedup=1000), socket.socket() as client:
         async with replica(url, stalled_s=0.5) as door:
             await until_serving(door, 1)
-            asked = chat("x", stream=True, max_tokens=60_000)
+            asked = chat("x", stream=True, max_tokens=60_000, ignore_eos=True)
             body = httpx.Request("POST", "http://x", json=asked).content
             client.setblocking(False)
             loop = asyncio.get_running_loop()

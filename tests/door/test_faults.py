@@ -104,7 +104,10 @@ async def test_a_killed_replica_breaks_only_its_own_streams_and_leaves_nothing(
             async def running() -> float:
                 return await running_on(first.url) + await running_on(second.url)
 
-            broken = [asyncio.create_task(ask(door, n, max_tokens=2000)) for n in range(8)]
+            broken = [
+                asyncio.create_task(ask(door, n, max_tokens=2000, ignore_eos=True))
+                for n in range(8)
+            ]
             await eventually(running, lambda found: found == 8)
             whole = [
                 asyncio.create_task(ask(other, n, max_tokens=60, stream=True)) for n in range(8)
@@ -258,11 +261,11 @@ async def test_a_client_that_reads_nothing_costs_the_replica_no_memory(
                 statm = Path(f"/proc/{process.popen.pid}/statm").read_text()
                 return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-            await ask(door, 0, stream=True, max_tokens=2000)
+            await ask(door, 0, stream=True, max_tokens=2000, ignore_eos=True)
             before = rss()
             async with AsyncExitStack() as stack:
                 for number in range(8):
-                    asked = chat(f"{number}", stream=True, max_tokens=30_000)
+                    asked = chat(f"{number}", stream=True, max_tokens=30_000, ignore_eos=True)
                     # 30,000 tokens are 6 MB of events each, and none is read.
                     await stack.enter_async_context(
                         door.stream("POST", "/v1/chat/completions", json=asked)
