@@ -8,16 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import token_bytes
 from app.core.types import new_id
-from app.door.tokens import Renderer, Unrenderable, load
+from app.door.tokens import Overloaded, Renderer, TooManyTokens, Unrenderable, load
 from app.http.body import header, json_response, read_body
+from app.http.json_body import JsonBody
 from app.simulation.steps import PromptTooLargeError
+from workers.engines.base import QueueFullError
 from workers.engines.openai.answer import Answer, Form, now_s
 from workers.engines.openai.chats import (
     chat_of,
@@ -34,8 +35,10 @@ from workers.engines.openai.responses import ResponseForm
 from workers.engines.openai.scripts import Script, check_unscripted, script_of
 from workers.engines.openai.writers import NATURAL_TOKENS, Served, written
 from workers.http import ids_of, respond, texts_of
+from workers.texts import decoded, encoded
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_BODY_BYTES = 32 * 1024 * 1024
+"""What a router takes, and the ids that it adds."""
 DEFAULT_MAX_TOKENS = 128
 
 FormOf = Callable[[str, Generated, Script | None], Form]
@@ -183,30 +186,26 @@ class _Chats:
             text = fields.get("prompt")
             if self._served.tokenizer is None or not isinstance(text, str):
                 raise InvalidRequest("prompt", f"needs text, got {shown(text)}")
-            ids = self._served.tokenizer.encode(text)
+            ids = await encoded(self._served.tokenizer, text, "prompt")
         limit = self._served.engine.max_context_tokens
         return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         fields = await self._fields(request)
         ids, tokenizer = fields.get("tokens"), self._served.tokenizer
-        if (
-            tokenizer is None
-            or not isinstance(ids, list)
-            or not all(type(token) is int and 0 <= token < 1 << 32 for token in ids)
-        ):
+        if isinstance(ids, list) and not ids:
+            return json_response({"prompt": ""})
+        most = self._served.engine.max_context_tokens
+        if tokenizer is None or not isinstance(ids, np.ndarray) or ids.max() >= 1 << 32:
             raise InvalidRequest("tokens", f"needs token ids, got {shown(ids)}")
-        return json_response({"prompt": tokenizer.decode(ids)})
+        if len(ids) > most:
+            raise InvalidRequest("tokens", f"has {len(ids)} token ids, over {most}")
+        return json_response({"prompt": await decoded(tokenizer, ids.tolist())})
 
     async def _fields(self, request: Request) -> dict[str, Any]:
         """Raises InvalidRequest."""
         names = self._served.names
-        try:
-            fields = orjson.loads(await read_body(request, MAX_BODY_BYTES))
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest("body", f"not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise InvalidRequest("body", f"needs a JSON object, got {type(fields).__name__}")
+        fields = dict((await JsonBody.read(await read_body(request, MAX_BODY_BYTES))).fields)
         if fields.get("model") is None:
             fields["model"] = names[0]
         if fields["model"] not in names:
@@ -231,9 +230,14 @@ class _Chats:
         if self._renderer is None:
             raise InvalidRequest("messages", "are text, but this worker has no tokenizer")
         try:
-            return token_bytes(await self._renderer.of_chat(renderable(chat)))
+            most = self._served.engine.max_context_tokens
+            return token_bytes(await self._renderer.of_chat(renderable(chat), most))
         except Unrenderable as error:
             raise InvalidRequest("messages", error.cause) from None
+        except TooManyTokens as error:
+            raise InvalidRequest("messages", f"are {error}; {most} are allowed") from None
+        except Overloaded as error:
+            raise QueueFullError(str(error)) from None
 
 
 def _given_ids(fields: Mapping[str, Any]) -> bytes | None:
@@ -242,4 +246,4 @@ def _given_ids(fields: Mapping[str, Any]) -> bytes | None:
     given = params.get("prompt_token_ids") if isinstance(params, dict) else None
     if given is None:
         given = fields.get("input_ids")
-    return token_bytes(given) if isinstance(given, list) else None
+    return token_bytes(given) if isinstance(given, list | np.ndarray) else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
+import numpy as np
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -19,6 +19,7 @@ from app.core.hashing import token_bytes
 from app.core.types import new_id
 from app.http.bearer import authorization_in, digest_of, name_of
 from app.http.body import CLOSE, error_body, header, http_error, json_response, read_body
+from app.http.json_body import JsonBody
 from app.http.watch import watched
 from app.simulation.steps import PromptTooLargeError
 from workers.engines.base import EngineStoppedError, QueueFullError
@@ -27,6 +28,7 @@ from workers.engines.openai.completions import STOPPING, CompletionForm
 from workers.engines.openai.members import GENERATION, Generated, check_members, generated
 from workers.engines.openai.writers import Served, written
 from workers.metrics import registry_of
+from workers.texts import encoded
 
 DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API assumes when a request does not say."""
@@ -159,18 +161,13 @@ async def _read(request: Request, served: Served) -> tuple[Mapping[str, object],
         if len(body) % 4:
             raise InvalidRequest("prompt", f"{len(body)} bytes are not a whole number of u32")
         return _query_fields(request.query_params), [_not_empty(body)]
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest("body", f"not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequest("body", f"needs a JSON object, got {type(fields).__name__}")
+    fields = dict((await JsonBody.read(body)).fields)
     return fields, [await ids_of(each, served) for each in texts_of(fields.get("prompt"))]
 
 
 def texts_of(given: object) -> list[object]:
     """Each of the texts, or lists of token ids, that a member gives, be it one or several."""
-    is_batch = isinstance(given, list) and given and isinstance(given[0], list | str)
+    is_batch = isinstance(given, list) and given and isinstance(given[0], list | str | np.ndarray)
     return given if isinstance(given, list) and is_batch else [given]
 
 
@@ -179,8 +176,7 @@ async def ids_of(prompt: object, served: Served, field: str = "prompt") -> bytes
     if isinstance(prompt, str):
         if served.tokenizer is None:
             raise InvalidRequest(field, "is text, but this worker has no tokenizer")
-        # Encoding a megabyte takes a second.
-        prompt = await asyncio.to_thread(served.tokenizer.encode, prompt)
+        prompt = await encoded(served.tokenizer, prompt, field)
     return _not_empty(_prompt_bytes(prompt, field), field)
 
 
@@ -191,6 +187,10 @@ def _not_empty(prompt: bytes, field: str = "prompt") -> bytes:
 
 
 def _prompt_bytes(prompt: object, field: str) -> bytes:
+    if isinstance(prompt, np.ndarray):
+        with suppress(InvalidRequest):
+            return token_bytes(prompt)
+        prompt = prompt.tolist()
     if not isinstance(prompt, list):
         raise InvalidRequest(field, f"needs a list of token ids, got {type(prompt).__name__}")
     # In Python a boolean is an int, but it is not a token.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,12 @@ MAX_VALUES = 100_000
 takes seconds, here and in engines."""
 MAX_IDS = 1 << 21
 """In one array: no prompt is as long."""
-MAX_LISTS = 10_000
+MAX_LISTS = 4096
 """Arrays of ids in an array."""
-PROMPTS = ("prompt", "input")
+IDS = frozenset(("prompt", "input", "prompt_token_ids", "input_ids", "tokens"))
 """Members that may be arrays of token ids."""
+FROM_ROUTERS = "kv_transfer_params"
+"""An object whose members may be such arrays, too."""
 
 _PIECE_BYTES = 64 * 1024
 """Larger members are looked at in pieces of this size before they are read, and other tasks run
@@ -47,9 +48,8 @@ class _Name(str):
 class Fields(Mapping[str, Any]):
     """The members of a body, by name. Raises InvalidRequest where one cannot be read.
 
-    Those of PROMPTS that are arrays of integers in [0, 2^64), and not empty, are arrays of numpy's
-    uint64; so is one in an array of its own. If there are several in an array, they stay as they
-    came.
+    Those of IDS that are arrays of integers in [0, 2^64), and not empty, are arrays of numpy's
+    uint64; so is one in an array of its own, and those of an array of several.
     """
 
     __slots__ = ("_members", "_read")
@@ -103,7 +103,7 @@ class JsonBody:
             members: dict[Any, msgspec.Raw] = msgspec.json.decode(
                 raw, type=dict[_Name, msgspec.Raw], dec_hook=named
             )
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             # Its text says where, and repeats nothing.
             raise InvalidRequest("body", f"is not an object in JSON: {error}") from None
         return cls(members, Fields(members))
@@ -137,12 +137,17 @@ def _dumps(value: object) -> bytes:
 
 def _value(name: str, text: bytes) -> Any:
     """Raises InvalidRequest."""
-    if name in PROMPTS and _has_only_numbers(text):
+    if name == FROM_ROUTERS and text.startswith(b"{"):
+        return dict(JsonBody.parse(text).fields)
+    if name in IDS and _has_only_numbers(text):
         ids = _ids(text)
         if ids is not None:
             return ids
         if _NO_BATCH.search(text) is None:
-            return msgspec.json.decode(text, type=list[msgspec.Raw])
+            items = msgspec.json.decode(text, type=list[msgspec.Raw])
+            batch = [_ids(bytes(item)) for item in items]
+            if not any(ids is None for ids in batch):
+                return batch
         if len(text) > _PIECE_BYTES:
             raise InvalidRequest(name, "is neither an array of token ids nor one of such arrays")
     try:
@@ -164,13 +169,17 @@ def _ids(text: bytes) -> NDArray[np.uint64] | None:
     flat = text[begin : text.find(b"]") + 1]
     found = numbers.unsigned_of(flat)
     if found is None and numbers.simdjson is None:
-        with suppress(OverflowError, ValueError):
-            found = np.array(orjson.loads(flat), np.uint64)
+        given = orjson.loads(flat)
+        if {*map(type, given)} == {int}:  # it makes floats of larger ones
+            found = np.array(given, np.uint64)
     return found if found is not None and len(found) else None
 
 
 async def _num_values(name: str, text: bytes, most: int) -> int:
     """How many values count. Raises InvalidRequest if over `most`."""
+    if text.startswith(b"{") and name == FROM_ROUTERS:
+        members = JsonBody.parse(text).members
+        return sum([await _num_values(name, bytes(each), most) for each in members.values()])
     num_lists, num_items = text.count(b"["), text.count(b",")
     num = num_lists + num_items + text.count(b"{")
     if num <= most:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any
 
+import numpy as np
+
 from app.core.errors import InvalidRequest, shown
 from app.core.types import checked_request_id
 from workers.engines.sampling_options import Sampling
@@ -47,9 +49,13 @@ def check_members(fields: Mapping[str, Any], done: Collection[str]) -> None:
     """Raises InvalidRequest for what is neither done nor asks for nothing."""
     for name in fields.keys() - done - _ABOUT:
         value = fields[name]
-        asks = value != _NEUTRAL[name] if name in _NEUTRAL else bool(value)
+        asks = value != _NEUTRAL[name] if name in _NEUTRAL else _says_something(value)
         if value is not None and asks:
             raise InvalidRequest(name, f"is not supported by this engine, got {shown(value)}")
+
+
+def _says_something(value: object) -> bool:
+    return isinstance(value, np.ndarray) or bool(value)
 
 
 @dataclass(frozen=True, slots=True)

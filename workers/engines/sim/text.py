@@ -22,7 +22,8 @@ class SimTokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        # The library lets other threads run meanwhile only if given a batch.
+        return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt."""
