@@ -23,6 +23,9 @@ from tests.eventually import eventually
 CONNECTIONS = 16
 """Open at once; those on which the server waits for the rest of a request come on top."""
 SLOW_S = 0.5
+LARGEST = 15_000_000
+UNFINISHED, UNFINISHED_S = 24, 5.0
+"""Uploads at once, and how long they are held."""
 PATIENCE_S = 40.0
 """Servers wait for 30 s at most."""
 PROBE_INTERVAL_S = 0.1
@@ -79,6 +82,10 @@ async def exchange(address: tuple[str, int], sent: Hostile, patience_s: float) -
                 raw: socket.socket = writer.get_extra_info("socket")
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             return []
+        if sent.ending == "half-close":
+            await writing
+            with suppress(OSError):
+                writer.write_eof()
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(patience_s if sent.ending == "wait" else PATIENCE_S):
                 while data := await reader.read(1 << 16):
@@ -151,6 +158,17 @@ class Attack:
                 for sent in named(target.surface.model, self.key):
                     await self._try_one("named", target, sent, SLOW_S)
 
+    async def send_unfinished(self) -> None:
+        """Many uploads at once that never end. The target must go on answering others."""
+        for target in self.targets:
+            path = sorted(target.surface.bodies)[0]
+            upload = request("POST", path, b" " * LARGEST)[: -LARGEST // 2]
+            sent = Hostile((upload,), "wait", kind="many unfinished uploads", statuses=(408, 503))
+            tries = [
+                self._try_one("unfinished", target, sent, UNFINISHED_S) for _ in range(UNFINISHED)
+            ]
+            await asyncio.gather(*tries)
+
     async def send_largest(self) -> None:
         """Bodies as large as a router takes."""
         for name, body in hostile_bodies(MAX_BYTES):
@@ -175,7 +193,7 @@ class Attack:
             self.problems.append(f"{target.name}: {sent.kind}, {what}: {each}; sent {begin!r}")
 
     def _wrong(self, target: Target, sent: Hostile, answers: list[Answer]) -> Iterator[str]:
-        if sent.ending == "read" and not answers:
+        if sent.ending in ("read", "half-close") and not answers:
             yield "no answer"
         for answer in answers:
             shown = f"{answer.status} {answer.body[:200]!r}"

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal
 from urllib.parse import quote
 
+from app.door.members import ONLY_ROUTERS
 from loadtest.bench_bodies import hostile_bodies
 from tests.attack.bodies import COMPLETION, door_schemas, drawn, valid_body
 
@@ -21,9 +22,10 @@ RAW_TYPE = b"content-type: application/octet-stream\r\n"
 CLOSE = b"connection: close\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n"
 
-Ending = Literal["read", "wait", "hang up", "reset"]
+Ending = Literal["read", "wait", "hang up", "reset", "half-close"]
 """What the client does once all is sent: reads what must be answered at once; waits for an answer,
-or for the server to give up on the rest; closes; resets the connection."""
+or for the server to give up on the rest; closes; resets the connection; ends its sending, and reads
+as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,14 +432,23 @@ def named(model: str, key: str) -> Iterator[Hostile]:
         "chat_template_kwargs",
     ):
         yield Hostile((request("POST", chat, deep(name)),), kind=f"deep {name}")
-    for name in _ONLY_ROUTERS:
-        body = fields | {name: {"a": 1}}
-        sent = request("POST", chat, json.dumps(body).encode())
-        yield Hostile((sent,), kind=f"a router's {name}", statuses=_REFUSED)
+    for name in ONLY_ROUTERS:
+        for path in (chat, "/tokenize"):
+            sent = request("POST", path, json.dumps(fields | {name: {"a": 1}}).encode())
+            yield Hostile((sent,), kind=f"a router's {name}", statuses=_REFUSED)
+    for name, value in _HIDDEN:
+        sent = request("POST", chat, json.dumps(fields | {name: value}).encode())
+        yield Hostile((sent,), kind=f"hidden in {name}", statuses=_REFUSED)
+    yield from _whole(chat, text)
     twice = text[:-1] + b',"model":"other"}'
     yield Hostile((request("POST", chat, twice),), kind="model twice", statuses=_REFUSED)
     upload = request("POST", chat, b" " * 16_000_000)
     yield Hostile((upload[:1_000_000],), "wait", kind="unfinished upload")
+    for size in (1_500_000, 15_000_000):
+        for word in ("a", "word ", "\u6f22"):
+            body = {"model": model, "prompt": (word * size)[: size // len(word.encode())]}
+            sent = request("POST", old, json.dumps(body, ensure_ascii=False).encode())
+            yield Hostile((sent,), "wait", kind="text of megabytes")
     if not key:
         return
     for given in (b"", b"Bearer", b"Bearer " + key[:-1].encode(), b"Basic " + key.encode()):
@@ -451,8 +462,31 @@ def named(model: str, key: str) -> Iterator[Hostile]:
             yield Hostile((sent,), kind=NO_KEY, statuses=(400, 401, 404))
 
 
-_ONLY_ROUTERS = (
-    *("kv_transfer_params", "prompt_token_ids", "input_ids", "input_embeds", "prompt_embeds"),
-    *("bootstrap_host", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "extra_key"),
-    *("rid", "chat_template", "priority"),
+def _whole(path: str, text: bytes) -> Iterator[Hostile]:
+    """Valid requests, sent in ways that few clients have."""
+    sent = request("POST", path, text)
+    yield Hostile((sent,), "half-close", kind="half-close", statuses=_ANSWERED)
+    for wish in (b"h2c", b"websocket", b"TLS/1.2, h2c"):
+        upgrade = b"connection: upgrade, http2-settings\r\nhttp2-settings: AA\r\nupgrade: " + wish
+        headers = JSON_TYPE + upgrade + b"\r\n"
+        yield Hostile((request("POST", path, text, headers),), "half-close", kind="upgrade")
+    for line in _OBEYED:
+        sent = request("POST", path, text, JSON_TYPE + CLOSE + line)
+        yield Hostile((sent,), kind="a header that engines obey", statuses=_ANSWERED)
+
+
+_ANSWERED = (200, 429, 503)
+_OBEYED = (
+    b"x-vllm-priority: -9\r\n",
+    b"x-vllm-priority: none\r\n",
+    b"x-data-parallel-rank: 99\r\n",
+    b"x-smg-target-worker: 0\r\n",
+    b"content-encoding: br\r\n",
+)
+"""An engine that got one of these would refuse the request, or go wrong."""
+_HIDDEN = (
+    ("chat_template_kwargs", {"chat_template": "x"}),
+    ("chat_template_kwargs", {"tokenize": True}),
+    ("vllm_xargs", {"kv_transfer_params": "x"}),
+    ("custom_params", {"priority": 1}),
 )

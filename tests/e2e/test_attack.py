@@ -27,7 +27,7 @@ SEED = int(os.environ.get("KVROUTE_TEST_SEED", "1"))
 CODES = {
     *(meaning.code for meaning in ERRORS.values()),
     *(code for code, _, _ in FRAMEWORK_ERRORS),
-    "queue_full",
+    *("queue_full", "path_not_supported"),
     *(meaning.kind for meaning in ERRORS.values()),
     *("not_found_error", "request_too_large", "rate_limit_error"),
 }
