@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -166,7 +165,7 @@ class _Chats:
         inputs = texts_of(fields.get("input"))
         prompts = [await ids_of(each, self._served, "input") for each in inputs]
         form = EmbeddingForm(fields, prompts)
-        asked = replace(generated({}), ignore_eos=True)
+        asked = generated({"cache_salt": fields.get("cache_salt")})
         writers = written(self._served, prompts, asked, new_id(), limit=1)
         return await respond(request, Answer(writers, form), streams=False)
 

@@ -342,7 +342,8 @@ class SimEngine:
         if start < 0:
             tokens = [*request.tail_tokens, *tokens]
         parent = chain[-1] if chain else None
-        block = next_sequence_hash(parent, compute_local_hashes(tokens, self.block_size)[0])
+        (local,) = compute_local_hashes(tokens, self.block_size, seed=request.seed)
+        block = next_sequence_hash(parent, local)
         if self.on_generated is not None:
             self.on_generated(block, parent, tokens)
         self.pool.register((block,), parent)

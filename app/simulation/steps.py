@@ -9,10 +9,12 @@ from typing import Self
 from xxhash import xxh3_64_intdigest
 
 from app.core.hashing import (
+    BASE_SEED,
     U64,
     Tokens,
     compute_local_hashes,
     compute_sequence_hashes,
+    seed_for,
     token_bytes,
 )
 from app.core.types import SequenceHash
@@ -22,7 +24,7 @@ from app.core.types import SequenceHash
 class SimRequest:
     """blocks: hashes of the prompt's full blocks; tail_tokens: the prompt tokens after them.
 
-    The engine writes exactly `max_tokens` tokens, at least one.
+    The engine writes exactly `max_tokens` tokens, at least one. seed: of the hashes of blocks.
     """
 
     request_id: str
@@ -30,17 +32,19 @@ class SimRequest:
     tail_tokens: tuple[int, ...]
     prompt_tokens: int
     max_tokens: int
+    seed: int = BASE_SEED
 
     @classmethod
     def from_tokens(
-        cls, request_id: str, prompt: Tokens, max_tokens: int, *, block_size: int
+        cls, request_id: str, prompt: Tokens, max_tokens: int, *, block_size: int, salt: str = ""
     ) -> Self:
-        """Raises InvalidRequest for tokens that are not integers in [0, 2^32)."""
-        raw = token_bytes(prompt)
-        blocks = compute_sequence_hashes(compute_local_hashes(raw, block_size))
+        """salt: prompts with other ones share no blocks. Raises InvalidRequest for tokens that are
+        not integers in [0, 2^32)."""
+        raw, seed = token_bytes(prompt), seed_for(cache_namespace=salt)
+        blocks = compute_sequence_hashes(compute_local_hashes(raw, block_size, seed=seed))
         tail = raw[4 * block_size * len(blocks) :]
         tail_tokens = struct.unpack(f"<{len(tail) // 4}I", tail)
-        return cls(request_id, tuple(blocks), tail_tokens, len(raw) // 4, max_tokens)
+        return cls(request_id, tuple(blocks), tail_tokens, len(raw) // 4, max_tokens, seed)
 
     def output_tokens(self, start: int, stop: int) -> list[int]:
         """Token ids `start` to `stop` of the output: 15 bits each, set by the prompt alone."""

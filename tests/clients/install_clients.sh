@@ -8,7 +8,7 @@ mkdir -p "$1"
 for file in "$here"/requirements/*.txt; do
     venv="$1/$(basename "$file" .txt)"
     "$2" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$file"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$file"
 done
 if command -v npm >/dev/null; then
     mkdir -p "$1/node"

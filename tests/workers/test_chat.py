@@ -261,6 +261,16 @@ async def test_a_response_takes_back_what_earlier_ones_had(client: httpx.AsyncCl
     assert said["type"] == again["output"][0]["type"] == "message"
 
 
+async def test_salts_share_no_cache(client: httpx.AsyncClient) -> None:
+    async def cached(**more: Any) -> int:
+        usage = (await asked(client, max_tokens=1, **more))["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [await cached(), await cached() > 0] == [0, True]
+    assert [await cached(cache_salt="red"), await cached(cache_salt="red") > 0] == [0, True]
+    assert await cached(cache_salt="blue") == 0
+
+
 # Images, tokens, embeddings
 
 
@@ -343,6 +353,7 @@ async def test_null_is_as_if_nothing_was_said(client: httpx.AsyncClient) -> None
             "max_output_tokens",
         ),
         (CHATS, {"stop": [""]}, "stop"),
+        (CHATS, {"cache_salt": 7}, "cache_salt"),
         (CHATS, {"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         (CHATS, {"tool_choice": "required"}, "tool_choice"),
         (CHATS, {"tool_choice": "maybe", "tools": [WEATHER]}, "tool_choice"),

@@ -24,13 +24,15 @@ class EngineStoppedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """prompt: token ids, little-endian u32, at least one. ignore_eos: go on to `max_tokens`."""
+    """prompt: token ids, little-endian u32, at least one. ignore_eos: go on to `max_tokens`. salt:
+    prompts with other ones share no cache with this one."""
 
     request_id: str
     prompt: bytes
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     ignore_eos: bool = False
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def create_vllm_app(
     )
     ProcessCollector(registry=registry)
     names = settings.model_names(hosted.model)
-    served = Served(engine, names, hosted.tokenizer, hosted.invents)
+    served = Served(engine, names, hosted.tokenizer, hosted.invents, salts=False)
     app = create_app(served, registry=registry)
     add_chat(app, served, hosted.tokenizer_source)
 

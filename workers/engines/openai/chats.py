@@ -28,17 +28,20 @@ _MESSAGES = frozenset(
     (
         *("model", "stream", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k"),
         *("system", "messages", "tools", "tool_choice", "output_config", "thinking"),
-        *("request_id", *_ROUTERS),
+        *("request_id", "cache_salt", *_ROUTERS),
     )
 )
 _RESPONSE = frozenset(
     (
         *("model", "stream", "stream_options", "max_output_tokens", "temperature", "top_p"),
         *("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text"),
-        *("include", "request_id", "ignore_eos", *_ROUTERS),
+        *("include", "request_id", "ignore_eos", "cache_salt", *_ROUTERS),
     )
 )
-_GIVEN = ("model", "stream", "temperature", "top_p", "top_k", "request_id", "ignore_eos")
+_GIVEN = (
+    *("model", "stream", "temperature", "top_p", "top_k", "request_id", "ignore_eos"),
+    "cache_salt",
+)
 _IMAGES = frozenset({"image", "image_url", "input_image"})
 
 

@@ -18,7 +18,7 @@ from workers.engines.openai.members import check_members, count
 
 DEFAULT_DIMENSIONS = 256
 MAX_DIMENSIONS = 8192
-_DONE = frozenset({"model", "input", "dimensions", "encoding_format", "kv_transfer_params"})
+_DONE = frozenset({"model", "input", "dimensions", "encoding_format", "cache_salt"})
 
 
 class EmbeddingForm:

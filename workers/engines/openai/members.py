@@ -21,14 +21,15 @@ _SAMPLING = tuple(field.name for field in fields_of(Sampling))
 GENERATION = frozenset(
     (
         *("model", "stream", "stream_options", "stream_interval", "max_tokens", "min_tokens"),
-        *("n", "stop", "ignore_eos", "request_id", "return_token_ids", *_SAMPLING),
+        *("n", "stop", "ignore_eos", "request_id", "return_token_ids", "cache_salt"),
+        *_SAMPLING,
     )
 )
 """Members that completions and chats have in common."""
 _ABOUT = frozenset(
     (
         *("user", "metadata", "service_tier", "safety_identifier", "store", "inference_geo"),
-        *("prompt_cache_key", "prompt_cache_retention", "session_id", "cache_salt"),
+        *("prompt_cache_key", "prompt_cache_retention", "session_id"),
     )
 )
 """What says for whom or whither a request is, and changes nothing in its answer."""
@@ -75,6 +76,7 @@ class Generated:
     stops: tuple[str, ...]
     sampling: Sampling
     ignore_eos: bool
+    salt: str
 
 
 def generated(fields: Mapping[str, Any]) -> Generated:
@@ -95,6 +97,7 @@ def generated(fields: Mapping[str, Any]) -> Generated:
         stops_in(fields, "stop"),
         Sampling(**chosen),
         flag(fields, "ignore_eos"),
+        salt_in(fields),
     )
 
 
@@ -121,6 +124,14 @@ def count(
     if most is not None and value > most:
         raise InvalidRequest(name, f"needs an integer up to {most}, got {shown(value)}")
     return value
+
+
+def salt_in(fields: Mapping[str, object]) -> str:
+    """Raises InvalidRequest."""
+    salt = fields.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise InvalidRequest("cache_salt", f"needs a text that is not empty, got {shown(salt)}")
+    return salt or ""
 
 
 def stops_in(fields: Mapping[str, object], name: str) -> tuple[str, ...]:

@@ -20,12 +20,14 @@ NATURAL_TOKENS = 128
 @dataclass(frozen=True, slots=True)
 class Served:
     """The engine behind an HTTP interface. names: of its model. invents: its words are made up, so
-    they can be in any form, but have no end of their own."""
+    they can be in any form, but have no end of their own. salts: whoever follows its cache is told
+    of salts."""
 
     engine: Engine
     names: Sequence[str]
     tokenizer: Tokenizer | None = None
     invents: bool = False
+    salts: bool = True
 
 
 def written(
@@ -44,13 +46,7 @@ def written(
     knows. script: what they are to be. Raises InvalidRequest, and as Engine.complete.
     """
     num_choices = len(prompts) * asked.choices
-    if num_choices > MAX_CHOICES:
-        field = "prompt" if asked.choices == 1 else "n"
-        raise InvalidRequest(field, f"asks for {num_choices} choices, over {MAX_CHOICES}")
-    if asked.min_tokens > limit:
-        raise InvalidRequest("min_tokens", f"is {asked.min_tokens}, over max_tokens {limit}")
-    if asked.min_tokens and not served.invents:
-        raise InvalidRequest("min_tokens", f"is not supported here, got {asked.min_tokens}")
+    _check(served, asked, limit, num_choices)
     if script is not None:
         natural = script.num_tokens
     elif natural is not None:
@@ -64,7 +60,9 @@ def written(
             writers.append(
                 Writer(
                     served.engine,
-                    CompletionRequest(name, prompt, num_tokens, asked.sampling, asked.ignore_eos),
+                    CompletionRequest(
+                        name, prompt, num_tokens, asked.sampling, asked.ignore_eos, asked.salt
+                    ),
                     _text(served, prompt, script),
                     stream_interval=asked.stream_interval if asked.stream else num_tokens,
                     stops=asked.stops,
@@ -76,6 +74,19 @@ def written(
             writer.cancel()
         raise
     return writers
+
+
+def _check(served: Served, asked: Generated, limit: int, num_choices: int) -> None:
+    """Raises InvalidRequest."""
+    if num_choices > MAX_CHOICES:
+        field = "prompt" if asked.choices == 1 else "n"
+        raise InvalidRequest(field, f"asks for {num_choices} choices, over {MAX_CHOICES}")
+    if asked.salt and not served.salts:
+        raise InvalidRequest("cache_salt", "is not supported by an engine that plays vLLM")
+    if asked.min_tokens > limit:
+        raise InvalidRequest("min_tokens", f"is {asked.min_tokens}, over max_tokens {limit}")
+    if asked.min_tokens and not served.invents:
+        raise InvalidRequest("min_tokens", f"is not supported here, got {asked.min_tokens}")
 
 
 def _text(served: Served, prompt: bytes, script: Script | None) -> TextStream | None:

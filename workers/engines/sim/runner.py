@@ -106,6 +106,7 @@ class EngineRunner:
             request.prompt,
             request.max_tokens,
             block_size=self.engine.block_size,
+            salt=request.salt,
         )
         generation = self.generate(sim_request, stream_interval=stream_interval)
         if self.watcher is not None:

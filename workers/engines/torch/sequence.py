@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from app.core.errors import InvalidRequest
-from app.core.hashing import compute_local_hashes, compute_sequence_hashes
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.types import SequenceHash, Tier
 from app.simulation.steps import Finished, PromptTooLargeError, Step
 from workers.engines.base import CompletionRequest, Generation
@@ -62,6 +62,7 @@ class TokenSequence:
                 len(ids), request.max_tokens, "the model takes", config.max_position_embeddings
             )
         num_blocks = -(-num_tokens // block_size)
+        seed = seed_for(cache_namespace=request.salt)
         if num_blocks > num_slots:
             raise PromptTooLargeError(
                 len(ids), request.max_tokens, "the KV pool holds", num_slots * block_size
@@ -71,7 +72,7 @@ class TokenSequence:
             ids.tolist(),
             len(ids),
             block_size,
-            compute_sequence_hashes(compute_local_hashes(request.prompt, block_size)),
+            compute_sequence_hashes(compute_local_hashes(request.prompt, block_size, seed=seed)),
             num_blocks,
             Sampler(request.sampling),
         )
