@@ -250,3 +250,19 @@ async def test_what_is_no_batch_is_handed_on_as_broken(publisher: Publisher) -> 
         assert isinstance(batch, Batch)
         assert batch.num_broken == 1
         await following.aclose()
+
+
+async def test_an_engine_that_does_not_answer_at_first_is_told_of_once(
+    publisher: Publisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher.answers = False
+    with zmq.asyncio.Context() as context, EventStream(context, publisher.source) as stream:
+        running = asyncio.create_task(Reader(stream).run())
+
+        async def asked() -> int:
+            return publisher.num_asked
+
+        await eventually(asked, lambda number: number > 2)
+        running.cancel()
+        await asyncio.wait([running])
+    assert caplog.text.count(f"{publisher.source.replay} does not answer") == 1
