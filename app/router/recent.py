@@ -41,6 +41,8 @@ class Recent:
             self._answered.popleft()
         found: dict[Incarnation, int] = {}
         for inc, answered, _ in self._answered:
+            if not chain or answered[0] != chain[0]:
+                continue
             known = max(found.get(inc, 0), published.get(inc, NO_OVERLAP).total)
             # Each hash stands for all blocks before it too: most differ in the one after `known`.
             if known < min(len(chain), len(answered)) and chain[known] == answered[known]:
