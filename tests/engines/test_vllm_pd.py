@@ -57,10 +57,14 @@ class Pair:
     where it is quicker."""
 
     def __init__(
-        self, p: VllmServer, d: VllmServer, split: httpx.AsyncClient, priced: httpx.AsyncClient
+        self,
+        p: VllmServer,
+        d: VllmServer,
+        split: httpx.AsyncClient,
+        priced: httpx.AsyncClient,
+        direct: httpx.AsyncClient,
     ) -> None:
-        self.p, self.d, self.split, self.priced = p, d, split, priced
-        self.direct = httpx.AsyncClient(timeout=120)
+        self.p, self.d, self.split, self.priced, self.direct = p, d, split, priced, direct
 
     async def text(self, url: str, prompt: list[int], **more: Any) -> str:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
@@ -110,11 +114,12 @@ async def joined(servers: list[VllmServer], url: str, folder: Path) -> AsyncIter
         async with (
             replica(url, policy="least_loaded", **lease) as split,
             replica(url, **lease) as priced,
+            httpx.AsyncClient(timeout=120) as direct,
         ):
             for door in (split, priced):
                 door.timeout = httpx.Timeout(300)
                 await until_serving(door, 2)
-            yield Pair(p, d, split, priced)
+            yield Pair(p, d, split, priced, direct)
 
 
 def prompts(seed: int) -> list[list[int]]:
