@@ -399,3 +399,10 @@ async def test_an_engine_with_words_of_its_own_refuses_to_be_told_their_form(
     assert (await refused(plain, messages=[USER], **fields))[0] == field
     assert (await asked(plain, tools=[WEATHER], tool_choice="none", max_tokens=3))["choices"]
     assert (await plain.post("/v1/embeddings", json={"input": "x"})).status_code == 404
+
+
+async def test_a_part_whose_type_is_no_text_is_refused(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": [{"type": ["image"]}]}]
+    body = {"messages": messages, "max_tokens": 1}
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"):
+        assert (await client.post(path, json=body)).status_code == 422

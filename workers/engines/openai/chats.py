@@ -110,7 +110,8 @@ def with_opaque_images(items: Any, text: str) -> Any:
     made = []
     for item in items:
         if isinstance(item, dict):
-            if item.get("type") in _IMAGES:
+            kind = item.get("type")
+            if isinstance(kind, str) and kind in _IMAGES:
                 name = xxh3_64_hexdigest(orjson.dumps(item, option=orjson.OPT_SORT_KEYS))
                 item = {"type": text, "text": f"[image {name}]"}
             for name in ("content", "output"):
