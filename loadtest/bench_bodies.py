@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import click
@@ -25,10 +26,12 @@ from app.core.errors import InvalidRequest
 from app.http.server import collect_seldom, run
 from app.options import POSITIVE
 from loadtest.command import Command, json_option, save
+from loadtest.door_bodies import hostile_door_bodies, read_at_the_door
 
 BLOCK_SIZE = 16
 MAX_TOKENS = RouterSettings().max_prompt_tokens
 MAX_BYTES = RouterSettings().max_body_bytes
+DOOR_BYTES = RouterSettings().max_request_bytes
 LIMIT_MS = 50.0
 """No body may hold the loop for longer."""
 
@@ -118,7 +121,7 @@ async def read_and_hash(raw: bytes) -> bool:
     return False
 
 
-async def measure(raw: bytes) -> tuple[float, float, bool]:
+async def measure(reading: Awaitable[bool]) -> tuple[float, float, bool]:
     """Longest hold of the loop and CPU, both in ms; and whether the body was accepted."""
     longest = 0.0
     seen = time.thread_time()
@@ -133,7 +136,7 @@ async def measure(raw: bytes) -> tuple[float, float, bool]:
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0)
     begin = time.process_time()
-    accepted = await read_and_hash(raw)
+    accepted = await reading
     cpu_s = time.process_time() - begin
     await asyncio.sleep(0)
     ticking.cancel()
@@ -151,17 +154,26 @@ async def longest_prompt() -> float:
     return (time.process_time() - begin) * 1000
 
 
-async def figures(size: int, repeat: int) -> dict[str, dict[str, float | str]]:
+async def figures(size: int, door_size: int, repeat: int) -> dict[str, dict[str, float | str]]:
     """The best of `repeat` measurements of each body: what others do on the machine only adds."""
-    await read_and_hash(b"{}")  # loads the code
+    # Loads the code.
+    await read_and_hash(b"{}")
+    await read_at_the_door("/v1/completions", b"{}")
     collect_seldom()
     base_ms = min([await longest_prompt() for _ in range(repeat)])
     found: dict[str, dict[str, float | str]] = {}
-    for name, raw in hostile_bodies(size):
-        runs = [await measure(raw) for _ in range(repeat)]
+    kinds: list[tuple[str, int, Callable[[], Awaitable[bool]]]] = [
+        (name, len(raw), partial(read_and_hash, raw)) for name, raw in hostile_bodies(size)
+    ]
+    kinds += [
+        (f"door: {name}", len(raw), partial(read_at_the_door, path, raw))
+        for name, path, raw in hostile_door_bodies(door_size)
+    ]
+    for name, num_bytes, read in kinds:
+        runs = [await measure(read()) for _ in range(repeat)]
         hold_ms, cpu_ms = min(r[0] for r in runs), min(r[1] for r in runs)
         found[name] = {
-            "size_mb": len(raw) / 1e6,
+            "size_mb": num_bytes / 1e6,
             "answer": "accepted" if runs[0][2] else "refused",
             "hold_ms": hold_ms,
             "cpu_ms": cpu_ms,
@@ -172,12 +184,15 @@ async def figures(size: int, repeat: int) -> dict[str, dict[str, float | str]]:
 
 @click.command(cls=Command)
 @click.option("--size", default=MAX_BYTES, show_default=True, type=POSITIVE, help="Bytes a body.")
+@click.option(
+    "--door-size", default=DOOR_BYTES, show_default=True, type=POSITIVE, help="Bytes at the door."
+)
 @click.option("--repeat", default=3, show_default=True, type=POSITIVE, help="The best of so many.")
 @json_option
-def main(size: int, repeat: int, json_file: Path | None) -> None:
+def main(size: int, door_size: int, repeat: int, json_file: Path | None) -> None:
     """Read hostile bodies; fails if one holds the event loop for too long."""
-    found = run(figures(size, repeat))
-    table = Table(title=f"Bodies of {size:,} bytes")
+    found = run(figures(size, door_size, repeat))
+    table = Table(title=f"Bodies of {size:,} bytes, at the front door of {door_size:,}")
     for column in ("body", "MB", "answer", "holds the loop, ms", "CPU, ms", "times"):
         table.add_column(column, justify="left" if column in ("body", "answer") else "right")
     for name, row in found.items():
