@@ -13,6 +13,7 @@ import numpy as np
 from app.core.chains import positions
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Speed
+from app.planner.rules.forecast import growth
 from app.planner.rules.policies import propose
 from app.planner.rules.replay import Replay, recorded_request
 from app.planner.rules.state import (
@@ -191,8 +192,15 @@ class Scaled:
         scaling, state = self._scaling, self._state(now_s)
         leaves = VICTIMS[scaling.victim](state, self._rng) if state.those(Phase.LIVE) else ""
         if scaling.sizes is None:
-            seen = self._foreseen(state) if scaling.coming is not None else state
-            replay = Replay(seen, scaling.rules, self._routing, self._setting, self._speed)
+            foresees = scaling.coming is not None
+            replay = Replay(
+                self._foreseen(state) if foresees else state,
+                scaling.rules,
+                self._routing,
+                self._setting,
+                self._speed,
+                growth=1.0 if foresees else growth(state, scaling.rules),
+            )
 
             def predict(size: int) -> Prediction:
                 return replay.predict(size, leaves if size < state.size else None)

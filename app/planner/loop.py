@@ -20,6 +20,7 @@ from app.planner.lease import Lease
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
 from app.planner.predict import predictor
+from app.planner.rules.forecast import growth
 from app.planner.rules.policies import propose
 from app.planner.rules.replay import ReplayTooLong
 from app.planner.rules.state import USUAL_STARTUP_S, FleetState, Proposal, Rules, Slo
@@ -33,8 +34,8 @@ TICK_S = 1.0
 SETTLE_S = 5.0
 """After Redis could not be asked, or another planner led, nothing is proposed for so long: workers
 register again within seconds of a Redis that has lost all."""
-REMEMBERED = 64
-"""Proposals."""
+REMEMBERED_S = 900.0
+"""Of proposals: longer than any policy looks back."""
 REPLAY_S = 8.0
 """Replays for one proposal may take so long, or half of the interval; if they take longer, half as
 many decisions are replayed, but LEAST_REQUESTS at least."""
@@ -200,7 +201,8 @@ class Planner:
         )
         proposal = await self._lease.hold(asyncio.to_thread(self._proposed, state))
         observer.forget_samples()
-        self._proposals = [*self._proposals[-REMEMBERED:], proposal]
+        since_s = proposal.at_s - REMEMBERED_S
+        self._proposals = [*(p for p in self._proposals if p.at_s > since_s), proposal]
         more = proposal.desired - proposal.size
         acts = not isinstance(self._connector, Advise)
         if acts and more > 0:
@@ -250,6 +252,7 @@ class Planner:
             settings.routing_policy,
             count_in_flight=settings.count_in_flight,
             is_over=lambda: time.monotonic() > end_s,
+            grows=growth(state, self._rules),
         )
         return propose(settings.scaling_policy, state, self._rules, predict, least_valued)
 

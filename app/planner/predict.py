@@ -29,11 +29,13 @@ def predictor(
     *,
     count_in_flight: bool,
     is_over: Callable[[], bool] = lambda: False,
+    grows: float = 1.0,
 ) -> Predict:
-    """What predicts for one state. policy, count_in_flight: of the routers. is_over: see Replay."""
+    """What predicts for one state. policy, count_in_flight: of the routers. is_over, grows: see
+    Replay."""
     setting = Setting(count_in_flight=count_in_flight, host_pool_tokens=observer.host_pool_tokens)
     speed = mean_speed(worker.speed for worker in observer.workers_seen.values())
-    replay = Replay(state, rules, policy, setting, speed, is_over)
+    replay = Replay(state, rules, policy, setting, speed, is_over, grows)
     leaves = least_valued(state) if state.those(Phase.LIVE) else None
 
     def predict(size: int) -> Prediction:

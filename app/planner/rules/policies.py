@@ -9,6 +9,7 @@ from statistics import fmean
 
 from app.core.planner_settings import ScalingPolicy
 from app.core.worker_report import DEFAULT_SPEED
+from app.planner.rules.forecast import growth
 from app.planner.rules.state import (
     FleetState,
     Phase,
@@ -25,7 +26,7 @@ Predict = Callable[[int], Prediction]
 """What a fleet of this size would have made of the recorded decisions. One less is one without
 the worker that would leave."""
 AIM_GAIN = 2.0
-AIM_ROOM = 0.8
+AIM_ROOM = 0.4
 Victim = Callable[[FleetState], str]
 
 
@@ -165,8 +166,10 @@ def _needed(
 def slo(state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
     """The smallest fleet that would have kept the SLO over the recorded decisions.
 
-    Up at once, by up to two workers; down by one, and only once one less would have kept it for as
-    many seconds as it costs of a worker's time to take the step back: see `_spare_s`.
+    Up at once, by up to two workers; down to what was needed at every proposal for as many seconds
+    as it costs of a worker's time to take a step back: a start, and what the cache of the one that
+    leaves is worth. When it will be needed again is not known. Who keeps it until it has cost as
+    much as its return would pays at most twice what who knew would pay: the ski rental problem.
     """
     size = state.size
     now = predict(size)
@@ -178,39 +181,50 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
         "known": float(known),
         "attained": share,
         "aim": target,
+        "growth": growth(state, rules),
     }
     if now.attainment < target:
         more = predict(size + 1)
         candidates: tuple[Prediction, ...] = (now, more)
         if more.attainment < target:
             candidates += (predict(size + 2),)
+        inputs["needed"] = float(candidates[-1].size)
         return WantedSize(candidates[-1].size, Reason.SLO_MISSED, inputs, candidates)
     if size <= rules.min_workers:
         return WantedSize(size, Reason.AT_MINIMUM, inputs, (now,))
+    fewer = _fewer(size, rules, predict, target)
+    needed = next((p.size for p in reversed(fewer) if p.attainment >= target), size)
+    change_s = min(state.startup_s + least_loss_s(state), rules.longest_kept_s)
+    inputs |= {"needed": float(needed), "change_s": change_s}
+    desired, reason = _kept(state, rules, needed, change_s)
+    return WantedSize(desired, reason, inputs, (*reversed(fewer), now))
+
+
+def _fewer(size: int, rules: Rules, predict: Predict, target: float) -> list[Prediction]:
+    """For one worker less, two less, four less ..., until that would have been too few."""
+    found: list[Prediction] = []
+    less = 1
+    while size - less >= rules.min_workers and (not found or found[-1].attainment >= target):
+        found.append(predict(size - less))
+        less *= 2
+    return found
+
+
+def _kept(state: FleetState, rules: Rules, needed: int, change_s: float) -> tuple[int, Reason]:
+    """The size to shrink to: the most that any proposal has needed for `change_s` or longer."""
+    size, since_s = state.size, state.now_s - change_s
+    if needed >= size:
+        return size, Reason.ENOUGH
     if state.is_changing:
-        return WantedSize(size, Reason.CHANGE_UNDER_WAY, inputs, (now,))
+        return size, Reason.CHANGE_UNDER_WAY
     if _in_grace(state, rules):
-        return WantedSize(size, Reason.GRACE, inputs, (now,))
-    fewer = predict(size - 1)
-    if fewer.attainment < target:
-        return WantedSize(size, Reason.ENOUGH, inputs, (fewer, now))
-    inputs |= {"spare_s": _spare_s(state), "change_s": state.startup_s + least_loss_s(state)}
-    if inputs["spare_s"] < inputs["change_s"]:
-        return WantedSize(size, Reason.COOL_DOWN, inputs, (fewer, now))
-    return WantedSize(size - 1, Reason.SLO_MET_BY_FEWER, inputs, (fewer, now))
-
-
-def _spare_s(state: FleetState) -> float:
-    """For how long every proposal has found one worker to spare.
-
-    When it will be needed again is not known. Who keeps it until it has cost as much as its return
-    would, a start and what its cache is worth, pays at most twice what who knew would pay: the
-    answer to the ski rental problem.
-    """
-    last = state.proposals[-1] if state.proposals else None
-    if last is None or last.size != state.size or "spare_s" not in last.inputs:
-        return 0.0
-    return last.inputs["spare_s"] + state.now_s - last.at_s
+        return size, Reason.GRACE
+    begun = [at for at, p in enumerate(state.proposals) if p.at_s <= since_s]
+    if not begun:
+        return size, Reason.COOL_DOWN
+    lately = [int(p.inputs.get("needed", size)) for p in state.proposals[begun[-1] :]]
+    most = max(needed, *lately)
+    return most, Reason.SLO_MET_BY_FEWER if most < size else Reason.COOL_DOWN
 
 
 def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
@@ -227,9 +241,8 @@ def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
 
 def _aim(target: float, share: float) -> float:
     """The share within the SLO that predictions are to reach, so that `target` comes of them: above
-    it by AIM_GAIN times what was missing lately, and by at most AIM_ROOM of what there is. What is
-    predicted from lies behind what comes by a window and a start, and so it is too hopeful while
-    the load rises."""
+    it by AIM_GAIN times what was missing lately, and by at most AIM_ROOM of what there is: nobody
+    foresees bursts, and as many workers as all of it would take stand idle after one."""
     return target + min(AIM_GAIN * max(0.0, target - share), AIM_ROOM * (1.0 - target))
 
 

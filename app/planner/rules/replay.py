@@ -36,7 +36,8 @@ class Replay:
     """Plays the recorded decisions of one state for any size of the fleet.
 
     policy: of the routers. setting: all of it counts but the workers and the block size. speed: of
-    a worker, for the SLO. is_over: asked again and again whether no time is left.
+    a worker, for the SLO. is_over: asked again and again whether no time is left. growth: they come
+    so many times as fast as they came.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class Replay:
         setting: Setting,
         speed: Speed,
         is_over: Callable[[], bool] = lambda: False,
+        growth: float = 1.0,
     ) -> None:
         self._rules, self._policy = rules, policy
         self._setting = replace(setting, block_size=state.block_size)
-        self._speed, self._is_over = speed, is_over
+        self._speed, self._is_over, self._growth = speed, is_over, growth
         self._workers = [w for w in state.workers if w.phase is not Phase.DRAINING]
         self._usual = next((w.profile for w in self._workers if w.profile), USUAL)
         recent = state.recent
@@ -62,7 +64,7 @@ class Replay:
         self._before, self._played = recent[:first], recent[first:]
         self._origin_s = recent[0].at_s if recent else begin_s
         lead_s = min(rules.lead_s, (state.now_s - begin_s) / 2)
-        self._judged_s = begin_s + lead_s - self._origin_s
+        self._judged_s = self._at_s(begin_s + lead_s)
 
     def predict(self, size: int, victim: str | None = None) -> Prediction:
         """victim: the worker that a smaller fleet would be without. Of no workers, nothing is
@@ -77,7 +79,7 @@ class Replay:
         places = {worker.name: place for place, worker in enumerate(stay)}
         for asked in self._remembered(fleet, places):
             self._check_time()
-            fleet.run(until_s=asked.at_s - self._origin_s)
+            fleet.run(until_s=self._at_s(asked.at_s))
             fleet.warm(places[asked.worker], asked.request)
         answers: list[SimAnswer] = []
 
@@ -91,13 +93,17 @@ class Replay:
             output_tokens = _output_that_fits(asked.request, pools, self._setting.block_size)
             if output_tokens < 1:
                 continue
-            fleet.run(until_s=asked.at_s - self._origin_s)
+            fleet.run(until_s=self._at_s(asked.at_s))
             # One that was decided again, as its worker had failed, has the same id.
             request = replace(asked.request, request_id=str(number), max_tokens=output_tokens)
             fleet.ask(request, keep)
         fleet.run()
         judged = [answer for answer in answers if answer.arrival_s >= self._judged_s]
         return summary(size, judged, self._rules.slo, self._speed)
+
+    def _at_s(self, at_s: float) -> float:
+        """When that is in virtual time."""
+        return (at_s - self._origin_s) / self._growth
 
     def _check_time(self) -> None:
         if self._is_over():

@@ -189,6 +189,8 @@ class Rules:
     ongoing_per_worker: float = 2.0
     ongoing_delay_s: float = 600.0
     slo: Slo = Slo()
+    longest_kept_s: float = 600.0
+    """By `slo`, a worker to spare is kept for no longer, whatever its cache is worth."""
     window_s: float = 180.0
     """Recorded decisions of so long are replayed."""
     lead_s: float = 60.0

@@ -49,8 +49,8 @@ def least_valued(state: FleetState) -> str:
 
 
 def least_loss_s(state: FleetState) -> float:
-    """Seconds of prefill that losing that worker would cost; there must be one."""
-    return min(map(_loss_s, state.those(Phase.LIVE)))
+    """Seconds of prefill that losing that worker would cost; 0 if there is none."""
+    return min(map(_loss_s, state.those(Phase.LIVE)), default=0.0)
 
 
 def _loss_s(worker: WorkerState) -> float:

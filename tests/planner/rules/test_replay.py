@@ -54,6 +54,14 @@ def test_more_workers_keep_the_slo_where_fewer_do_not() -> None:
     assert one.ttft_p99_s > two.ttft_p99_s > three.ttft_p99_s
 
 
+def test_requests_that_come_twice_as_fast_need_more_workers() -> None:
+    # One a second is 0.75 s of prefill a second: enough for one worker, but not twice that.
+    state = fleet(1, every(1.0, 1))
+    twice = Replay(state, RULES, "latency", Setting(), DEFAULT_SPEED, growth=2.0).predict(1)
+    assert predict(state, 1).attainment > 0.9 > 0.2 > twice.attainment
+    assert twice.requests == predict(state, 1).requests
+
+
 def test_only_requests_of_the_window_are_judged_and_those_of_its_lead_keep_workers_busy() -> None:
     state = fleet(2, every(0.5, 2))
     assert predict(state, 2).requests == 240
