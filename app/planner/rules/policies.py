@@ -211,7 +211,7 @@ def _fewer(size: int, rules: Rules, predict: Predict, target: float) -> list[Pre
 
 
 def _kept(state: FleetState, rules: Rules, needed: int, change_s: float) -> tuple[int, Reason]:
-    """The size to shrink to: the most that any proposal has needed for `change_s` or longer."""
+    """The size to shrink to: the most that was needed in the last `change_s`."""
     size, since_s = state.size, state.now_s - change_s
     if needed >= size:
         return size, Reason.ENOUGH
@@ -219,12 +219,15 @@ def _kept(state: FleetState, rules: Rules, needed: int, change_s: float) -> tupl
         return size, Reason.CHANGE_UNDER_WAY
     if _in_grace(state, rules):
         return size, Reason.GRACE
-    begun = [at for at, p in enumerate(state.proposals) if p.at_s <= since_s]
-    if not begun:
+    lately = [
+        int(p.inputs["needed"])
+        for p in state.proposals
+        if p.at_s > since_s and "needed" in p.inputs
+    ]
+    most = max(needed, *lately) if lately else needed
+    if not state.proposals or state.proposals[0].at_s > since_s or most >= size:
         return size, Reason.COOL_DOWN
-    lately = [int(p.inputs.get("needed", size)) for p in state.proposals[begun[-1] :]]
-    most = max(needed, *lately)
-    return most, Reason.SLO_MET_BY_FEWER if most < size else Reason.COOL_DOWN
+    return most, Reason.SLO_MET_BY_FEWER
 
 
 def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
