@@ -142,7 +142,10 @@ class _Chats:
         prompt = _given_ids(fields)
         if prompt is None:
             prompt = await self._rendered(chat)
+        if not prompt:
+            raise InvalidRequest(names["prompt"], "is empty")
         request_id = asked.request_id or new_id()
+        form = form_of(request_id, asked, script)
         try:
             writers = written(
                 served,
@@ -156,7 +159,6 @@ class _Chats:
         except PromptTooLargeError as error:
             error.field = names.get(error.field, error.field)
             raise
-        form = form_of(request_id, asked, script)
         answer = Answer(writers, form, per_prompt=asked.choices)
         return await respond(request, answer, streams=asked.stream)
 

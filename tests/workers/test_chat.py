@@ -385,6 +385,60 @@ async def test_what_is_not_done_is_refused_by_its_name(
     assert (await refused(client, path, **(more | fields)))[0] == field
 
 
+def deep(depth: int) -> Any:
+    """Nested so often."""
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+HOSTILE = [
+    (CHATS, {"messages": [{"role": [], "type": []}]}),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": {}}]}]}),
+    (CHATS, {"messages": [USER], "tools": [{"function": {"name": "f", "parameters": [1]}}]}),
+    (CHATS, {"messages": [USER], "tools": [{"function": {"name": "f", "parameters": deep(400)}}]}),
+    (
+        CHATS,
+        {
+            "messages": [USER],
+            "response_format": {"type": "json_schema", "json_schema": {"schema": deep(400)}},
+        },
+    ),
+    (
+        CHATS,
+        {
+            "messages": [USER],
+            "tools": [{"function": {"name": "f", "parameters": {"required": [[]]}}}],
+        },
+    ),
+    (
+        CHATS,
+        {
+            "messages": [USER],
+            "tools": [{"function": {"name": "f", "parameters": {"const": deep(400)}}}],
+        },
+    ),
+    (CHATS, {"messages": [USER], "tool_choice": []}),
+    (CHATS, {"kv_transfer_params": {"prompt_token_ids": []}, "messages": [USER]}),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image", "x": deep(400)}]}]}),
+    (RESPONSES, {"input": [{"type": []}]}),
+    (RESPONSES, {"input": [USER], "tools": [7]}),
+    (RESPONSES, {"input": "x", "metadata": deep(400)}),
+    (RESPONSES, {"input": "x", "text": 7}),
+    (RESPONSES, {"input": [{"role": "assistant", "content": [[]]}]}),
+    (MESSAGES, {"max_tokens": 5, "messages": [USER], "tools": {}}),
+    (MESSAGES, {"max_tokens": 5, "messages": [USER], "tool_choice": {"type": []}}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), HOSTILE)
+async def test_no_input_is_an_error_of_ours(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    assert (await client.post(path, json=fields)).status_code in (200, 422)
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [

@@ -42,6 +42,8 @@ _GIVEN = (
     *("model", "stream", "temperature", "top_p", "top_k", "request_id", "ignore_eos"),
     "cache_salt",
 )
+MAX_DEPTH = 2
+"""Of images: in the results of tools, which are in messages."""
 _IMAGES = frozenset({"image", "image_url", "input_image"})
 
 
@@ -102,23 +104,29 @@ def chat_of_input(fields: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def with_opaque_images(items: Any, text: str) -> Any:
+def with_opaque_images(items: Any, text: str, depth: int = 0) -> Any:
     """`items`, messages or content, with a text in place of each image, that differs between
     different ones. text: the type of parts that are text."""
-    if not isinstance(items, list):
+    if not isinstance(items, list) or depth > MAX_DEPTH:
         return items
     made = []
     for item in items:
         if isinstance(item, dict):
             kind = item.get("type")
             if isinstance(kind, str) and kind in _IMAGES:
-                name = xxh3_64_hexdigest(orjson.dumps(item, option=orjson.OPT_SORT_KEYS))
-                item = {"type": text, "text": f"[image {name}]"}
+                item = {"type": text, "text": f"[image {_digest(item)}]"}
             for name in ("content", "output"):
                 if isinstance(item.get(name), list):
-                    item = {**item, name: with_opaque_images(item[name], text)}
+                    item = {**item, name: with_opaque_images(item[name], text, depth + 1)}
         made.append(item)
     return made
+
+
+def _digest(image: Mapping[str, Any]) -> str:
+    try:
+        return xxh3_64_hexdigest(orjson.dumps(image, option=orjson.OPT_SORT_KEYS))
+    except TypeError as error:  # what can be read can be written, but for its depth
+        raise InvalidRequest("body", f"an image: {error}") from None
 
 
 def renderable(chat: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from app.core.errors import InvalidRequest
 from workers.engines.base import EngineStoppedError
 from workers.engines.openai.answer import Piece, Usage, now_s
 
@@ -39,7 +40,8 @@ _ALWAYS: Mapping[str, object] = {
 
 
 class ResponseForm:
-    """One item. call: the function whose arguments the text is; None: it is said."""
+    """One item. call: the function whose arguments the text is; None: it is said. Raises
+    InvalidRequest for what cannot be repeated."""
 
     def __init__(
         self, request_id: str, model: str, fields: Mapping[str, Any], *, call: str | None
@@ -55,6 +57,10 @@ class ResponseForm:
             **given,
         }
         self._frame["tools"] = [{"strict": None, **tool} for tool in given.get("tools", ())]
+        try:
+            orjson.dumps(self._frame)
+        except TypeError as error:  # what can be read can be written, but for its depth
+            raise InvalidRequest("body", f"is nested too deeply: {error}") from None
         self._call = call
         self._id = f"{'msg' if call is None else 'fc'}_{request_id}"
         self._text: list[str] = []

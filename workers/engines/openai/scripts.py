@@ -13,6 +13,7 @@ from app.core.errors import InvalidRequest, shown
 from workers.engines.sim.objects import made_up
 
 TOKEN_CHARACTERS = 4
+_FORMAT = "response_format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def script_of(chat: Mapping[str, Any]) -> Script | None:
     if choice == "required" or (choice == "auto" and tools and not results):
         return _call(tools[results % len(tools)])
     schema = _schema(chat.get("response_format"))
-    return None if schema is None else Script(_dumps(made_up(schema, "response_format")))
+    return None if schema is None else Script(_dumps(made_up(schema, _FORMAT), _FORMAT))
 
 
 def _tools(tools: object) -> list[Mapping[str, Any]]:
@@ -105,9 +106,11 @@ def _results(messages: object) -> int:
 
 
 def _call(function: Mapping[str, Any]) -> Script:
-    parameters = function.get("parameters") or {"type": "object"}
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise InvalidRequest("tools", f"needs a schema of parameters, got {shown(parameters)}")
     arguments = made_up({"type": "object"} | parameters, "tools")
-    return Script(_dumps(arguments), call=function["name"])
+    return Script(_dumps(arguments, "tools"), call=function["name"])
 
 
 def _schema(response_format: object) -> object:
@@ -130,8 +133,11 @@ def _schema(response_format: object) -> object:
     )
 
 
-def _dumps(value: object) -> str:
-    return orjson.dumps(value).decode()
+def _dumps(value: object, field: str) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as error:  # what can be read can be written, but for its depth
+        raise InvalidRequest(field, f"is nested too deeply: {error}") from None
 
 
 def check_unscripted(chat: Mapping[str, Any]) -> None:

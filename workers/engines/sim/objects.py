@@ -101,14 +101,20 @@ class _Maker:
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
         properties, required = schema.get("properties") or {}, schema.get("required") or []
-        if not isinstance(properties, dict) or not isinstance(required, list):
-            raise self._bad("needs an object of properties and a list of required ones")
+        if (
+            not isinstance(properties, dict)
+            or not isinstance(required, list)
+            or not all(isinstance(name, str) for name in required)
+        ):
+            raise self._bad("needs an object of properties and a list of required names")
         names = [*properties] if depth <= OPTIONAL_DEPTH else required
         names += [name for name in required if name not in names]
-        return {str(name): self.value(properties.get(name, {}), depth + 1) for name in names}
+        return {name: self.value(properties.get(name, {}), depth + 1) for name in names}
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
         prefix = schema.get("prefixItems") or []
+        if not isinstance(prefix, list):
+            raise self._bad(f"needs a list as 'prefixItems', got {shown(prefix)}")
         least = self._number(schema, "minItems", 0 if depth > OPTIONAL_DEPTH else 1)
         least = min(least, self._number(schema, "maxItems", least))
         if least > MAX_VALUES:
