@@ -15,11 +15,11 @@ from app.core.rate_limit import RateLimit
 from app.core.types import NO_OVERLAP, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose
-from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted_prefill_s
+from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.locality import Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
-from app.policy.sources import Form, Roles, Route, last_token_s, routes_with_source
+from app.policy.sources import Form, Owed, Roles, Route, owed, routes_with_source
 from app.policy.view import View
 
 MAX_PREFILL_S = 86_400.0
@@ -246,37 +246,22 @@ def _wish(
     choice: Choice,
 ) -> Wish:
     """What a request wants of its target, and of its source."""
-    overlap = query.overlaps.get(view.incarnations[route.source], NO_OVERLAP)
-    lacking = max(1, size.isl_tokens - overlap.total * size.block_size)
-    if route.form is not Form.FETCH:
-        seconds = choice.costs.terms.get("prefill_s")
-        if seconds is None:
-            seconds = predicted_prefill_s(candidates, size)
-        computing = _promise(query, view, route.source, lacking, seconds, size.isl_blocks)
-        if route.form is Form.LOCAL:
-            return computing
-        last_s = last_token_s(candidates, size)
-        decoding = _promise(query, view, route.target, 1, last_s, size.isl_blocks)
-        return replace(decoding, source=computing)
-    # The source hands on what is on its device.
-    device = candidates.overlap_device.copy()
-    device[route.target] += overlap.device - candidates.overlap[route.target]
-    seconds = predicted_prefill_s(replace(candidates, overlap_device=device), size)
-    lacking = max(1, size.isl_tokens - overlap.device * size.block_size)
-    holding = _promise(query, view, route.source, 0, np.zeros_like(seconds), overlap.device)
-    computing = _promise(query, view, route.target, lacking, seconds, size.isl_blocks)
-    return replace(computing, source=holding)
+    seconds = choice.costs.terms.get("prefill_s")
+    if seconds is None:
+        seconds = predicted_prefill_s(candidates, size)
+    of_target, of_source = owed(route, candidates, size, seconds)
+    wish = _promise(query, view, route.target, of_target)
+    if of_source is None:
+        return wish
+    return replace(wish, source=_promise(query, view, route.source, of_source))
 
 
-def _promise(
-    query: Query, view: View, at: int, prefill_tokens: int, prefill_s: Floats, blocks: int
-) -> Wish:
-    """prefill_s: (workers,)."""
+def _promise(query: Query, view: View, at: int, what: Owed) -> Wish:
     reservation = Reservation(
         query.request.request_id,
-        prefill_tokens=prefill_tokens,
-        prefill_us=round(1e6 * min(float(prefill_s[at]), MAX_PREFILL_S)),
-        blocks=blocks,
+        prefill_tokens=what.prefill_tokens,
+        prefill_us=round(1e6 * min(what.prefill_s, MAX_PREFILL_S)),
+        blocks=what.blocks,
         attempt=query.attempt,
         retry=query.request.retry,
         carried=query.request.carried,

@@ -17,7 +17,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.worker_report import Role, WorkerInfo
-from app.policy.cost import Candidates, Costs, Floats, RequestSize, latency
+from app.policy.cost import Candidates, Costs, Floats, RequestSize, latency, predicted_prefill_s
 
 Mask = NDArray[np.bool_]
 OWN_TRANSFER = "kvroute"
@@ -78,6 +78,15 @@ def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
         transfers=np.array([bool(way) and one == way for one in ways]),
         fetches=way == OWN_TRANSFER,
     )
+
+
+class Owed(NamedTuple):
+    """What a request is promised of one worker."""
+
+    prefill_tokens: int
+    """0: only to hold blocks."""
+    prefill_s: float
+    blocks: int
 
 
 class Route(NamedTuple):
@@ -194,6 +203,34 @@ def _fetch(
         total += costs.terms[term] - with_prefix.terms[term]
     target = _cheapest(total, gaining, rng)[0]
     return Route(Form.FETCH, target, source, float(total[target]))
+
+
+def owed(
+    route: Route, candidates: Candidates, size: RequestSize, prefill_s: Floats
+) -> tuple[Owed, Owed | None]:
+    """What the target owes, and what the source does; None: the target computes the prompt itself.
+
+    prefill_s: as predicted of each worker, (workers,).
+    """
+    source, target = route.source, route.target
+    if route.form is not Form.FETCH:
+        tokens = _uncached(size, candidates.overlap[source])
+        computing = Owed(tokens, float(prefill_s[source]), size.isl_blocks)
+        if route.form is Form.LOCAL:
+            return computing, None
+        last_s = float(last_token_s(candidates, size)[target])
+        return Owed(1, last_s, size.isl_blocks), computing
+    # The source hands on what is on its device.
+    held = candidates.overlap_device[source]
+    device = candidates.overlap_device.copy()
+    device[target] += held - candidates.overlap[target]
+    rest_s = predicted_prefill_s(replace(candidates, overlap_device=device), size)
+    rest = Owed(_uncached(size, held), float(rest_s[target]), size.isl_blocks)
+    return rest, Owed(0, 0.0, int(held))
+
+
+def _uncached(size: RequestSize, overlap: float) -> int:
+    return max(1, size.isl_tokens - int(overlap) * size.block_size)
 
 
 def transfer_s(candidates: Candidates, tokens: Floats) -> Floats:
