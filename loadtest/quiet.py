@@ -26,7 +26,7 @@ from rich.table import Table
 
 from app.options import POSITIVE, PROCESSES
 from app.policy.cost import POLICIES
-from app.simulation.fleet import SimAnswer
+from app.simulation.flights import SimAnswer
 from app.simulation.profiles import PROFILES
 from app.simulation.setting import Setting
 from loadtest.client import Outcome

@@ -32,7 +32,7 @@ from app.planner.rules.state import (
 from app.planner.rules.victims import unique_values
 from app.policy.record import sampled
 from app.simulation.books import Holdings
-from app.simulation.fleet import Decided, SimAnswer
+from app.simulation.flights import Decided, SimAnswer
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 from app.simulation.worker import SimWorker, Status

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -28,10 +30,12 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.settings import LONGEST_S
+from app.core.worker_report import Role
 from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
 from app.policy.cost import POLICIES
+from app.policy.sources import OWN_TRANSFER, Form
 from app.simulation.profiles import PROFILES, Profile
-from app.simulation.setting import PolicyVariant, Setting, Sharing
+from app.simulation.setting import Link, PolicyVariant, Setting, Sharing
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save
@@ -83,6 +87,11 @@ class Figures:
     """Requests within the SLO per engine second; None for a single request."""
     token_s: float | None
     """Mean time per token after the first, over the requests that got more than that one."""
+    token_p99_s: float | None
+    split: float
+    """Share of the answered requests, measured or not, whose prompt a source computed."""
+    fetched: float
+    """Share of those for which a prefix was fetched."""
     conflicts: int
     """Reservations refused because another replica's came first."""
 
@@ -94,9 +103,12 @@ ROWS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
     ("TTFT p99, s", lambda f: f.summary.ttft_p99_s, "{:.2f}"),
     ("whole request, mean, s", lambda f: f.summary.request_mean_s, "{:.2f}"),
     ("time per further token, ms", lambda f: f.token_s and f.token_s * 1000, "{:.1f}"),
+    ("the same, p99, ms", lambda f: f.token_p99_s and f.token_p99_s * 1000, "{:.1f}"),
     ("within SLO", lambda f: f.within_slo, "{:.1%}"),
     ("goodput, requests/s", lambda f: f.goodput_per_s, "{:.2f}"),
     ("tokens from cache", lambda f: f.summary.hit_rate, "{:.1%}"),
+    ("split", lambda f: f.split, "{:.1%}"),
+    ("fetched", lambda f: f.fetched, "{:.1%}"),
     ("busiest worker / mean", lambda f: f.summary.balance, "{:.2f}"),
     ("refused, all full", lambda f: float(f.summary.failed), "{:.0f}"),
     ("reservations refused", lambda f: float(f.conflicts), "{:.0f}"),
@@ -147,13 +159,13 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
     """Play the scenario's trace once; the first quarter of the requests is not measured."""
     trace, setting = scenario.trace, replace(scenario.setting, seed=seed)
     prompts = _prompts(trace.name, setting.block_size)
-    conflicts = 0
+    conflicts, forms = 0, Counter[Form]()
     if policy == IDEAL:
         outcomes = ideal(setting, offered(trace, load), prompts)
     else:
         simulation = Simulation(policy, setting, prompts)
         outcomes = simulation.run(offered(trace, load))
-        conflicts = simulation.fleet.conflicts
+        conflicts, forms = simulation.fleet.conflicts, simulation.forms
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
     run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
     good = sum(meets_slo(outcome, setting.profiles[0]) for outcome in run.measured)
@@ -167,6 +179,9 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
         within_slo=good / len(run.measured),
         goodput_per_s=good / span_s if span_s else None,
         token_s=float(np.mean(token_s)) if token_s else None,
+        token_p99_s=float(np.percentile(token_s, 99)) if token_s else None,
+        split=forms[Form.SPLIT] / len(outcomes),
+        fetched=forms[Form.FETCH] / len(outcomes),
         conflicts=conflicts,
     )
 
@@ -304,6 +319,24 @@ class _PolicyName(click.ParamType[str]):
         return str(value)
 
 
+class _Roles(click.ParamType[tuple[Role, ...]]):
+    """Numbers of workers with a role, such as 2p6d or 8b."""
+
+    name = "roles"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Role, ...]:
+        if not re.fullmatch(r"([1-9][0-9]{0,3}[pdb])+", value):
+            self.fail(f"{value!r} is not like 2p6d (prefill, decode) or 8b (both)", param, ctx)
+        letters = {role.value[0]: role for role in Role}
+        groups = re.findall(r"([0-9]+)([pdb])", value)
+        roles = tuple(letters[letter] for number, letter in groups for _ in range(int(number)))
+        if set(roles) == {Role.PREFILL}:
+            self.fail(f"{value!r} has no worker that decodes", param, ctx)
+        return roles
+
+
 @click.command(cls=Command)
 @click.option(
     "--trace",
@@ -359,6 +392,27 @@ class _PolicyName(click.ParamType[str]):
 )
 @click.option(
     "--host-tokens", default=0, show_default=True, type=COUNT, help="Host tokens per worker."
+)
+@click.option(
+    "--roles",
+    type=_Roles(),
+    help="Of the workers, such as 2p6d (2 prefill, 6 decode) or 8b (both), in place of --workers.",
+)
+@click.option(
+    "--link-gbit",
+    type=FACTOR,
+    help="Gbit/s at which KV leaves a worker. Default: none does.",
+)
+@click.option(
+    "--kv-transfer",
+    default=OWN_TRANSFER,
+    show_default=True,
+    help=f"How it does: by {OWN_TRANSFER}, prefixes are fetched, too; by others, whole prompts.",
+)
+@click.option(
+    "--split-above",
+    type=COUNT,
+    help="A yardstick: split if the worker lacks at least so many tokens, whatever it costs.",
 )
 @click.option(
     "--block-size", default=256, show_default=True, type=POSITIVE, help="Tokens per KV block."
@@ -445,6 +499,8 @@ def main(
         trace = read_trace(trace_file).cut(requests=requests)
     except TraceError as error:
         raise click.ClickException(str(error)) from error
+    if options["link_gbit"] is None and (options["roles"] or options["split_above"] is not None):
+        raise click.UsageError("--roles and --split-above need --link-gbit, by which KV travels")
     scenario = Scenario(
         trace, _setting(profiles=tuple(PROFILES[name] for name in profiles), **options)
     )
@@ -492,9 +548,15 @@ def _setting(
     trip_ms: float,
     event_delay_ms: float,
     metrics_ms: float,
+    roles: tuple[Role, ...] | None,
+    link_gbit: float | None,
+    num_workers: int,
     **same: Any,
 ) -> Setting:
     return Setting(
+        num_workers=len(roles) if roles else num_workers,
+        roles=roles or (Role.BOTH,),
+        link=None if link_gbit is None else Link(link_gbit * 1e9 / 8),
         sharing=Sharing(sharing),
         host_pool_tokens=host_tokens,
         sync_s=sync_ms / 1000,

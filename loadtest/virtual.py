@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
-from app.simulation.fleet import Loss, SimAnswer, SimFleet
+from app.policy.sources import Form
+from app.simulation.fleet import SimFleet
+from app.simulation.flights import Loss, SimAnswer
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 from loadtest.client import FailureKind, Outcome
@@ -45,6 +48,8 @@ class Simulation:
     def __init__(self, policy: str, setting: Setting, prompts: Prompts | None = None) -> None:
         self.fleet = SimFleet(policy, setting)
         self.outcomes: list[Outcome] = []
+        self.forms: Counter[Form] = Counter()
+        """Of the requests that were answered."""
         self.on_answer: Callable[[SimAnswer], None] | None = None
         self._prompts = prompts or Prompts(setting.block_size)
 
@@ -69,6 +74,8 @@ class Simulation:
 
     def _end(self, session: Session, turn: int, answer: SimAnswer, now_s: float) -> None:
         self.outcomes.append(outcome_of(answer))
+        if answer.loss is None:
+            self.forms[answer.form] += 1
         if self.on_answer is not None:
             self.on_answer(answer)
         turn += 1

@@ -65,13 +65,18 @@ class Books:
         self._promises: dict[str, Promise] = {}
         # Requests without a first token, the oldest first.
         self._prefilling: dict[str, None] = {}
+        # Those for which it only holds blocks, until another worker has them.
+        self._holding: set[str] = set()
 
     def reserve(self, promise: Promise, now_s: float) -> None:
         request_id = promise.reservation.request_id
         rounds = rounds_of(self._fleet) + ROUND // len(self._fleet)
         self.load.add(promise.reservation, round(now_s * 1000), rounds)
         self._promises[request_id] = promise
-        self._prefilling[request_id] = None
+        if promise.reservation.only_holds:
+            self._holding.add(request_id)
+        else:
+            self._prefilling[request_id] = None
         if self._counts_blocks:
             self.in_flight.add(promise.request)
 
@@ -80,15 +85,24 @@ class Books:
         self._leave_prefills(request_id, now_s)
         self.load.decoding += 1
 
+    def computed(self, request_id: str, now_s: float) -> None:
+        """The same of a source: it has computed the prompt, and holds it until it is fetched."""
+        self._leave_prefills(request_id, now_s)
+        self.load.requests -= 1
+        self._holding.add(request_id)
+
     def release(self, request_id: str, now_s: float) -> None:
         """Like lua/release.lua."""
-        if request_id in self._prefilling:
-            self._leave_prefills(request_id, now_s)
+        if request_id in self._holding:
+            self._holding.remove(request_id)
         else:
-            self.load.decoding -= 1
+            if request_id in self._prefilling:
+                self._leave_prefills(request_id, now_s)
+            else:
+                self.load.decoding -= 1
+            self.load.requests -= 1
         promise = self._promises.pop(request_id)
         self.load.blocks -= promise.reservation.blocks
-        self.load.requests -= 1
         if self._counts_blocks:
             self.in_flight.remove(promise.request)
 

@@ -40,6 +40,14 @@ class _Running:
         return self.request.prompt_tokens + self.emitted
 
 
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Tokens `start` to `stop` of a prompt, whose KV came from another worker."""
+
+    start: int
+    stop: int
+
+
 @dataclass(slots=True)
 class _Prefill:
     """The prefill work of one step."""
@@ -78,6 +86,8 @@ class SimEngine:
         self.block_size = block_size
         self.pool = BlockPool(pool_tokens // block_size, host_pool_tokens // block_size, now)
         self._waiting: OrderedDict[str, SimRequest] = OrderedDict()
+        self._received: dict[str, Received] = {}
+        self._held: dict[str, Sequence[SequenceHash]] = {}
         self._running: dict[str, _Running] = {}
         # A request takes the whole batch or gets done, so at most one is left half computed.
         self._prefilling: _Running | None = None
@@ -89,8 +99,10 @@ class SimEngine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def submit(self, request: SimRequest) -> None:
-        """Queue a request.
+    def submit(self, request: SimRequest, received: Received | None = None) -> None:
+        """Queue a request. received: KV for it, which is in the cache once it is admitted.
+
+        It is of no use if what was held before it has been evicted meanwhile.
 
         Raises PromptTooLargeError if it needs more than the whole pool, and ValueError if it has no
         prompt or output, if its blocks do not fit its length, or if its id is in use.
@@ -116,6 +128,22 @@ class SimEngine:
         if request.request_id in self._waiting or request.request_id in self._running:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         self._waiting[request.request_id] = request
+        if received is not None:
+            self._received[request.request_id] = received
+
+    def hold(self, request_id: str, chain: Sequence[SequenceHash]) -> int:
+        """Keep what the device holds of a chain, for another worker, until `let_go`.
+
+        Returns its leading blocks.
+        """
+        held = chain[: self.pool.match_device(chain)]
+        self.pool.acquire(held, len(held))
+        self._held[request_id] = held
+        return len(held)
+
+    def let_go(self, request_id: str) -> None:
+        """Does nothing if it holds nothing for the request."""
+        self.pool.release(self._held.pop(request_id, ()), 0)
 
     def warm(self, request: SimRequest) -> None:
         """Hold the prompt's blocks as if it had just been answered. Does nothing if requests in
@@ -129,6 +157,7 @@ class SimEngine:
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its blocks; does nothing if it is unknown or finished."""
         self._waiting.pop(request_id, None)
+        self._received.pop(request_id, None)
         running = self._running.get(request_id)
         if running is None:
             return
@@ -224,7 +253,7 @@ class SimEngine:
         """Raises AssertionError if the books do not balance."""
         running = self._running.values()
         num_private = sum(r.num_blocks - len(r.chain) for r in running)
-        self.pool.check((r.chain for r in running), num_private)
+        self.pool.check([*(r.chain for r in running), *self._held.values()], num_private)
         assert self._decode_context == sum(r.context_tokens for r in self._decoding)
         prefilling = [] if self._prefilling is None else [self._prefilling]
         assert {id(r) for r in running} == {id(r) for r in self._decoding + prefilling}
@@ -265,16 +294,18 @@ class SimEngine:
         prefix = usable[: self.pool.match(usable)]
         onboarded = self.pool.acquire(prefix, num_blocks)
         if onboarded is None:
-            assert self._running, "an empty pool refused a request that fits"
+            assert self._running or self._held, "an empty pool refused a request that fits"
             return None
         host_tokens = onboarded * self.block_size
         step.loaded_tokens += host_tokens
         cached_tokens = len(prefix) * self.block_size
         self._hit_rate.add(cached_tokens, request.prompt_tokens)
         del self._waiting[request.request_id]
-        running = _Running(
-            request, list(prefix), num_blocks, cached_tokens, host_tokens, prefilled=cached_tokens
-        )
+        received = self._received.pop(request.request_id, None)
+        prefilled = cached_tokens
+        if received is not None and received.start <= cached_tokens:
+            prefilled = max(cached_tokens, received.stop)
+        running = _Running(request, list(prefix), num_blocks, prefilled, host_tokens, prefilled)
         self._running[request.request_id] = running
         step.begun.append((request.request_id, cached_tokens))
         return running

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import replace
 from itertools import count, cycle, islice
 from typing import TypeVar
 
 import numpy as np
 
 from app.core.errors import AllWorkersBusy, NoWorkers
-from app.core.loads import ROUND, Load, Reservation
-from app.policy.choose import choose
-from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
-from app.simulation.books import Books, Promise, rounds_of
+from app.core.loads import ROUND
+from app.core.types import SequenceHash
+from app.policy.sources import Form
+from app.simulation.books import Books, rounds_of
+from app.simulation.decide import Decider, Plan
+from app.simulation.engine import Received
+from app.simulation.flights import Decided, Flight, Loss, Replica, SimAnswer, Supply, Then
 from app.simulation.profiles import Profile
 from app.simulation.setting import PolicyVariant, Setting, Sharing
 from app.simulation.steps import Finished, SimRequest, Step
@@ -31,83 +33,6 @@ from app.simulation.worker import Quiet, SimWorker, Status
 T = TypeVar("T")
 Act = Callable[[float], None]
 """What happens at a time, which it is given."""
-
-
-class Loss(StrEnum):
-    """Why a request got no answer."""
-
-    FULL = "full"
-    """Every worker was full."""
-    NO_WORKERS = "no_workers"
-    CRASH = "crash"
-    """Its worker crashed after the first token; before that, another one takes the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimAnswer:
-    """What became of a request. worker: its place in the fleet; None: it was lost."""
-
-    request: SimRequest
-    arrival_s: float
-    attempts: int
-    loss: Loss | None = None
-    reason: str = ""
-    """Of the loss, in words."""
-    worker: int | None = None
-    first_token_s: float | None = None
-    end_s: float | None = None
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-
-Then = Callable[[SimAnswer, float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """A request that went to the worker at `worker`. best_blocks: leading blocks of its prompt on
-    the worker that held most of them."""
-
-    request: SimRequest
-    at_s: float
-    worker: int
-    best_blocks: int
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A request under way, and when things happened to it."""
-
-    request: SimRequest
-    then: Then
-    arrival_s: float
-    replica: _Replica
-    worker: int = 0
-    attempts: int = 0
-    first_token_s: float | None = None
-
-    def lost(self, loss: Loss, reason: str) -> SimAnswer:
-        return SimAnswer(self.request, self.arrival_s, self.attempts, loss, reason)
-
-
-class _Replica:
-    """A router: the requests that wait for it, how many it has decided, and the books that it
-    decides from."""
-
-    def __init__(self, books: list[Books]) -> None:
-        self.books = books
-        self.waiting: list[_Flight] = []
-        self.is_deciding = False
-        self.decisions = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    flight: _Flight
-    worker: int
-    seen_total: int
-    promise: Promise
-    best_blocks: int
 
 
 class SimFleet:
@@ -123,19 +48,18 @@ class SimFleet:
         """Reservations refused because another replica's came first."""
         self.now_s = 0.0
         self.rng = np.random.default_rng(setting.seed)
-        self._policy = PolicyVariant(policy)
-        # As Dynamo does, of which it is a yardstick; routers do not know enough to do so.
-        self._counts_once = self._policy.key == "blocks"
         self._live: list[int] = []
+        self._decider = Decider(PolicyVariant(policy), setting, self.workers, self._live, self.rng)
         shared: list[Books] = []
         self.replicas = [
-            _Replica(shared if setting.sharing is Sharing.EXACT else [])
+            Replica(shared if setting.sharing is Sharing.EXACT else [])
             for _ in range(setting.replicas)
         ]
         self._arrived = 0
         self._agenda: list[tuple[float, int, Act]] = []
         self._order = count()
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
+        self._supplied: dict[str, Flight] = {}
         for profile in islice(cycle(setting.profiles), setting.num_workers):
             self.join(profile)
 
@@ -154,14 +78,14 @@ class SimFleet:
         """A request arrives now; `then` gets what becomes of it."""
         replica = self.replicas[self._arrived % len(self.replicas)]
         self._arrived += 1
-        self._queue(_Flight(request, then, self.now_s, replica))
+        self._queue(Flight(request, then, self.now_s, replica))
 
     def join(self, profile: Profile, startup_s: float = 0.0) -> int:
         """A worker with an empty cache joins after `startup_s`. Returns its place."""
         place = len(self.workers)
-        worker = SimWorker(self.setting, profile, lambda: self.now_s, self.now_s)
+        worker = SimWorker(self.setting, place, profile, lambda: self.now_s, self.now_s)
         self.workers.append(worker)
-        counts_blocks = self._counts_once or self.setting.count_in_flight
+        counts_blocks = self._decider.counts_once or self.setting.count_in_flight
         for books in {id(replica.books): replica.books for replica in self.replicas}.values():
             books.append(Books(books, counts_blocks=counts_blocks))
 
@@ -192,7 +116,7 @@ class SimFleet:
         if worker.status is Status.LIVE:
             self._live.remove(place)
         worker.status, worker.gone_s = Status.GONE, self.now_s
-        stranded = [flight for flight in self._flights.values() if flight.worker == place]
+        stranded = [flight for flight in self._flights.values() if place in flight.needs]
         for flight in stranded:
             self._forget(flight, self.now_s)
         for flight in stranded:
@@ -214,13 +138,13 @@ class SimFleet:
         worker.engine.warm(request)
         worker.holdings.publish(worker.engine.take_events(), self.now_s)
 
-    def _queue(self, flight: _Flight) -> None:
+    def _queue(self, flight: Flight) -> None:
         replica = flight.replica
         replica.waiting.append(flight)
         if not replica.is_deciding:
             self._decide(replica, self.now_s)
 
-    def _decide(self, replica: _Replica, now_s: float) -> None:
+    def _decide(self, replica: Replica, now_s: float) -> None:
         """Decide all waiting requests, one after another, from one lookup; reserve a trip later."""
         loads = [copy(books.load) for books in replica.books]
         rounds = rounds_of(replica.books)
@@ -229,89 +153,52 @@ class SimFleet:
         for flight in waiting:
             flight.attempts += 1
             try:
-                plan = self._plan(flight, loads, rounds, now_s)
+                plan = self._decider.plan(flight, loads, rounds, now_s)
             except NoWorkers as error:
                 flight.then(flight.lost(Loss.NO_WORKERS, str(error)), now_s)
                 continue
             except AllWorkersBusy as error:
                 flight.then(flight.lost(Loss.FULL, str(error)), now_s)
                 continue
-            rounds += ROUND // len(replica.books)
-            loads[plan.worker].add(plan.promise.reservation, round(now_s * 1000), rounds)
-            if self._counts_once:
-                replica.books[plan.worker].in_flight.add(flight.request)
+            for share in plan.shares:
+                rounds += ROUND // len(replica.books)
+                loads[share.worker].add(share.promise.reservation, round(now_s * 1000), rounds)
+                if self._decider.counts_once:
+                    replica.books[share.worker].in_flight.add(flight.request)
             plans.append(plan)
-        if self._counts_once:
-            for plan in plans:
-                replica.books[plan.worker].in_flight.remove(plan.flight.request)
+        if self._decider.counts_once:
+            for share in (share for plan in plans for share in plan.shares):
+                replica.books[share.worker].in_flight.remove(share.promise.request)
         replica.is_deciding = bool(plans)
         if plans:
             self.at(
                 now_s + self.setting.trip_s, lambda then_s: self._reserve(replica, plans, then_s)
             )
 
-    def _plan(self, flight: _Flight, loads: list[Load], rounds: int, now_s: float) -> _Plan:
-        request, live = flight.request, self._live
-        if not live:
-            raise NoWorkers("no worker is alive")
-        in_flight = [flight.replica.books[place].in_flight for place in live]
-        columns = [
-            self.workers[place].column(
-                loads[place],
-                rounds,
-                request.blocks,
-                now_s,
-                others.overlap(request.blocks) if self.setting.count_in_flight else 0,
-            )
-            for place, others in zip(live, in_flight, strict=True)
-        ]
-        candidates = Candidates(*np.array(columns, dtype=np.float64).T)
-        if self._counts_once:
-            beside = [others.num_blocks_beside(request.blocks) for others in in_flight]
-            candidates.active_blocks = np.array(beside, dtype=np.float64)
-        size = RequestSize(request.prompt_tokens, self.setting.block_size)
-        choice = choose(
-            self._policy.key,
-            candidates,
-            size,
-            eligible=np.ones(len(columns), dtype=bool),
-            rng=self.rng,
-            nth=flight.replica.decisions,
-            cost=self._policy.cost,
-        )
-        flight.replica.decisions += 1
-        at, place = choice.index, live[choice.index]
-        cached = size.block_size * int(candidates.overlap_device[at] + candidates.overlap_host[at])
-        reservation = Reservation(
-            request.request_id,
-            prefill_tokens=max(1, request.prompt_tokens - cached),
-            prefill_us=round(1e6 * float(predicted_prefill_s(candidates, size)[at])),
-            blocks=size.isl_blocks,
-        )
-        best_blocks = int(candidates.overlap.max())
-        promise = Promise(reservation, request)
-        return _Plan(flight, place, loads[place].total, promise, best_blocks)
-
-    def _reserve(self, replica: _Replica, plans: list[_Plan], now_s: float) -> None:
+    def _reserve(self, replica: Replica, plans: list[Plan], now_s: float) -> None:
         """Like lua/reserve.lua: a reservation is refused, with all behind it for the same worker,
-        if another replica was there first, or if the worker is no longer there."""
-        refused: list[_Flight] = []
+        if another replica was there first, or if the worker is no longer there. Both the worker and
+        its source are reserved, or neither."""
+        refused: list[Flight] = []
         overtaken: set[int] = set()
         for plan in plans:
-            books = replica.books[plan.worker]
-            if (
-                plan.worker in overtaken
-                or books.load.total != plan.seen_total
-                or self.workers[plan.worker].status is not Status.LIVE
-            ):
-                overtaken.add(plan.worker)
+            changed = {
+                share.worker
+                for share in plan.shares
+                if share.worker in overtaken
+                or replica.books[share.worker].load.total != share.seen_total
+                or self.workers[share.worker].status is not Status.LIVE
+            }
+            if changed:
+                overtaken |= changed
                 refused.append(plan.flight)
                 continue
-            self._tell(replica, plan.worker, now_s, Books.reserve, plan.promise)
-            self._start(plan.flight, plan.worker, now_s)
+            for share in plan.shares:
+                self._tell(replica, share.worker, now_s, Books.reserve, share.promise)
+            self._start(plan, now_s)
             if self.on_decided is not None:
                 request = plan.flight.request
-                self.on_decided(Decided(request, now_s, plan.worker, plan.best_blocks))
+                self.on_decided(Decided(request, now_s, plan.target.worker, plan.best_blocks))
         self.conflicts += len(refused)
         replica.waiting = refused + replica.waiting
         replica.is_deciding = False
@@ -320,7 +207,7 @@ class SimFleet:
 
     def _tell(
         self,
-        replica: _Replica,
+        replica: Replica,
         worker: int,
         now_s: float,
         enter: Callable[[Books, T, float], None],
@@ -337,17 +224,75 @@ class SimFleet:
 
             self.at(now_s + self.setting.sync_s, sync)
 
-    def _start(self, flight: _Flight, place: int, now_s: float) -> None:
-        flight.worker = place
+    def _start(self, plan: Plan, now_s: float) -> None:
+        flight, source = plan.flight, plan.source
+        flight.worker, flight.supply = plan.target.worker, None
         self._flights[flight.request.request_id] = flight
-        worker = self.workers[place]
-        worker.num_requests += 1
+        self.workers[flight.worker].num_requests += 1
+        if source is None:
+            self._submit(self.workers[flight.worker], flight.request, None, now_s)
+            return
+        supplier = self.workers[source.worker]
+        name = f"{flight.request.request_id}~source{flight.attempts}"
+        flight.supply = supply = Supply(plan.form, source.worker, name)
+        self._supplied[name] = flight
+        supplier.num_requests += 1
+        if plan.form is Form.SPLIT:
+            alone = replace(flight.request, request_id=name, max_tokens=1)
+            self._submit(supplier, alone, None, now_s)
+        else:
+            prefix = flight.request.blocks[: source.promise.reservation.blocks]
+            self._send(flight, supply, prefix, now_s)
+
+    def _submit(
+        self, worker: SimWorker, request: SimRequest, received: Received | None, now_s: float
+    ) -> None:
         worker.publish_metrics(now_s)
-        worker.engine.submit(flight.request)
+        worker.engine.submit(request, received)
         if not worker.is_stepping:
             self._step(worker, now_s)
         elif worker.quiet is not None:
             self._end_quiet(worker, worker.quiet, now_s)
+
+    def _computed(self, flight: Flight, finished: Finished, now_s: float) -> None:
+        """The source has computed the prompt: what the target lacks of it goes there."""
+        request, supply = flight.request, flight.supply
+        assert supply is not None, "computed for nobody"
+        self._tell(flight.replica, supply.source, now_s, Books.computed, request.request_id)
+        supply.cached_tokens = finished.cached_tokens
+        self._send(flight, supply, request.blocks, now_s)
+
+    def _send(
+        self, flight: Flight, supply: Supply, chain: Sequence[SequenceHash], now_s: float
+    ) -> None:
+        """The source holds the chain until the target has what it lacks of it. Engines compute a
+        prompt's last token themselves."""
+        request, size = flight.request, self.setting.block_size
+        source, target = self.workers[supply.source], self.workers[flight.worker]
+        assert source.sending is not None, "no link"
+        stop = source.engine.hold(supply.name, chain) * size
+        if supply.form is Form.SPLIT:
+            stop += len(request.tail_tokens)
+        stop = min(stop, request.prompt_tokens - 1)
+        received = Received(target.engine.pool.match(request.blocks) * size, stop)
+        arrives_s = source.sending.send(max(0, stop - received.start), now_s)
+        self.at(arrives_s, lambda then_s: self._receive(flight, supply, received, then_s))
+
+    def _receive(self, flight: Flight, supply: Supply, received: Received, now_s: float) -> None:
+        if supply.is_over:
+            return  # A crash has ended it.
+        self._end_supply(supply)
+        self._submit(self.workers[flight.worker], flight.request, received, now_s)
+
+    def _end_supply(self, supply: Supply) -> None:
+        """The source is no longer needed, although its blocks count until the first token."""
+        source = self.workers[supply.source]
+        supply.is_over = True
+        del self._supplied[supply.name]
+        source.engine.cancel(supply.name)
+        source.engine.let_go(supply.name)
+        source.num_requests -= 1
+        self._leave_if_drained(source)
 
     def _end_quiet(self, worker: SimWorker, quiet: Quiet, now_s: float) -> None:
         """The step under way is the last one before the engine looks at what has changed."""
@@ -385,18 +330,32 @@ class SimFleet:
         if worker.status is Status.GONE:
             return
         worker.publish_metrics(now_s)
-        worker.learner.observe(step, took_s)
+        answers = [done for done in step.finished if done.request_id in self._flights]
+        # The one token that a source generates says nothing of how long answers are.
+        worker.learner.observe(replace(step, finished=answers), took_s)
         worker.holdings.publish(worker.engine.take_events(), now_s)
         for request_id in step.first_tokens:
-            flight = self._flights[request_id]
-            flight.first_token_s = now_s
-            self._tell(flight.replica, flight.worker, now_s, Books.prefill_complete, request_id)
+            if request_id in self._flights:
+                self._first_token(self._flights[request_id], now_s)
         for finished in step.finished:
+            if finished.request_id in self._supplied:
+                self._computed(self._supplied[finished.request_id], finished, now_s)
+        for finished in answers:
             self._finish(self._flights[finished.request_id], finished, now_s)
         self._step(worker, now_s)
 
-    def _finish(self, flight: _Flight, finished: Finished, now_s: float) -> None:
+    def _first_token(self, flight: Flight, now_s: float) -> None:
+        flight.first_token_s = now_s
+        request_id = flight.request.request_id
+        self._tell(flight.replica, flight.worker, now_s, Books.prefill_complete, request_id)
+        if flight.supply is not None:
+            self._tell(flight.replica, flight.supply.source, now_s, Books.release, request_id)
+
+    def _finish(self, flight: Flight, finished: Finished, now_s: float) -> None:
         self._forget(flight, now_s)
+        supply, cached_tokens = flight.supply, finished.cached_tokens
+        if supply is not None and supply.form is Form.SPLIT:
+            cached_tokens = supply.cached_tokens
         answer = SimAnswer(
             flight.request,
             flight.arrival_s,
@@ -404,17 +363,24 @@ class SimFleet:
             worker=flight.worker,
             first_token_s=flight.first_token_s,
             end_s=now_s,
-            cached_tokens=finished.cached_tokens,
+            cached_tokens=cached_tokens,
             output_tokens=finished.output_tokens,
+            form=Form.LOCAL if supply is None else supply.form,
         )
         flight.then(answer, now_s)
 
-    def _forget(self, flight: _Flight, now_s: float) -> None:
+    def _forget(self, flight: Flight, now_s: float) -> None:
         """The request is no longer with its worker."""
         request, worker = flight.request, self.workers[flight.worker]
         del self._flights[request.request_id]
         worker.num_requests -= 1
         self._tell(flight.replica, flight.worker, now_s, Books.release, request.request_id)
+        supply = flight.supply
+        if supply is None or flight.first_token_s is not None:
+            return
+        self._tell(flight.replica, supply.source, now_s, Books.release, request.request_id)
+        if not supply.is_over:
+            self._end_supply(supply)
 
     def _leave_if_drained(self, worker: SimWorker) -> None:
         if worker.status is Status.DRAINING and not worker.num_requests:

@@ -72,6 +72,13 @@ class BlockPool:
                 return i
         return len(chain)
 
+    def match_device(self, chain: Sequence[SequenceHash]) -> int:
+        """How many leading blocks of `chain` the device holds."""
+        for i, block in enumerate(chain):
+            if block not in self._references and block not in self._cached:
+                return i
+        return len(chain)
+
     def acquire(self, prefix: Sequence[SequenceHash], num_blocks: int) -> int | None:
         """Take `num_blocks` for a request: the matched `prefix`, the rest private.
 

@@ -30,6 +30,7 @@ class Profile:
     host_s_per_token: float
     """To load one token's KV from the host tier."""
     max_num_seqs: int = 256
+    kv_bytes_per_token: int = 327_680
 
     def compute_s(
         self, num_tokens: int, attention_pairs: float, decode_context_tokens: int
@@ -81,6 +82,7 @@ PROFILES = {
         kv_pool_tokens=400_000,
         max_batch_tokens=8192,
         host_s_per_token=3.28e-6,
+        kv_bytes_per_token=131_072,
     ),
 }
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
+from app.core.worker_report import Role
 from app.policy.cost import CostFunction, blocks
+from app.policy.sources import OWN_TRANSFER
 from app.simulation.profiles import USUAL, Profile
 
 
@@ -18,6 +20,15 @@ class Sharing(StrEnum):
     LATE = "late"
     """All of them, some time later: replicas inform each other."""
     NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How KV leaves a worker: one transfer after another."""
+
+    bytes_per_s: float
+    first_s: float = 0.01
+    """On top, for each transfer; those of others go on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,15 @@ class Setting:
     """Whether workers report how long the blocks that they evict were idle."""
     count_in_flight: bool = False
     """Whether blocks count as cached from the reservation on."""
+    link: Link | None = None
+    """Of each worker; None: KV travels between none of them."""
+    kv_transfer: str = OWN_TRANSFER
+    """The way in which it travels: only our own engines fetch a prefix and compute the rest."""
+    roles: tuple[Role, ...] = (Role.BOTH,)
+    """Of the workers, in turn."""
+    split_above: int | None = None
+    """A yardstick, in place of the price: a prompt is computed by a source if its target lacks at
+    least so many of its tokens."""
     seed: int = 0
     """For ties. Any but 0 also moves sessions, those that start together by the same time."""
 

@@ -73,7 +73,7 @@ class Finished:
     request_id: str
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were not computed, because a tier held them at admission."""
+    """Prompt tokens that were not computed, but held by a tier at admission, or received."""
     output_tokens: int
     host_tokens: int = 0
     """How many of the cached tokens were loaded from the host tier."""

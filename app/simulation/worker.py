@@ -15,7 +15,7 @@ from app.policy.view import load_rows, measured_rows
 from app.simulation.books import Holdings
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import Profile
-from app.simulation.setting import Setting
+from app.simulation.setting import Link, Setting
 from app.simulation.speed import SpeedLearner
 
 SPEED_INTERVAL_S = 5.0
@@ -40,12 +40,40 @@ class Quiet:
     slowness: float
 
 
+class Sending:
+    """The link of one worker, over which KV leaves it, one transfer after another."""
+
+    def __init__(self, link: Link, profile: Profile) -> None:
+        self._first_s = link.first_s
+        self._s_per_token = profile.kv_bytes_per_token / link.bytes_per_s
+        self._free_s = 0.0
+
+    @property
+    def speed(self) -> dict[str, float]:
+        """Fields of Speed. Workers learn them as receivers; in a fleet with one kind of link they
+        are the same."""
+        return {"transfer_s": self._first_s, "transfer_s_per_token": self._s_per_token}
+
+    def send(self, tokens: int, now_s: float) -> float:
+        """When so many tokens' KV will have arrived, sent from now on."""
+        if tokens:
+            self._free_s = max(self._free_s, now_s) + tokens * self._s_per_token
+            return self._free_s + self._first_s
+        return now_s
+
+
 class SimWorker:
     """One engine, and what the routers see of it."""
 
     def __init__(
-        self, setting: Setting, profile: Profile, now: Callable[[], float], asked_s: float
+        self,
+        setting: Setting,
+        place: int,
+        profile: Profile,
+        now: Callable[[], float],
+        asked_s: float,
     ) -> None:
+        self.role = setting.roles[place % len(setting.roles)]
         self.engine = SimEngine(
             profile,
             block_size=setting.block_size,
@@ -65,6 +93,7 @@ class SimWorker:
         """Over how long its steps should take."""
         self.is_stepping = False
         self.quiet: Quiet | None = None
+        self.sending = None if setting.link is None else Sending(setting.link, profile)
         self._misjudged = setting.misjudged_prefill, setting.misjudged_decode
         self._idle_reported = setting.idle_reported
         self._interval_s = setting.metrics_interval_s
@@ -84,12 +113,14 @@ class SimWorker:
             self._speed_due_s = now_s + SPEED_INTERVAL_S
             speed = self.learner.speed()
             prefill, decode = self._misjudged
-            wrong = {
+            believed = {
                 f.name: getattr(speed, f.name) * (decode if "decode" in f.name else prefill)
                 for f in fields(Speed)
                 if "_s_per_" in f.name
             }
-            self.speed = replace(speed, **wrong)
+            if self.sending is not None:
+                believed |= self.sending.speed
+            self.speed = replace(speed, **believed)
 
     def column(
         self,

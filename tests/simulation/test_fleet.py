@@ -6,7 +6,8 @@ import pytest
 
 from app.core.loads import Load
 from app.core.types import SequenceHash
-from app.simulation.fleet import Loss, SimAnswer, SimFleet
+from app.simulation.fleet import SimFleet
+from app.simulation.flights import Loss, SimAnswer
 from app.simulation.profiles import USUAL
 from app.simulation.setting import Setting, Sharing
 from app.simulation.steps import SimRequest

@@ -17,7 +17,8 @@ from app.core.errors import KvrouteError
 from app.core.types import SequenceHash
 from app.core.worker_report import Speed
 from app.planner.rules.state import Came, FleetState, PastRequest, Phase, Prediction, Rules, Slo
-from app.simulation.fleet import SimAnswer, SimFleet
+from app.simulation.fleet import SimFleet
+from app.simulation.flights import SimAnswer
 from app.simulation.profiles import USUAL
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest

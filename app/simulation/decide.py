@@ -1,0 +1,165 @@
+"""Decisions in virtual time: the real policies, from what routers see of simulated workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from app.core.errors import NoWorkers
+from app.core.loads import Load, Reservation
+from app.core.worker_report import Role
+from app.policy.choose import Choice, choose
+from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
+from app.policy.sources import OWN_TRANSFER, Form, Owed, Roles, Route, owed, routes_with_source
+from app.simulation.books import Books, Promise
+from app.simulation.flights import Flight
+from app.simulation.setting import PolicyVariant, Setting
+from app.simulation.steps import SimRequest
+from app.simulation.worker import SimWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker is to promise. seen_total: as for lua/reserve.lua."""
+
+    worker: int
+    seen_total: int
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One decision, not yet reserved."""
+
+    flight: Flight
+    form: Form
+    target: Share
+    source: Share | None
+    best_blocks: int
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return (self.target,) if self.source is None else (self.target, self.source)
+
+
+class Decider:
+    """Applies one policy. workers, live: as they change; live ones by their place."""
+
+    def __init__(
+        self,
+        policy: PolicyVariant,
+        setting: Setting,
+        workers: Sequence[SimWorker],
+        live: Sequence[int],
+        rng: Generator,
+    ) -> None:
+        self._policy = policy
+        self._setting = setting
+        self._workers = workers
+        self._live = live
+        self._rng = rng
+        # As Dynamo does, of which it is a yardstick; routers do not know enough to do so.
+        self.counts_once = policy.key == "blocks"
+
+    def plan(self, flight: Flight, loads: list[Load], rounds: int, now_s: float) -> Plan:
+        """Raises NoWorkers, AllWorkersBusy."""
+        if not self._live:
+            raise NoWorkers("no worker is alive")
+        request = flight.request
+        candidates = self._candidates(request, flight.replica.books, loads, rounds, now_s)
+        size = RequestSize(request.prompt_tokens, self._setting.block_size)
+        roles = self._roles()
+        choice = choose(
+            self._policy.key,
+            candidates,
+            size,
+            eligible=np.ones(len(self._live), dtype=bool) if roles is None else roles.targets,
+            rng=self._rng,
+            nth=flight.replica.decisions,
+            cost=self._policy.cost,
+        )
+        flight.replica.decisions += 1
+        route = self._route(choice, candidates, size, roles)
+        owes = owed(route, candidates, size, predicted_prefill_s(candidates, size))
+        target, source = (
+            what and self._share(self._live[at], request, what, loads)
+            for at, what in zip((route.target, route.source), owes, strict=True)
+        )
+        assert target is not None
+        return Plan(flight, route.form, target, source, int(candidates.overlap.max()))
+
+    def _candidates(
+        self,
+        request: SimRequest,
+        books: Sequence[Books],
+        loads: list[Load],
+        rounds: int,
+        now_s: float,
+    ) -> Candidates:
+        in_flight = [books[place].in_flight for place in self._live]
+        columns = [
+            self._workers[place].column(
+                loads[place],
+                rounds,
+                request.blocks,
+                now_s,
+                others.overlap(request.blocks) if self._setting.count_in_flight else 0,
+            )
+            for place, others in zip(self._live, in_flight, strict=True)
+        ]
+        candidates = Candidates(*np.array(columns, dtype=np.float64).T)
+        if self.counts_once:
+            beside = [others.num_blocks_beside(request.blocks) for others in in_flight]
+            candidates.active_blocks = np.array(beside, dtype=np.float64)
+        return candidates
+
+    def _roles(self) -> Roles | None:
+        if self._setting.link is None:
+            return None
+        roles = [self._workers[place].role for place in self._live]
+        return Roles(
+            prefill=np.array([role is Role.PREFILL for role in roles]),
+            decode=np.array([role is Role.DECODE for role in roles]),
+            transfers=np.ones(len(roles), dtype=bool),
+            fetches=self._setting.kv_transfer == OWN_TRANSFER,
+        )
+
+    def _route(
+        self, choice: Choice, candidates: Candidates, size: RequestSize, roles: Roles | None
+    ) -> Route:
+        """The cheapest of all forms, or what the fixed rule says."""
+        at = choice.index
+        local = Route(Form.LOCAL, at, at, float(choice.costs.cost[at]))
+        above = self._setting.split_above
+        lacking = size.isl_tokens - candidates.overlap[at] * size.block_size
+        if roles is None or (above is not None and lacking < above):
+            return local
+        room: NDArray[np.bool_] = candidates.active_requests < candidates.max_requests
+        routes = routes_with_source(
+            self._policy.key,
+            candidates,
+            size,
+            choice.costs,
+            np.ones(len(room), dtype=bool),
+            room,
+            roles,
+            self._rng,
+        )
+        if above is not None:
+            return next((route for route in routes if route.form is Form.SPLIT), local)
+        if self._policy.key != "latency" and routes:
+            return routes[0]
+        return min([local, *routes], key=lambda route: route.cost)
+
+    def _share(self, place: int, request: SimRequest, what: Owed, loads: list[Load]) -> Share:
+        reservation = Reservation(
+            request.request_id,
+            prefill_tokens=what.prefill_tokens,
+            prefill_us=round(1e6 * what.prefill_s),
+            blocks=what.blocks,
+        )
+        return Share(place, loads[place].total, Promise(reservation, request))

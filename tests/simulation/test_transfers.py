@@ -1,0 +1,166 @@
+"""Prompts that are computed on one worker and decoded on another, and prefixes that are fetched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.core.loads import Load
+from app.core.worker_report import Role
+from app.policy.sources import Form
+from app.simulation.engine import Received, SimEngine
+from app.simulation.flights import Loss
+from app.simulation.profiles import USUAL
+from app.simulation.setting import Link, Setting
+from tests.simulation.test_fleet import Played, request
+
+LINK = Link(bytes_per_s=USUAL.kv_bytes_per_token * 1000.0, first_s=0.5)
+"""A thousand tokens a second, the first after half a second."""
+PAIR = Setting(num_workers=2, link=LINK, roles=(Role.PREFILL, Role.DECODE), split_above=1)
+
+
+def alone_s(blocks: int, output_tokens: int) -> tuple[float, float]:
+    """When the first token comes and the request ends, on one worker alone."""
+    played = Played(Setting(num_workers=1), "latency")
+    played.ask(0.0, request("r", blocks=blocks, output_tokens=output_tokens))
+    played.fleet.run()
+    answer = played.answers["r"]
+    assert answer.first_token_s is not None
+    assert answer.end_s is not None
+    return answer.first_token_s, answer.end_s
+
+
+def first_token_s(played: Played, name: str) -> float:
+    when_s = played.answers[name].first_token_s
+    assert when_s is not None
+    return when_s
+
+
+def test_a_split_prompt_is_computed_travels_and_is_decoded() -> None:
+    played = Played(PAIR, "latency")
+    played.ask(0.0, request("r", blocks=8))
+    played.fleet.run()
+    answer = played.answers["r"]
+    computed_s, _ = alone_s(8, 1)
+    # 2,047 of 2,048 tokens travel; the last one takes a step.
+    step_s = USUAL.compute_s(1, 2048, 0)
+    assert (answer.form, answer.worker, answer.cached_tokens) == (Form.SPLIT, 1, 0)
+    assert first_token_s(played, "r") == pytest.approx(computed_s + 0.5 + 2.047 + step_s, abs=1e-5)
+    for worker in played.fleet.workers:
+        # The last block is complete on both, and published.
+        assert worker.holdings.overlap(request("r", blocks=8).blocks, 100.0) == (8, 0)
+        worker.engine.check()
+
+
+def test_only_what_the_target_lacks_travels() -> None:
+    played = Played(PAIR, "latency")
+    played.fleet.warm(1, request("r", blocks=4))
+    played.ask(0.0, request("r", blocks=8))
+    played.fleet.run()
+    computed_s, _ = alone_s(8, 1)
+    lacking_s = (2047 - 4 * 256) / 1000
+    step_s = USUAL.compute_s(1, 2048, 0)
+    expected_s = computed_s + 0.5 + lacking_s + step_s
+    assert first_token_s(played, "r") == pytest.approx(expected_s, abs=1e-5)
+
+
+def test_transfers_of_one_source_share_its_link() -> None:
+    played = Played(PAIR, "latency")
+    played.ask(0.0, request("a", blocks=4), request("b", blocks=4, first=100))
+    played.fleet.run()
+    # Both are computed in one step, and travel one after the other.
+    apart_s = first_token_s(played, "b") - first_token_s(played, "a")
+    assert apart_s == pytest.approx(1.023, abs=0.01)
+
+
+def test_the_source_owes_its_prefill_until_computed_and_its_blocks_until_the_first_token() -> None:
+    played = Played(PAIR, "latency")
+    played.ask(0.0, request("r", blocks=8, output_tokens=100))
+    (books,) = (replica.books for replica in played.fleet.replicas)
+    played.fleet.run(until_s=0.1)
+    assert (books[0].load.requests, books[0].load.prefill_tokens) == (1, 2048)
+    assert (books[1].load.requests, books[1].load.prefill_tokens) == (1, 1)
+    played.fleet.run(until_s=1.0)
+    source, target = played.fleet.workers
+    assert (books[0].load.requests, books[0].load.blocks) == (0, 8)
+    assert source.engine.pool.num_used == 8
+    assert target.engine.pool.num_used == 0
+    played.fleet.run(until_s=4.0)
+    assert (books[0].load.blocks, books[1].load.decoding) == (0, 1)
+    assert source.engine.pool.num_used == 0
+    played.fleet.run()
+    for one in books:
+        assert one.load == Load(head_since_ms=one.load.head_since_ms, total=1)
+
+
+def test_a_prefix_is_fetched_from_a_busy_worker_and_the_rest_computed() -> None:
+    fast = replace(LINK, bytes_per_s=USUAL.kv_bytes_per_token * 1e6, first_s=0.001)
+    played = Played(Setting(num_workers=2, link=fast), "latency")
+    played.fleet.warm(0, request("long", blocks=40))
+    played.ask(0.0, *(request(f"busy{i}", blocks=100, first=1000 + 200 * i) for i in range(4)))
+    played.ask(0.1, request("r", blocks=41))
+    played.fleet.run()
+    made = {name: answer.form for name, answer in played.answers.items()}
+    assert made["r"] in {Form.FETCH, Form.LOCAL}
+    answer = played.answers["r"]
+    assert answer.cached_tokens == 40 * 256
+    for worker in played.fleet.workers:
+        worker.engine.check()
+
+
+def test_received_tokens_are_of_no_use_behind_a_gap() -> None:
+    def prefilled(received: Received) -> int:
+        engine = SimEngine(USUAL, block_size=256, now=lambda: 0.0)
+        engine.submit(request("r", blocks=4), received)
+        step = engine.step()
+        assert step is not None
+        engine.check()
+        return step.prefill_tokens
+
+    assert prefilled(Received(0, 1023)) == 1
+    assert prefilled(Received(256, 1023)) == 1024
+
+
+def test_held_blocks_are_not_evicted_until_let_go() -> None:
+    engine = SimEngine(USUAL, block_size=256, now=lambda: 0.0, kv_pool_tokens=8 * 256)
+    held = request("held", blocks=4)
+    engine.warm(held)
+    assert engine.hold("it", held.blocks) == 4
+    engine.submit(request("r", blocks=6, first=100))
+    engine.step()
+    assert engine.num_waiting == 1
+    engine.check()
+    engine.let_go("it")
+    engine.step()
+    assert engine.num_waiting == 0
+    engine.check()
+
+
+@pytest.mark.parametrize("crashed", [0, 1])
+@pytest.mark.parametrize("when_s", [0.1, 1.0])
+def test_a_request_whose_source_or_target_crashes_is_decided_again(
+    crashed: int, when_s: float
+) -> None:
+    both = replace(PAIR, num_workers=4, roles=(Role.PREFILL, Role.DECODE) * 2)
+    played = Played(both, "latency")
+    # The rest of the fleet comes to be used only after the crash.
+    played.ask(0.0, request("r", blocks=8))
+    played.fleet.run(until_s=when_s)
+    (flight,) = played.fleet._flights.values()
+    assert flight.supply is not None
+    played.fleet.crash((flight.supply.source, flight.worker)[crashed])
+    played.fleet.run()
+    answer = played.answers["r"]
+    assert (answer.loss, answer.attempts) == (None, 2)
+    for books in played.fleet.replicas[0].books:
+        assert books.load.requests == books.load.blocks == books.load.decoding == 0
+    for worker in played.fleet.workers:
+        worker.engine.check()
+
+
+def test_a_fleet_of_prefill_workers_answers_nothing() -> None:
+    played = Played(replace(PAIR, num_workers=1), "latency")
+    played.ask(0.0, request("r"))
+    played.fleet.run()
+    assert played.answers["r"].loss is Loss.NO_WORKERS
