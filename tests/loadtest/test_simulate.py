@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -10,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from app.simulation.profiles import USUAL
-from app.simulation.setting import Setting, Sharing
+from app.simulation.setting import Link, Setting, Sharing
 from loadtest.client import Outcome
 from loadtest.simulate import (
     Scenario,
@@ -218,3 +219,31 @@ def test_a_trace_that_cannot_be_played_is_an_error_before_anything_is_played(
     (tmp_path / "trace.jsonl").write_text(line)
     result = CliRunner().invoke(main, ["--trace", str(tmp_path / "trace.jsonl"), *arguments])
     assert (result.exit_code, result.output) == (1, f"Error: {message}\n")
+
+
+def test_roles_and_a_link_split_requests(demo: Trace) -> None:
+    args = ["--requests", "60", "--policy", "latency", "--load", "1", "--jobs", "1"]
+    args += ["--roles", "1p2d", "--link-gbit", "100", "--split-above", "2048"]
+    result = CliRunner().invoke(main, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "3 workers" in result.output
+    scenario = Scenario(demo.cut(requests=60), Setting(num_workers=2, link=Link(12.5e9)))
+    always = replace(scenario, setting=replace(scenario.setting, split_above=0))
+    assert simulate(always, "latency", 0.1).split == 1.0
+    never = replace(scenario, setting=replace(scenario.setting, split_above=1_000_000))
+    assert simulate(never, "latency", 0.1).split == 0.0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--roles", "2p"], "'2p' has no worker that decodes"),
+        (["--roles", "2x6d"], "'2x6d' is not like 2p6d"),
+        (["--roles", "8b"], "need --link-gbit"),
+        (["--split-above", "2048"], "need --link-gbit"),
+    ],
+)
+def test_bad_roles_are_named(args: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("\u2502", " ").split())
