@@ -6,6 +6,7 @@ The command line goes before the environment, that before the file, and that bef
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from app.options import ARGUMENTS, Option
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_BYTES = 1024 * 1024
+VARIABLE = "KVROUTE_CONFIG"
 FILE = "kvroute.config"
 """In a context's `meta`: the path that --config gave; "": none."""
 
@@ -30,7 +32,7 @@ def with_config_file(command: F) -> F:
         "--config",
         cls=Option,
         heading=COMMON,
-        envvar="KVROUTE_CONFIG",
+        envvar=VARIABLE,
         show_envvar=True,
         metavar="FILE",
         is_eager=True,
@@ -43,6 +45,7 @@ def with_config_file(command: F) -> F:
 
 def _take_over(ctx: click.Context, _: click.Parameter, path: str | None) -> None:
     ctx.meta[FILE] = path or ""
+    os.environ.pop(VARIABLE, None)  # a process started from here has other settings
     if path:
         ctx.default_map = {**(ctx.default_map or {}), **read(ctx.command, path)}
 
@@ -50,7 +53,7 @@ def _take_over(ctx: click.Context, _: click.Parameter, path: str | None) -> None
 def read_again(ctx: click.Context) -> dict[str, Any]:
     """What the values of a command's options would be, were it started now. Raises ConfigError."""
     try:
-        arguments = list(ctx.meta[ARGUMENTS])
+        arguments = [f"--config={ctx.meta[FILE]}", *ctx.meta[ARGUMENTS]]
         return ctx.command.make_context(ctx.info_name, arguments, ctx.parent).params
     except click.ClickException as error:
         raise ConfigError(error.format_message()) from None

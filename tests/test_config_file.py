@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from app.cli import main
 from app.config_file import with_config_file
 from app.core.config import RouterSettings
 from app.options import Command, options
+from tests.redis_servers import default_kind, require_redis
 
 
 def run(tmp_path: Path, text: str, *arguments: str, **env: str) -> tuple[Any, Result]:
@@ -110,6 +113,23 @@ def test_a_file_that_is_missing_no_text_or_too_large_is_refused(tmp_path: Path) 
         assert result.exit_code == 2
         assert f"Error: {file}: " in result.output
         assert error in result.output
+
+
+def test_the_file_of_a_cluster_is_not_that_of_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_redis(default_kind())
+    file = tmp_path / "kvroute.toml"
+    file.write_text("workers = 1\nreplicas = 1\nhaproxy = false\nport = 0\nprofile = 'abacus'")
+    monkeypatch.setenv("KVROUTE_CONFIG", str(file))
+    ended = subprocess.run(
+        [sys.executable, "-m", "app", "up"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == [
+        "Error: profile: needs one of 70b-4xh100, 70b-4xh200, 8b-1xh100, got 'abacus'",
+        "Error: worker w0 exited with status 1",
+    ]
 
 
 @pytest.mark.parametrize("command", ["router", "worker", "agent", "planner", "up"])

@@ -260,6 +260,7 @@ class Cluster:
             "REDIS_URL": self.redis_url,
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
+        environment.pop("KVROUTE_CONFIG", None)  # all that it sets is among the arguments
         return Member(name, url, start_child(command, env=environment, pass_fds=pass_fds))
 
     def _stop_all(self) -> None:
