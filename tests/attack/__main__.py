@@ -67,6 +67,7 @@ async def attack(url: str, redis_url: str, key: str, count: int, seed: int) -> A
         async with answering([f"{url}/health", f"{url}/readiness"], made.problems):
             await made.send(0, count, SLOW_S)
             await made.send_named()
+            await made.send_unfinished()
             if redis_url:
                 await from_engine(redis_url, http, made.problems)
         return made

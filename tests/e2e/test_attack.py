@@ -34,6 +34,8 @@ CODES = {
 """Of errors, as docs/api.md and docs/client.md list them."""
 RAW = {"content-type": "application/octet-stream"}
 MAX_GROWTH_MB = 24.0
+LONG_TEXTS, MOST_MB = 16, 400.0
+"""Texts of 3 MB at once, and the memory that a replica may have with them."""
 
 
 def probed(cluster: Cluster) -> list[str]:
@@ -50,6 +52,12 @@ def processes(cluster: Cluster) -> dict[str, Path]:
     assert cluster.redis.pid is not None
     pids["redis"] = cluster.redis.pid
     return {name: Path(f"/proc/{pid}") for name, pid in pids.items()}
+
+
+def peak_mb(pid: int) -> float:
+    """The most resident memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1e3
 
 
 def memory_mb(cluster: Cluster) -> dict[str, float]:
@@ -213,6 +221,24 @@ async def test_ten_thousand_hostile_inputs_do_no_harm(
     logged = "".join(capfd.readouterr())
     at = logged.find("Traceback")
     assert at < 0, logged[at : at + 7000]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_long_texts_of_many_callers_take_little_memory(open_probe: OpenProbe) -> None:
+    with attacked_cluster(1, 1, haproxy=None) as cluster:
+        http = open_probe(cluster).http
+        url = f"{cluster.routers[0].url}/v1/completions"
+        words = {"model": cluster.model, "max_tokens": 1, "prompt": "word after word " * 190_000}
+
+        async def ask(prompt: str) -> int:
+            answer = await http.post(url, json=words | {"prompt": prompt}, timeout=300.0)
+            return answer.status_code
+
+        await eventually(lambda: ask("short"), lambda status: status == 200)
+        statuses = await asyncio.gather(*(ask(str(words["prompt"])) for _ in range(LONG_TEXTS)))
+        assert set(statuses) == {400}
+        assert peak_mb(cluster.routers[0].process.pid) < MOST_MB
 
 
 @pytest.mark.slow
