@@ -138,10 +138,17 @@ class Fleet:
         await eventually(
             partial(self._look, "a", held), lambda seen: seen == blocks, within_s=ANSWER_S
         )
+        # What was stored since the agent's last look would be taken to be of the next adapter.
+        before = await self._looks()
+        await eventually(self._looks, lambda seen: seen > before + 1, within_s=ANSWER_S)
         for url in self._urls.values():
             asked = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
             (await self._http.post(f"{url}/v1/load_lora_adapter", json=asked)).raise_for_status()
         await eventually(partial(self._look, "a", held), lambda seen: seen == 0, within_s=ANSWER_S)
+
+    async def _looks(self) -> int:
+        """How often the first engine was asked for its adapters."""
+        return self.engines[0].num_logged("GET /v1/models")
 
     async def differences(self, prompts: Prompts, sample: int = SAMPLE) -> list[str]:
         """Where routers and engines disagree over a sample."""

@@ -110,6 +110,9 @@ class VllmServer:
     def process_group(self) -> int:
         return self._process.pid
 
+    def num_logged(self, text: str) -> int:
+        return self._log.read_text(errors="replace").count(text)
+
     def kill(self) -> None:
         """Does nothing if it has ended."""
         if self._process.poll() is None:
