@@ -444,11 +444,10 @@ def named(model: str, key: str) -> Iterator[Hostile]:
     yield Hostile((request("POST", chat, twice),), kind="model twice", statuses=_REFUSED)
     upload = request("POST", chat, b" " * 16_000_000)
     yield Hostile((upload[:1_000_000],), "wait", kind="unfinished upload")
-    for size in (1_500_000, 15_000_000):
-        for word in ("a", "word ", "\u6f22"):
-            body = {"model": model, "prompt": (word * size)[: size // len(word.encode())]}
-            sent = request("POST", old, json.dumps(body, ensure_ascii=False).encode())
-            yield Hostile((sent,), "wait", kind="text of megabytes")
+    for word in ("a", "word ", "\u6f22"):
+        body = {"model": model, "prompt": word * (3_000_000 // len(word.encode()))}
+        sent = request("POST", old, json.dumps(body, ensure_ascii=False).encode())
+        yield Hostile((sent,), "wait", kind="text of megabytes")
     if not key:
         return
     for given in (b"", b"Bearer", b"Bearer " + key[:-1].encode(), b"Basic " + key.encode()):
@@ -465,7 +464,8 @@ def named(model: str, key: str) -> Iterator[Hostile]:
 def _whole(path: str, text: bytes) -> Iterator[Hostile]:
     """Valid requests, sent in ways that few clients have."""
     sent = request("POST", path, text)
-    yield Hostile((sent,), "half-close", kind="half-close", statuses=_ANSWERED)
+    # HAProxy answers 400 itself.
+    yield Hostile((sent,), "half-close", kind="half-close", statuses=(*_ANSWERED, 400))
     for wish in (b"h2c", b"websocket", b"TLS/1.2, h2c"):
         upgrade = b"connection: upgrade, http2-settings\r\nhttp2-settings: AA\r\nupgrade: " + wish
         headers = JSON_TYPE + upgrade + b"\r\n"
