@@ -17,7 +17,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.worker_report import Role, WorkerInfo
-from app.policy.cost import Candidates, Costs, Floats, RequestSize, latency, predicted_prefill_s
+from app.policy.cost import Candidates, Costs, Floats, RequestSize, predicted_prefill_s
 
 Mask = NDArray[np.bool_]
 OWN_TRANSFER = "kvroute"
@@ -194,13 +194,16 @@ def _fetch(
     gaining[source] = False
     if not gaining.any():
         return None
-    with_prefix = latency(
+    rest_s = predicted_prefill_s(
         replace(candidates, overlap_device=candidates.overlap_device + gained), size
     )
-    total = with_prefix.cost + transfer_s(candidates, gained * size.block_size)
-    # What arrives takes as much memory as what is computed.
-    for term in ("memory_wait_s", "eviction_s"):
-        total += costs.terms[term] - with_prefix.terms[term]
+    terms = costs.terms
+    left = rest_s / np.maximum(terms["prefill_s"], 1e-12)
+    # Of the terms that grow with what is computed, all but evictions: what arrives takes as much
+    # memory.
+    growing = terms["prefill_s"] + terms["blocking_s"] + terms["interference_s"]
+    total = costs.cost - (1.0 - left) * growing
+    total += transfer_s(candidates, gained * size.block_size)
     target = _cheapest(total, gaining, rng)[0]
     return Route(Form.FETCH, target, source, float(total[target]))
 
