@@ -496,7 +496,7 @@ async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_
         ({"prompt": [1], "request_id": ""}, "request_id", "got ''"),
         ({"prompt": [1], "request_id": "a b"}, "request_id", "got 'a b'"),
         ({"prompt": [1], "request_id": "x" * 129}, "request_id", "got 'xxx"),
-        ([1], "body", "got list"),
+        ([1], "body", "got `array`"),
     ],
 )
 async def test_bad_input_is_refused_with_the_field_and_its_value(
