@@ -19,6 +19,14 @@ from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from tests.redis_servers import OLDEST_KIND, default_kind, each_kind, require_redis
 
+WAITING = 2
+"""Tests spend half of their time waiting for processes that they start."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    return (os.cpu_count() or 1) + WAITING
+
+
 StartedServer = Callable[[str], EmbeddedRedis]
 
 

@@ -7,6 +7,8 @@ from app.local.redis_server import EmbeddedRedis
 from loadtest import bench_bridge
 from loadtest.bench_bridge import measure
 
+pytestmark = pytest.mark.slow
+
 
 async def test_an_agent_beside_an_engine_is_measured_and_leaves_no_blocks(
     own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,8 @@ from loadtest.bench_decision import (
     show,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def test_replicas_are_measured_alongside_a_bare_endpoint(own_redis_server: EmbeddedRedis) -> None:
     found = measure(own_redis_server.url, requests=64, rounds=1, replicas=(1, 2))

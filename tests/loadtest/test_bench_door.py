@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import pytest
+
 from app.local.redis_server import EmbeddedRedis
 from loadtest import bench_door
 from loadtest.bench_door import measure, shapes
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_door_is_measured_beside_a_proxy(

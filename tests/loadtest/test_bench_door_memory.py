@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from app.local.redis_server import EmbeddedRedis
 from loadtest.bench_door_memory import measure
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_memory_of_streams_and_of_steady_load_is_measured(

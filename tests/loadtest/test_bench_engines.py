@@ -3,10 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import orjson
+import pytest
 from click.testing import CliRunner
 
 from loadtest.bench_engines import main
 from tests.e2e.engines import engine
+
+pytestmark = pytest.mark.slow
 
 
 def test_conversations_reuse_what_engines_hold_with_either_policy(tmp_path: Path) -> None:

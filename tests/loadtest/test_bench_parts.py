@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
 from app.local.redis_server import EmbeddedRedis
 from loadtest.bench_decision import shapes
 from loadtest.bench_parts import PARTS, REST, measure, show
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_time_of_a_decision_is_reported_by_part(own_redis_server: EmbeddedRedis) -> None:

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from loadtest.bench_replicas import compare, measure, show
 from loadtest.traces import DEMO_TRACE, read_trace
 from tests.redis_servers import default_kind, require_redis
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_short_replay_is_measured_for_each_number_of_replicas_and_compared() -> None:
