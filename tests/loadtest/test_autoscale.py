@@ -84,6 +84,7 @@ def test_the_number_after_a_policy_is_what_it_is_set_to() -> None:
     assert ScalingVariant("slo").rules(usual) == usual
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_figures(
     tmp_path: Path,
 ) -> None:
