@@ -33,7 +33,9 @@ async def find_best_worker(client: Client) -> None:
     prompt = ask.of_hashes(
         body.local_hashes, body.num_tokens, settings.max_prompt_tokens, may_be_longer=True
     )
-    request = ask.request_of({}, settings.policy, isl_tokens=prompt.num_tokens, reserve=False)
+    request = ask.request_of(
+        {}, settings.policy, isl_tokens=prompt.num_tokens, reserve=False, local_only=True
+    )
     await client.answer(views.best_worker(await replica.router.route(request, prompt)))
 
 

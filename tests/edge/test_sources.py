@@ -8,12 +8,13 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from app.core.hashing import compute_local_hashes
 from app.core.worker_report import Role
 from app.local.redis_server import EmbeddedRedis
 from tests.edge.conftest import StartReplica
 from tests.edge.test_decisions import kvroute
 from tests.eventually import eventually
-from tests.fake_worker import KEYS, FakeWorkers
+from tests.fake_worker import BLOCK_SIZE, KEYS, FakeWorkers
 
 PROMPT = list(range(4000))
 
@@ -78,6 +79,21 @@ async def test_a_release_frees_both(
     assert await load(pair, "d") == (0, 0, 0, 0)
     held = 1000 if computed else 0
     assert await load(pair, "p") == (0, 0, held, 0), "its engine keeps them for its lease"
+
+
+async def test_who_asks_for_the_best_worker_alone_is_told_of_one_that_does_it_all(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    """The answer has no place for a source."""
+    await workers.register("a", kv_transfer="kvroute", max_requests=1)
+    await workers.register("b", kv_transfer="kvroute")
+    await workers.register("c", role=Role.PREFILL, kv_transfer="kvroute")
+    await workers.publish("c", PROMPT)
+    await workers.publish("b", PROMPT[:400])
+    hashes = compute_local_hashes(PROMPT, BLOCK_SIZE)
+    body = {"local_hashes": hashes, "num_tokens": len(PROMPT)}
+    answer = (await client.post("/find_best_worker", json=body)).json()
+    assert (answer["worker_id"], answer["overlap_blocks"]) == ("b", 100)
 
 
 async def test_a_retry_takes_the_place_of_both(
