@@ -17,7 +17,7 @@ from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose
 from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
-from app.policy.locality import Locality, locality_of
+from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
 from app.policy.sources import Form, Owed, Roles, Route, owed, routes_with_source
 from app.policy.view import View
@@ -145,36 +145,29 @@ class WorkerSelector:
         if roles is not None and not degraded and not request.local_only:
             routes = self._routes(policy, candidates, size, choice, eligible, roles)
         route = min(routes, key=lambda one: one.cost)
-        reserves = request.reserve and not degraded
         wish = _wish(query, view, size, route, candidates, choice)
         if wish.source is not None:
             # What matters is what the worker holds that computes the prompt, or hands it on.
             choice = replace(choice, index=route.source)
         locality, best = locality_of(view, candidates, size, overlaps, eligible, choice, affinity)
-        overlap = overlaps.get(view.incarnations[route.source], NO_OVERLAP)
-        if route.form is Form.FETCH:
-            overlap = overlap.first(overlap.device)
-        decision = Decision(
-            request_id=request.request_id,
-            worker=view.infos[route.target],
-            incarnation=view.incarnations[route.target],
-            overlap=overlap,
-            bound_blocks=min(overlap.total, query.bound.get(view.incarnations[route.source], 0)),
-            isl_tokens=request.isl_tokens,
-            isl_blocks=size.isl_blocks,
+        if degraded:
+            locality = Locality.DEGRADED
+        decision = _decision(
+            query,
+            view,
+            size,
+            route,
+            wish,
             policy=policy,
             tied=choice.tied,
-            tries=query.tries,
-            degraded=degraded or query.is_short,
-            reservation=wish.reservation if reserves else None,
-            reservation_id=query.reservation_id,
-            locality=Locality.DEGRADED if degraded else locality,
+            degraded=degraded,
+            locality=locality,
             best=best,
-            waited_ms=query.waited_ms,
-            source=_source(view, route, overlap, wish, reserves=reserves),
-            forms={one.form: float(one.cost) for one in routes} if roles is not None else {},
-            candidates=_explained(query, view, eligible, choice) if request.explain else [],
         )
+        if roles is not None:
+            decision.forms = {one.form: float(one.cost) for one in routes}
+        if request.explain:
+            decision.candidates = _explained(query, view, eligible, choice)
         return Plan(
             request,
             route.target,
@@ -228,6 +221,48 @@ def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
         return view.everybody
     keys = [info.key for info in view.infos]
     return np.array([request.exclude.isdisjoint((key.worker_id, str(key))) for key in keys])
+
+
+def _decision(
+    query: Query,
+    view: View,
+    size: RequestSize,
+    route: Route,
+    wish: Wish,
+    *,
+    policy: str,
+    tied: bool,
+    degraded: bool,
+    locality: Locality,
+    best: Best,
+) -> Decision:
+    """What is answered of a route, without an explanation."""
+    reserves = query.request.reserve and not degraded
+    source = view.incarnations[route.source]
+    overlap = query.overlaps.get(source, NO_OVERLAP)
+    if route.form is Form.FETCH:
+        overlap = overlap.first(overlap.device)
+    return Decision(
+        request_id=query.request.request_id,
+        worker=view.infos[route.target],
+        incarnation=view.incarnations[route.target],
+        overlap=overlap,
+        bound_blocks=min(overlap.total, query.bound.get(source, 0)),
+        isl_tokens=query.request.isl_tokens,
+        isl_blocks=size.isl_blocks,
+        policy=policy,
+        tied=tied,
+        tries=query.tries,
+        degraded=degraded or query.is_short,
+        reservation=wish.reservation if reserves else None,
+        reservation_id=query.reservation_id,
+        locality=locality,
+        best=best,
+        waited_ms=query.waited_ms,
+        source=_source(view, route, overlap, wish, reserves=reserves),
+        forms={},
+        candidates=[],
+    )
 
 
 def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:
