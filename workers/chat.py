@@ -33,7 +33,7 @@ from workers.engines.openai.messages import MessageForm
 from workers.engines.openai.responses import ResponseForm
 from workers.engines.openai.scripts import Script, check_unscripted, script_of
 from workers.engines.openai.writers import NATURAL_TOKENS, Served, written
-from workers.http import ids_of, respond, texts_of
+from workers.http import ids_of, respond, respond_whole, texts_of
 from workers.texts import decoded, encoded
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -169,7 +169,7 @@ class _Chats:
         form = EmbeddingForm(fields, prompts)
         asked = generated({"cache_salt": fields.get("cache_salt")})
         writers = written(self._served, prompts, asked, new_id(), limit=1)
-        return await respond(request, Answer(writers, form), streams=False)
+        return await respond_whole(request, Answer(writers, form))
 
     async def count(self, request: Request) -> Response:
         fields = await self._fields(request)

@@ -23,7 +23,7 @@ from app.http.json_body import JsonBody
 from app.http.watch import watched
 from app.simulation.steps import PromptTooLargeError
 from workers.engines.base import EngineStoppedError, QueueFullError
-from workers.engines.openai.answer import Answer
+from workers.engines.openai.answer import Answer, Form, WholeForm
 from workers.engines.openai.completions import STOPPING, CompletionForm
 from workers.engines.openai.members import GENERATION, Generated, check_members, generated
 from workers.engines.openai.writers import Served, written
@@ -127,15 +127,15 @@ class _Guard:
         await self._app(scope, receive, send)
 
 
-async def respond(request: Request, answer: Answer, *, streams: bool) -> Response:
+async def respond(request: Request, answer: Answer[Form], *, streams: bool) -> Response:
     """The answer, streamed if that is asked for.
 
     Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
     """
-    return _Stream(answer) if streams else await _whole(request, answer)
+    return _Stream(answer) if streams else await respond_whole(request, answer)
 
 
-async def _completion(request: Request, served: Served) -> tuple[Answer, Generated]:
+async def _completion(request: Request, served: Served) -> tuple[Answer[Form], Generated]:
     """Submitted. Raises InvalidRequest, naming the field and its value, what `read_body` raises,
     and as Engine.complete."""
     fields, prompts = await _read(request, served)
@@ -213,7 +213,7 @@ def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
 class _Stream(StreamingResponse):
     """Cancels the request however the exchange with the client ends."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer[Form]) -> None:
         super().__init__(answer.events(), media_type="text/event-stream")
         self._answer = answer
 
@@ -224,7 +224,7 @@ class _Stream(StreamingResponse):
             self._answer.cancel()
 
 
-async def _whole(request: Request, answer: Answer) -> Response:
+async def respond_whole(request: Request, answer: Answer[WholeForm]) -> Response:
     """Computed before anything is sent, so that the status reflects the outcome."""
     try:
         async with watched(request.scope):

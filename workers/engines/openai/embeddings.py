@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from app.core.errors import InvalidRequest, shown
-from workers.engines.base import EngineStoppedError
 from workers.engines.openai.answer import Piece, Usage
 from workers.engines.openai.members import check_members, count
 
@@ -49,12 +48,3 @@ class EmbeddingForm:
         drawn = np.random.default_rng(xxh3_64_intdigest(prompt)).normal(size=self._length)
         vector = (drawn / np.linalg.norm(drawn)).astype("<f4")
         return base64.b64encode(vector.tobytes()).decode() if self._is_text else vector
-
-    def piece(self, piece: Piece) -> bytes:
-        raise NotImplementedError("embeddings are not streamed")
-
-    def end(self, usage: Usage) -> bytes:
-        raise NotImplementedError("embeddings are not streamed")
-
-    def failed(self, error: EngineStoppedError) -> bytes:
-        raise NotImplementedError("embeddings are not streamed")
