@@ -194,7 +194,10 @@ class _Carriage:
             )
         if refusal is not None:
             return refusal
-        raise failure or NoWorkers("no worker is alive")
+        try:
+            raise failure or NoWorkers("no worker is alive")
+        finally:
+            failure = None  # it refers to this frame, and that to all of the request
 
     async def _failed(self, error: UpstreamError) -> WorkerFailed:
         """Leave a worker that failed; returns how it did."""
@@ -309,14 +312,13 @@ class _Carriage:
                 async with self.door.missing.waiting(life):
                     await self._pass(begun, parser)
             except UpstreamError as error:
-                failure = error
+                if isinstance(parser, Migrating) and parser.is_finished:
+                    rest = parser.ending()
+                    break
+                await self._migrate(begun, parser, error)
             else:
                 rest = parser.rest()
                 break
-            if isinstance(parser, Migrating) and parser.is_finished:
-                rest = parser.ending()
-                break
-            await self._migrate(begun, parser, failure)
         outcome = "error_event" if parser.failed else "ok"
         life.end(outcome, ended_by="worker", usage=self._usage(parser.tail))
         await client.send(rest, last=True)
@@ -340,26 +342,29 @@ class _Carriage:
 
     async def _migrate(self, begun: _Begun, parser: Parser, error: UpstreamError) -> None:
         """Have another worker go on with the answer. Raises WorkerFailed if none can."""
-        life = self.life
-        failure = WorkerFailed(f"worker {life.decision.worker.key}: {error}")
-        if not isinstance(parser, Migrating) or not parser.can_go_on:
-            raise failure
-        if not self.outgoing.goes_on(parser.output):
-            raise failure
-        begun.answer.abort()
-        failure = await self._failed(error)
-        if isinstance(failure, RepeatedFailure):
-            raise failure
-        life.goes_on(parser.output)
+        failure = WorkerFailed(f"worker {self.life.decision.worker.key}: {error}")
         try:
-            next_one = await self._begin()
-        except RepeatedFailure:
-            raise
-        except KvrouteError:
-            raise failure from None
-        begun.worker, begun.answer, begun.first = next_one.worker, next_one.answer, next_one.first
-        if begun.answer.status != 200:
-            raise failure
+            if not isinstance(parser, Migrating) or not parser.can_go_on:
+                raise failure
+            if not self.outgoing.goes_on(parser.output):
+                raise failure
+            begun.answer.abort()
+            failure = await self._failed(error)
+            if isinstance(failure, RepeatedFailure):
+                raise failure
+            self.life.goes_on(parser.output)
+            try:
+                next_one = await self._begin()
+            except RepeatedFailure:
+                raise
+            except KvrouteError:
+                raise failure from None
+            begun.worker, begun.answer = next_one.worker, next_one.answer
+            begun.first = next_one.first
+            if begun.answer.status != 200:
+                raise failure
+        finally:
+            del failure  # as in _begin
         parser.goes_on()
 
 

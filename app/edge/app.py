@@ -228,3 +228,5 @@ class Application(FastAPI):
         finally:
             if is_reported:
                 client.report(ended_by)
+            # It refers to this frame, and would keep the body until the next garbage collection.
+            ended_by = None

@@ -96,17 +96,22 @@ class Decider:
 
     async def _decide_forever(self) -> None:
         while True:
-            batch = [await self._queue.get()]
-            while len(batch) < MAX_BATCH and not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-            batch = _wanted(batch)
-            try:
-                await self._decide(batch)
-            except Exception as error:
-                log.exception("a batch of %d decisions failed", len(batch))
-                for pending in batch:
-                    if not pending.answer.done():
-                        pending.answer.set_exception(error)
+            await self._decide_next()
+
+    async def _decide_next(self) -> None:
+        """Decide those that are pending. In a frame of its own, which ends: it would keep what came
+        of them until others come."""
+        batch = [await self._queue.get()]
+        while len(batch) < MAX_BATCH and not self._queue.empty():
+            batch.append(self._queue.get_nowait())
+        batch = _wanted(batch)
+        try:
+            await self._decide(batch)
+        except Exception as error:
+            log.exception("a batch of %d decisions failed", len(batch))
+            for pending in batch:
+                if not pending.answer.done():
+                    pending.answer.set_exception(error)
 
     async def _decide(self, batch: list[Pending]) -> None:
         try:

@@ -40,7 +40,8 @@ class Pending:
     def fail(self, error: Exception) -> None:
         """Answer with an error, unless that was done or the caller is gone."""
         if not self.answer.done():
-            self.answer.set_exception(error)
+            # Frames that the error came through hold this request, and it holds the error.
+            self.answer.set_exception(error.with_traceback(None))
 
 
 @dataclass(slots=True, eq=False)

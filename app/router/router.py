@@ -123,6 +123,8 @@ class Router:
             self.telemetry.decisions_of(request.policy, outcome).inc()
             ended = time.perf_counter() if pending.queued is None else pending.queued.since_s
             self.telemetry.decision_seconds.observe(ended - started)
+            # They hold the error, which refers to this frame, and that to the whole request.
+            del answer, pending
         return decision
 
     async def stop(self) -> None:
