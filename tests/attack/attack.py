@@ -44,7 +44,7 @@ class Answer:
         try:
             error = json.loads(self.body)["error"]
             return str(error.get("code") or error["type"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):  # a response's error is null
             return None
 
 
