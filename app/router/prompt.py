@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
+
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import (
     Tokens,
@@ -15,6 +17,7 @@ from app.core.hashing import (
     token_bytes,
 )
 from app.core.types import LocalHash, SequenceHash
+from app.router.known_chains import BLOCKS_PER_MARK, KnownChains, marked
 
 BLOCKS_AT_ONCE = 8192
 """How many blocks are hashed before others have a turn: some 5 ms."""
@@ -35,24 +38,38 @@ class Prompt:
     lora_name: str | None = None
     cache_namespace: str | None = None
 
-    async def chain(self, block_size: int) -> list[SequenceHash]:
+    async def chain(self, block_size: int, known: KnownChains | None = None) -> list[SequenceHash]:
         """Sequence hashes of the full blocks; other tasks run after every BLOCKS_AT_ONCE.
 
+        known: what need not be hashed again, and keeps this chain.
         Raises InvalidRequest if the hashes that the client gave do not fit `block_size`.
         """
         num_blocks = self.num_tokens // block_size
         self._check(num_blocks, block_size)
         if self.local_hashes is not None:
             num_blocks = len(self.local_hashes)
-        if num_blocks <= BLOCKS_AT_ONCE:
-            return compute_sequence_hashes(self._local(0, num_blocks, block_size))
-        chain: list[SequenceHash] = []
-        for start in range(0, num_blocks, BLOCKS_AT_ONCE):
+        if known is None or self.mm_hashes or not isinstance(self.tokens, bytes | np.ndarray):
+            return await self._hashed([], num_blocks, block_size)
+        self.tokens = token_bytes(self.tokens)
+        prompt = marked(self.tokens, block_size, seed_for(self.lora_name, self.cache_namespace))
+        prefix = known.prefix(prompt)
+        is_new = len(prefix) < len(prompt.marks) * BLOCKS_PER_MARK
+        prompt.chain = await self._hashed(prefix, num_blocks, block_size)
+        if is_new:
+            known.keep(prompt)
+        return prompt.chain
+
+    async def _hashed(
+        self, chain: list[SequenceHash], num_blocks: int, block_size: int
+    ) -> list[SequenceHash]:
+        """The chain that begins with `chain`, which is changed."""
+        for start in range(len(chain), num_blocks, BLOCKS_AT_ONCE):
+            if start >= BLOCKS_AT_ONCE:
+                await asyncio.sleep(0)
             local = self._local(start, min(start + BLOCKS_AT_ONCE, num_blocks), block_size)
             # A chain begins with its first local hash, so this one goes on from the last.
             last = cast(list[LocalHash], chain[-1:])
             chain += compute_sequence_hashes(last + local)[len(last) :]
-            await asyncio.sleep(0)
         return chain
 
     def _check(self, num_blocks: int, block_size: int) -> None:

@@ -22,6 +22,7 @@ from app.policy.view import View
 from app.router.decider import MAX_QUEUED, Decider
 from app.router.fleet import Fleet
 from app.router.history import History
+from app.router.known_chains import KnownChains
 from app.router.lookup import LookUp
 from app.router.maintenance import Maintenance
 from app.router.metrics import Telemetry
@@ -65,6 +66,7 @@ class Router:
         self._keyspace = keyspace
         self._history = History(replica)
         self._recent = Recent()
+        self._known_chains = KnownChains()
         self._look_up = LookUp(replica, self._history, self._recent)
         self._maintenance = Maintenance(replica, self._history)
         self._waiting = Waiting(replica) if settings.wait_queue else None
@@ -94,7 +96,9 @@ class Router:
         the size of blocks, and while that is unknown as `refresh`.
         """
         if prompt is not None:
-            request.chain = await prompt.chain(await self._block_size(request.policy))
+            request.chain = await prompt.chain(
+                await self._block_size(request.policy), self._known_chains
+            )
         started = time.perf_counter()
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
