@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import secrets
 import time
 
 from app.core.config import RouterSettings
@@ -17,6 +16,7 @@ from app.core.errors import (
     RoutingError,
 )
 from app.core.keys import Keyspace
+from app.core.types import random_hex
 from app.policy.decision import Decision, Query, RouteRequest
 from app.policy.view import View
 from app.router.decider import MAX_QUEUED, Decider
@@ -104,7 +104,7 @@ class Router:
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         began_ms = self.fleet.redis_now_ms if request.began_ms is None else request.began_ms
         # A balancer sends the same bytes again, and in them the time when they were first sent.
-        nonce = f".{secrets.token_hex(4)}" if request.balancer_id else ""
+        nonce = f".{random_hex(4)}" if request.balancer_id else ""
         query = Query(request, _tag(request.balancer_id), began_ms, nonce=nonce)
         pending = Pending(query, answer)
         try:
@@ -262,5 +262,5 @@ class Router:
 def _tag(balancer_id: str) -> str:
     """16 hex digits that nobody else can guess; the same for the same balancer_id."""
     if not balancer_id:
-        return secrets.token_hex(8)
+        return random_hex(8)
     return hashlib.blake2b(balancer_id.encode(), digest_size=8).hexdigest()

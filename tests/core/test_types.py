@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from app.core.types import Tier, TierOverlap, WorkerKey
+from app.core.types import Tier, TierOverlap, WorkerKey, new_id
 
 
 def test_a_worker_key_is_written_with_its_rank() -> None:
@@ -34,3 +36,19 @@ def test_an_overlap_totals_its_tiers() -> None:
 def test_a_slower_tier_compares_as_larger() -> None:
     assert max(Tier.DEVICE, Tier.HOST) is Tier.HOST
     assert max(Tier.HOST, Tier.DISK) is Tier.DISK
+
+
+def test_a_child_process_draws_other_ids_than_its_parent() -> None:
+    drawn = [new_id() for _ in range(600)]
+    assert {len(each) for each in drawn} == {32}
+    assert len(set(drawn)) == 600
+    new_id()  # so that something drawn ahead is left
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write_end, new_id().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read_end, 100).decode() != new_id()
+    os.close(read_end)
+    os.close(write_end)
