@@ -10,15 +10,15 @@
 -- ARGV[2] attempt        str    only the reservation made with this attempt; '': any
 -- ARGV[3] began_by_ms    int    only one whose try began by then: if a release comes late, the id may
 --                               have a newer reservation. -1: any
--- ARGV[4] answered       0|1    1: if its first token came, its worker has answered it, which makes up
---                               for one failure before it was routed
+-- ARGV[4] answered       0..2   1: if its first token came, its worker has answered it, which makes up
+--                               for one failure before it was routed. 2: it came, with the end
 -- Returns  attempt              released before the first token; the attempt that had reserved
 --          "-"                  released; the first token was out, or the record cannot be read
 --          nil                  there is no such reservation (any more)
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix, failures = KEYS[4], KEYS[5], KEYS[6]
-local attempt, began_by_ms, answered = ARGV[2], tonumber(ARGV[3]), ARGV[4] == '1'
+local attempt, began_by_ms, answered = ARGV[2], tonumber(ARGV[3]), ARGV[4]
 -- @include clock
 -- @include number
 -- @include load
@@ -34,13 +34,15 @@ if request and began_by_ms >= 0 and began_ms_of(request.attempt) > began_by_ms t
   return nil
 end
 local now = now_ms()
+if request and request.has_source and answered == '2' then
+  -- Before a first token, what a source has computed has been fetched.
+  unreserve(source_of(request_id), now)
+end
 if not unreserve(request_id, now) then
   return nil
 end
-if request and request.state == 'p' then
-  return request.attempt
-end
-if answered and request then
+local is_early = request and request.state == 'p'
+if request and (answered == '2' or answered == '1' and not is_early) then
   local count, last_ms = failures_of(inc, now)
   if began_ms_of(request.attempt) > last_ms and count > 1 then
     redis.call('HSET', failures, inc, string.format('%d %d', count - 1, last_ms))
@@ -48,4 +50,4 @@ if answered and request then
     redis.call('HDEL', failures, inc)
   end
 end
-return '-'
+return is_early and request.attempt or '-'

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from app.core.errors import RedisUnavailable
@@ -43,13 +43,19 @@ class _Event(StrEnum):
 @dataclass(frozen=True, slots=True)
 class _Report:
     """began_by_ms: see `reservations.release`. answer: whether there was such a reservation; None:
-    nobody waits for that. ending: what came of the request; None: nobody says."""
+    nobody waits for that. ending: what came of the request; None: nobody says. is_whole: of an end:
+    it tells of the first token as well."""
 
     reservation_id: str
     event: _Event
     began_by_ms: int | None
     answer: asyncio.Future[bool] | None
     ending: Ending | None = None
+    is_whole: bool = False
+
+    @property
+    def events(self) -> list[_Event]:
+        return [_Event.PREFILL_COMPLETE, self.event] if self.is_whole else [self.event]
 
 
 class Reports:
@@ -139,6 +145,7 @@ class Reports:
             await self._send([self._reports.popleft() for _ in range(count)])
 
     async def _send(self, reports: list[_Report]) -> None:
+        reports = _joined(reports)
         calls = [self._call(report) for report in reports]
         extensions = self._extensions()
         replies = await self._replica.runner.run_each(
@@ -149,19 +156,23 @@ class Reports:
             if isinstance(attempt, RedisUnavailable):
                 self._failed(report, attempt)
                 continue
-            what = "unknown"
-            if attempt is not None:
-                what = report.event
-                if report.event is _Event.END:
-                    self._history.withdraw(attempt)
-                elif report.event is _Event.PREFILL_COMPLETE:
-                    self._history.confirm(attempt)
-                if report.ending is not None:
-                    self._history.end(report.reservation_id, report.ending)
-            self._replica.telemetry.reservations_of(what).inc()
+            if attempt is None:
+                self._replica.telemetry.reservations_of("unknown").inc()
+            else:
+                self._note(report, attempt)
             if report.answer is not None and not report.answer.done():
                 report.answer.set_result(attempt is not None)
         self._on_end()
+
+    def _note(self, report: _Report, attempt: str) -> None:
+        for event in report.events:
+            self._replica.telemetry.reservations_of(event).inc()
+        if _Event.PREFILL_COMPLETE in report.events:
+            self._history.confirm(attempt)
+        elif report.event is _Event.END:
+            self._history.withdraw(attempt)
+        if report.ending is not None:
+            self._history.end(report.reservation_id, report.ending)
 
     def _extensions(self) -> list[list[Extension]]:
         """What is due of all that is carried. In the round trips of reports, as what has ended must
@@ -191,7 +202,9 @@ class Reports:
         """began_by_ms: if told late, as the same id may have been promised something else since."""
         keyspace, name = self._replica.keyspace, report.reservation_id
         if report.event is _Event.END:
-            return reservations.release(keyspace, name, began_by_ms=began_by_ms, answered=True)
+            return reservations.release(
+                keyspace, name, began_by_ms=began_by_ms, answered=True, whole=report.is_whole
+            )
         if report.event is _Event.SOURCE_COMPLETE:
             return reservations.prefill_complete(
                 keyspace, name, began_by_ms, ttl_ms=self._kv_lease_ms, of_source=True
@@ -204,3 +217,19 @@ class Reports:
             self._maintenance.tell_soon(self._call(report, report.began_by_ms))
         if report.answer is not None and not report.answer.done():
             report.answer.set_exception(error)
+
+
+def _joined(reports: list[_Report]) -> list[_Report]:
+    """A first token that is told together with its request's end takes no script of its own."""
+    begun = {
+        report.reservation_id
+        for report in reports
+        if report.event is _Event.PREFILL_COMPLETE and report.answer is None
+    }
+    whole = {
+        report.reservation_id: replace(report, is_whole=True)
+        for report in reports
+        if report.event is _Event.END and report.reservation_id in begun
+    }
+    rest = [report for report in reports if report.reservation_id not in whole]
+    return [*rest, *whole.values()] if whole else reports

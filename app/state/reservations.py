@@ -163,6 +163,7 @@ def release(
     began_by_ms: int | None = None,
     *,
     answered: bool = False,
+    whole: bool = False,
 ) -> Call[str | None]:
     """End a reservation. Idempotent.
 
@@ -172,10 +173,11 @@ def release(
     request_id: that, or the reservation's own id. attempt: only if the reservation is that
     attempt's; "": any. began_by_ms: only if the try that made it began by then, by the Redis clock;
     None: whenever that was. answered: its worker did not fail it, which makes up for a failure, if
-    the first token was reported.
+    the first token was reported. whole: it was answered, and its first token is reported with this.
     """
     by_ms = -1 if began_by_ms is None else began_by_ms
-    return call("release", keyspace, request_id, attempt, by_ms, int(answered), parse=_attempt)
+    how = 2 if whole else int(answered)
+    return call("release", keyspace, request_id, attempt, by_ms, how, parse=_attempt)
 
 
 def expire(keyspace: Keyspace, limit: int) -> Call[int]:

@@ -235,8 +235,11 @@ class Namespace:
         began_by_ms: int | None = None,
         *,
         answered: bool = False,
+        whole: bool = False,
     ) -> bool:
-        call = reservations.release(self.keys, request_id, attempt, began_by_ms, answered=answered)
+        call = reservations.release(
+            self.keys, request_id, attempt, began_by_ms, answered=answered, whole=whole
+        )
         return await self.do(call) is not None
 
     async def remember(

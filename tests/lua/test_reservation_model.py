@@ -109,7 +109,7 @@ async def step(space: Namespace, model: Model, rng: random.Random) -> None:
     request_id = rng.choice(REQUESTS)
     match rng.choice(
         ["reserve"] * 4
-        + ["prefill_complete", "prefill_complete", "source_complete", "release", "expire"]
+        + ["prefill_complete", "prefill_complete", "source_complete", "release", "whole", "expire"]
     ):
         case "reserve":
             inc, other = rng.sample(list(model.totals), 2)
@@ -138,6 +138,9 @@ async def step(space: Namespace, model: Model, rng: random.Random) -> None:
             assert await space.prefill_complete(request_id, of_source=True) == expected
         case "release":
             assert await space.release(request_id) == model.release(request_id)
+        case "whole":
+            model.prefill_complete(request_id)
+            assert await space.release(request_id, whole=True) == model.release(request_id)
         case "expire":
             await space.backdate_expiry(request_id)
             assert await space.expire() == model.release(request_id)

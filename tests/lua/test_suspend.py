@@ -162,6 +162,14 @@ async def test_answers_shrink_the_pause_until_nothing_is_left(space: Namespace) 
         assert await space.get("failures", failing) == left
 
 
+async def test_an_answer_that_came_whole_makes_up_for_a_failure(space: Namespace) -> None:
+    failing, _ = await fleet(space, 2)
+    await space.redis.hset(space.keys["failures"], str(failing), "3 1000")
+    await space.reserve(failing, "other", attempt="2000-a")
+    await space.release("other", whole=True)
+    assert await space.get("failures", failing) == "2 1000"
+
+
 @pytest.mark.parametrize(
     ("attempt", "answered", "first_token"),
     [("500-a", True, True), ("2000-a", False, True), ("2000-a", True, False)],

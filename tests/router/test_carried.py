@@ -107,3 +107,22 @@ async def test_many_share_a_round_trip_and_short_requests_cost_none(
         await until_expired(redis, *names)
         assert max(extensions(replica)) == 2
         assert set(await workers.reserved()) == set(names)
+
+
+async def test_a_whole_answer_is_told_by_one_script(
+    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    async with running(one_redis_server.url) as replica:
+        whole = await replica.route(request("whole", carried=True))
+        streamed = await replica.route(request("streamed", carried=True))
+        assert await replica.prefill_complete(streamed.reservation_id)
+        replica.runner.round_trips.clear()
+        replica.first_token(whole.reservation_id)
+        replica.end(whole.reservation_id)
+        replica.end(streamed.reservation_id)
+        await eventually(workers.reserved, lambda found: found == {})
+        told = [name for names in replica.runner.round_trips for name in names]
+        assert [name for name in told if name in ("prefill_complete", "release")] == ["release"] * 2
+        assert replica.counted("reservations", event="prefill_complete") == 2
+        assert replica.counted("reservations", event="released") == 2
