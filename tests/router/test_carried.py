@@ -121,8 +121,12 @@ async def test_a_whole_answer_is_told_by_one_script(
         replica.first_token(whole.reservation_id)
         replica.end(whole.reservation_id)
         replica.end(streamed.reservation_id)
-        await eventually(workers.reserved, lambda found: found == {})
+
+        async def released() -> float:
+            return replica.counted("reservations", event="released")
+
+        await eventually(released, lambda count: count == 2)
         told = [name for names in replica.runner.round_trips for name in names]
         assert [name for name in told if name in ("prefill_complete", "release")] == ["release"] * 2
         assert replica.counted("reservations", event="prefill_complete") == 2
-        assert replica.counted("reservations", event="released") == 2
+        assert await workers.reserved() == {}
