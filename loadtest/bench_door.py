@@ -3,14 +3,16 @@
     python -m loadtest.bench_door --json out/bench_door.json
 
 The door is on one core; an engine that answers at once, Redis and the load share another. The
-yardstick, in the same run, is a raw ASGI application that passes bodies on with aiohttp's client
-and decides nothing. Prompts are token ids, so that no time goes into tokenizing them; that is
-measured by itself, on a chat of which all but the last turn was seen before.
+yardstick, in the same run, is a raw ASGI application that reads a body's JSON, as all must that
+route by `model`, passes it on with aiohttp's client, and decides nothing. Prompts are token ids,
+so that no time goes into tokenizing them; that is measured by itself, on a chat of which all but
+the last turn was seen before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable
@@ -170,6 +172,8 @@ async def _proxy(engine_url: str, port: int) -> None:
                 message = await receive()
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
+            if json.loads(body)["model"] != MODEL:
+                raise ValueError("a body without the model")
             headers = {"content-type": "application/json"}
             url = f"{engine_url}{scope['path']}"
             async with session.post(url, data=body, headers=headers) as answer:

@@ -63,6 +63,10 @@ class Fields(Mapping[str, Any]):
             self._read[name] = _value(name, bytes(self._members[name]))
         return self._read[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        # A Mapping's own raises and catches a KeyError for each member that is absent.
+        return self[name] if name in self._members else default
+
     def __contains__(self, name: object) -> bool:
         return name in self._members
 

@@ -26,23 +26,34 @@ class Recent:
     """Times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._answered: deque[_Answered] = deque(maxlen=MAX_KEPT)
+        self._answered: deque[_Answered] = deque()
+        self._by_root: dict[SequenceHash, deque[_Answered]] = {}
+        """The same, by their first block."""
 
     def add(self, incarnation: Incarnation, chain: list[SequenceHash], now_s: float) -> None:
         """A worker has answered a prompt with this chain."""
-        if chain:
-            self._answered.append(_Answered(incarnation, chain, now_s))
+        if not chain:
+            return
+        if len(self._answered) == MAX_KEPT:
+            self._forget_first()
+        answered = _Answered(incarnation, chain, now_s)
+        self._answered.append(answered)
+        self._by_root.setdefault(chain[0], deque()).append(answered)
+
+    def _forget_first(self) -> None:
+        root = self._answered.popleft().chain[0]
+        self._by_root[root].popleft()
+        if not self._by_root[root]:
+            del self._by_root[root]
 
     def held(
         self, chain: list[SequenceHash], published: Overlaps, now_s: float
     ) -> dict[Incarnation, int]:
         """Leading blocks of `chain` that workers hold, where that is more than is published."""
         while self._answered and now_s - self._answered[0].at_s > KEPT_S:
-            self._answered.popleft()
+            self._forget_first()
         found: dict[Incarnation, int] = {}
-        for inc, answered, _ in self._answered:
-            if not chain or answered[0] != chain[0]:
-                continue
+        for inc, answered, _ in self._by_root.get(chain[0], ()) if chain else ():
             known = max(found.get(inc, 0), published.get(inc, NO_OVERLAP).total)
             # Each hash stands for all blocks before it too: most differ in the one after `known`.
             if known < min(len(chain), len(answered)) and chain[known] == answered[known]:
