@@ -27,6 +27,9 @@ NEEDS_TORCH = frozenset(
         "workers.kv.copy_stream",
         "workers.kv.layouts",
         "workers.kv.memory",
+        "workers.kv.remote.layer_groups",
+        "workers.kv.remote.receiver",
+        "workers.kv.remote.sender",
         "workers.kv.transfers",
     }
 )

@@ -1,0 +1,263 @@
+"""Blocks that travel between two pools over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from app.http.server import listen
+from tests.eventually import eventually
+from tests.workers.kv.bad_link import Alter, bad_link, cut, flipped
+from tests.workers.kv.pools import ODD, SMALL, WIDE
+from tests.workers.kv.words import chain, computed, free, manager_of
+from workers.kv.manager import BlockManager
+from workers.kv.memory import KVShape, MemoryPool
+from workers.kv.remote import frames
+from workers.kv.remote.frames import MAX_FRAME_BYTES, TransferError, Wanted, wanted_frame
+from workers.kv.remote.kept import KeptBlocks
+from workers.kv.remote.layer_groups import LayerGroups
+from workers.kv.remote.receiver import Arrival, BlockReceiver, Source
+from workers.kv.remote.sender import BlockSender
+
+WORD = "ABCDE"
+SLOTS = [7, 2, 9, 4, 0]
+KIND = {"shape": "wide", "model": "tiny"}
+LEASE_S = 60.0
+
+
+@dataclass
+class Pair:
+    """A source that keeps the blocks of WORD, and the pool of a target."""
+
+    manager: BlockManager
+    source: MemoryPool
+    target: MemoryPool
+    kept: KeptBlocks
+    transfer_id: str
+    source_ids: list[int]
+    port: int
+
+    async def fetch(
+        self,
+        word: str = WORD,
+        *,
+        kind: Mapping[str, str] = KIND,
+        port: int | None = None,
+        transfer_id: str | None = None,
+    ) -> Arrival:
+        groups = LayerGroups(self.target)
+        arrival = Arrival(len(word), groups)
+        source = Source("127.0.0.1", port or self.port, transfer_id or self.transfer_id)
+        receiver = BlockReceiver(groups, kind)
+        await receiver.fetch(source, chain(word), SLOTS[: len(word)], arrival)
+        assert arrival.ended
+        return arrival
+
+    def copied(self, num_blocks: int) -> bool:
+        """Are these leading blocks in the target's slots?"""
+        return torch.equal(
+            self.source.words[self.source_ids[:num_blocks]].cpu(),
+            self.target.words[SLOTS[:num_blocks]].cpu(),
+        )
+
+
+@asynccontextmanager
+async def pair(
+    shape: KVShape = WIDE, *, device: str = "cpu", lease_s: float = LEASE_S
+) -> AsyncIterator[Pair]:
+    manager = manager_of(12)
+    source, target = (MemoryPool(shape, 12, device) for _ in range(2))
+    source.words.random_()
+    table = computed(manager, WORD)
+    kept = KeptBlocks(manager.release)
+    with listen("127.0.0.1", 0) as listening:
+        sender = BlockSender(kept, LayerGroups(source), KIND)
+        running = asyncio.ensure_future(sender.run(listening))
+        port = listening.getsockname()[1]
+        yield Pair(manager, source, target, kept, kept.keep(table, lease_s), table.block_ids, port)
+        running.cancel()
+        await asyncio.wait([running])
+    kept.close()
+    manager.check()
+    assert free(manager) + 5 == 12
+
+
+@pytest.mark.parametrize("shape", [SMALL, WIDE, ODD], ids=["small", "wide", "odd"])
+async def test_blocks_arrive_bit_by_bit_and_are_let_go(shape: KVShape) -> None:
+    async with pair(shape) as workers:
+        arrival = await workers.fetch()
+        assert arrival.num_good == 5
+        assert workers.copied(5)
+        assert 0 < arrival.first_s <= arrival.seconds
+        for layer in range(shape.num_layers):
+            arrival.wait_layer(layer, 5)
+        await eventually(lambda: _value(workers.kept.num_blocks), lambda num: not num)
+        again = await workers.fetch()
+        assert again.num_good == 0
+
+
+@pytest.mark.gpu
+async def test_blocks_travel_between_gpus() -> None:
+    async with pair(device="cuda") as workers:
+        assert (await workers.fetch()).num_good == 5
+        assert workers.copied(5)
+
+
+async def test_only_leading_blocks_that_are_kept_travel() -> None:
+    async with pair() as workers:
+        assert (await workers.fetch("ABCX")).num_good == 3
+        assert workers.copied(3)
+
+
+async def test_blocks_behind_those_that_the_target_has_travel_too() -> None:
+    async with pair() as workers:
+        groups = LayerGroups(workers.target)
+        arrival = Arrival(2, groups)
+        source = Source("127.0.0.1", workers.port, workers.transfer_id)
+        await BlockReceiver(groups, KIND).fetch(source, chain(WORD)[3:], [1, 8], arrival)
+        assert arrival.num_good == 2
+        assert torch.equal(
+            workers.source.words[workers.source_ids[3:]], workers.target.words[[1, 8]]
+        )
+
+
+async def test_another_prompts_blocks_do_not_travel() -> None:
+    async with pair() as workers:
+        assert (await workers.fetch("XBCDE")).num_good == 0
+        assert not workers.target.words.any()
+
+
+async def _altered(workers: Pair, alter: Alter) -> Arrival:
+    async with bad_link(workers.port, alter) as port:
+        return await workers.fetch(port=port)
+
+
+def header_bytes(num_blocks: int) -> int:
+    """Before the first group: the frame that offers so many blocks."""
+    return len(frames.offered_frame(frames.Offered(num_blocks)))
+
+
+async def test_a_flipped_byte_loses_its_block_and_those_after_it() -> None:
+    async with pair() as workers:
+        group_bytes = 5 * (8 + 2 * WIDE.layer_bytes)
+        in_block_3 = header_bytes(5) + group_bytes + 5 * 8 + 3 * 2 * WIDE.layer_bytes + 99
+        arrival = await _altered(workers, flipped(in_block_3))
+        assert arrival.num_good == 3
+        assert workers.copied(3)
+        assert not workers.target.words[SLOTS[3:], 2:4].any(), "no wrong bits reach a slot"
+        with pytest.raises(TransferError, match="3 of 4 blocks came whole"):
+            arrival.wait_layer(4, 4)
+        # Not acknowledged, so another target may still fetch them.
+        assert (await workers.fetch()).num_good == 5
+
+
+async def test_a_flipped_checksum_loses_its_block() -> None:
+    async with pair() as workers:
+        assert (await _altered(workers, flipped(header_bytes(5) + 8))).num_good == 1
+
+
+async def test_a_connection_that_is_cut_leaves_no_block() -> None:
+    async with pair() as workers:
+        arrival = await _altered(workers, cut(header_bytes(5) + 5 * (8 + 2 * WIDE.layer_bytes)))
+        assert arrival.num_arrived == 1
+        assert arrival.num_good == 0
+        with pytest.raises(TransferError):
+            arrival.wait_layer(2, 1)
+
+
+async def test_a_source_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "STALL_S", 0.05)
+    async with pair() as workers:
+        with listen("127.0.0.1", 0) as silent:
+            assert (await workers.fetch(port=silent.getsockname()[1])).num_good == 0
+
+
+async def test_a_source_that_is_gone_leaves_no_block() -> None:
+    async with pair() as workers:
+        with listen("127.0.0.1", 0) as closed:
+            port = closed.getsockname()[1]
+        assert (await workers.fetch(port=port)).num_good == 0
+
+
+@pytest.mark.parametrize("name", KIND)
+async def test_workers_that_compute_other_bits_refuse_each_other(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair() as workers:
+        assert (await workers.fetch(kind={**KIND, name: "other"})).num_good == 0
+        assert f"{name}: {KIND[name]} at the source, other at the target" in caplog.text
+
+
+async def test_a_target_of_another_version_is_told_of_it() -> None:
+    async with pair() as workers:
+        body = b'{"version": 2}'
+        assert b"version: 1 here, 2 there" in await _answer(workers.port, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (b"[]", b"no blocks are asked for"),
+        (b"{", b"not JSON"),
+        (b'{"version": 1, "transfer_id": "x", "blocks": ["y"], "kind": {}}', b"no blocks"),
+    ],
+)
+async def test_a_malformed_request_is_refused(body: bytes, error: bytes) -> None:
+    async with pair() as workers:
+        assert error in await _answer(workers.port, body)
+
+
+async def test_a_frame_that_is_too_long_is_not_read() -> None:
+    async with pair() as workers:
+        answer = await _answer(workers.port, b"", length=MAX_FRAME_BYTES + 1)
+        assert b"4194305 bytes" in answer
+
+
+async def test_blocks_are_let_go_when_their_lease_ends() -> None:
+    async with pair(lease_s=0.0) as workers:
+        await eventually(lambda: _value(workers.kept.num_blocks), lambda num: not num)
+        assert (await workers.fetch()).num_good == 0
+
+
+async def test_a_lease_that_ends_while_blocks_travel_lets_go_after_that() -> None:
+    async with pair() as workers:
+        with workers.kept.reading(workers.transfer_id):
+            workers.kept.end(workers.transfer_id)
+            assert workers.kept.num_blocks == 5
+            with pytest.raises(TransferError, match="its lease has ended"):
+                workers.kept.reading(workers.transfer_id).__enter__()
+        assert workers.kept.num_blocks == 0
+
+
+async def test_a_fetch_that_nobody_wants_ends_early() -> None:
+    async with pair() as workers:
+        groups = LayerGroups(workers.target)
+        arrival = Arrival(5, groups)
+        arrival.limit(0)
+        source = Source("127.0.0.1", workers.port, workers.transfer_id)
+        await BlockReceiver(groups, KIND).fetch(source, chain(WORD), SLOTS, arrival)
+        assert arrival.num_arrived == 0
+        assert arrival.ended
+
+
+def test_a_request_of_many_blocks_fits_a_frame() -> None:
+    blocks = tuple((1 << 64) - 1 for _ in range(frames.MAX_BLOCKS))
+    assert len(wanted_frame(Wanted("x" * 32, blocks, KIND))) <= MAX_FRAME_BYTES
+
+
+async def _value(value: int) -> int:
+    return value
+
+
+async def _answer(port: int, body: bytes, length: int | None = None) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write((len(body) if length is None else length).to_bytes(4, "little") + body)
+    try:
+        return await asyncio.wait_for(reader.read(), 5)
+    finally:
+        writer.close()

@@ -1,0 +1,1 @@
+"""KV blocks on their way from one worker process to another."""

@@ -1,0 +1,73 @@
+"""Blocks that another worker was promised: none of them goes before it has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from app.core.types import new_id
+from workers.kv.remote.frames import TransferError
+from workers.kv.tables import BlockTable
+
+
+@dataclass(slots=True)
+class _Promise:
+    table: BlockTable
+    lease: asyncio.TimerHandle
+    num_readers: int = 0
+    ended: bool = False
+
+
+class KeptBlocks:
+    """The blocks of tables are held until they were fetched, or until their lease ends.
+
+    release: gives a table back. It is called on the event loop, and once for each table.
+    """
+
+    def __init__(self, release: Callable[[BlockTable], None]) -> None:
+        self._release = release
+        self._promises: dict[str, _Promise] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """How many wait to be fetched; one that was promised twice counts twice."""
+        return sum(len(promise.table.slots) for promise in self._promises.values())
+
+    def keep(self, table: BlockTable, lease_s: float) -> str:
+        """Returns an id that nobody guesses: whoever knows it may read the blocks."""
+        transfer_id = new_id()
+        lease = asyncio.get_running_loop().call_later(lease_s, self.end, transfer_id)
+        self._promises[transfer_id] = _Promise(table, lease)
+        return transfer_id
+
+    @contextmanager
+    def reading(self, transfer_id: str) -> Iterator[BlockTable]:
+        """The table stays at least as long as this. Raises TransferError if it was let go."""
+        promise = self._promises.get(transfer_id)
+        if promise is None or promise.ended:
+            raise TransferError(f"transfer_id: {transfer_id!r} was fetched, or its lease has ended")
+        promise.num_readers += 1
+        try:
+            yield promise.table
+        finally:
+            promise.num_readers -= 1
+            self._let_go(transfer_id, promise)
+
+    def end(self, transfer_id: str) -> None:
+        """The blocks were fetched, or the lease has ended."""
+        if (promise := self._promises.get(transfer_id)) is not None:
+            promise.ended = True
+            promise.lease.cancel()
+            self._let_go(transfer_id, promise)
+
+    def close(self) -> None:
+        """Let go of all of them. Call once nobody reads."""
+        for transfer_id in list(self._promises):
+            self.end(transfer_id)
+
+    def _let_go(self, transfer_id: str, promise: _Promise) -> None:
+        if promise.ended and not promise.num_readers:
+            del self._promises[transfer_id]
+            self._release(promise.table)

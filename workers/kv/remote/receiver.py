@@ -1,0 +1,174 @@
+"""The target: fetches blocks into its own slots, where they are used layer by layer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.core.types import SequenceHash
+from workers.kv.memory import Ids
+from workers.kv.remote.frames import (
+    ACKNOWLEDGED,
+    STALL_S,
+    TransferError,
+    Wanted,
+    read_offered,
+    receive,
+    send,
+    wanted_frame,
+)
+from workers.kv.remote.layer_groups import LayerGroups, checksums, content
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where blocks are, and the id under which they are kept there."""
+
+    host: str
+    port: int
+    transfer_id: str
+
+
+class Arrival:
+    """Blocks that arrive in slots of this worker, all of a layer before the next layer.
+
+    num_good: leading blocks whose layers were right so far, or 0 once some do not come. first_s:
+    until the first group was there. Written by the event loop, and read by any thread.
+    """
+
+    def __init__(self, num_blocks: int, groups: LayerGroups) -> None:
+        self.num_good = num_blocks
+        self.num_arrived = 0
+        """Groups of layers."""
+        self.ended = False
+        self.first_s = self.seconds = 0.0
+        self._groups = groups
+        self._changed = threading.Condition()
+        self._began_s = time.monotonic()
+
+    @property
+    def remaining_s(self) -> float:
+        """How long the rest takes, if it comes as fast as what has come; 0 once it has ended."""
+        if self.ended:
+            return 0.0
+        if not self.num_arrived:
+            return float("inf")
+        left = self._groups.num_groups - self.num_arrived
+        return left * (time.monotonic() - self._began_s) / self.num_arrived
+
+    def wait_layer(self, layer: int, num_blocks: int) -> None:
+        """Wait until so many leading blocks' layer is there. Raises TransferError if it is not
+        to come: then what was computed from the blocks must be computed again."""
+        group = layer // self._groups.layers_per_group
+        with self._changed:
+            there = self._changed.wait_for(lambda: self.ended or self.num_arrived > group, STALL_S)
+            if not there or self.num_good < num_blocks:
+                raise TransferError(f"{self.num_good} of {num_blocks} blocks came whole")
+
+    def limit(self, num_good: int) -> None:
+        """No more than so many blocks are of use; with 0, no more are fetched."""
+        with self._changed:
+            self.num_good = min(self.num_good, num_good)
+
+    def arrive(self) -> None:
+        """The next group is in its slots."""
+        with self._changed:
+            self.num_arrived += 1
+            self.seconds = time.monotonic() - self._began_s
+            self.first_s = self.first_s or self.seconds
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        with self._changed:
+            if self.num_arrived < self._groups.num_groups:
+                self.num_good = 0
+            self.ended = True
+            self._changed.notify_all()
+
+
+class BlockReceiver:
+    """Fetches blocks into the pool of `groups`. kind: see Wanted."""
+
+    def __init__(self, groups: LayerGroups, kind: Mapping[str, str]) -> None:
+        self.groups = groups
+        self._kind = kind
+
+    async def fetch(
+        self,
+        source: Source,
+        blocks: Sequence[SequenceHash],
+        block_ids: Sequence[int],
+        arrival: Arrival,
+    ) -> None:
+        """Fetch the blocks into those slots. Whatever fails, only `arrival` tells, which then ends.
+
+        Nobody else may get the slots before this returns. Cancel it only where nobody ever will.
+        """
+        try:
+            with closing(await _connected(source)) as sock:
+                wanted = Wanted(source.transfer_id, tuple(blocks), self._kind)
+                await send(sock, wanted_frame(wanted))
+                offered = await read_offered(sock, len(blocks))
+                arrival.limit(offered.num_blocks)
+                ids = np.array(block_ids[: offered.num_blocks], np.int64)
+                for group in range(self.groups.num_groups):
+                    if not arrival.num_good:
+                        return
+                    await self._receive(sock, group, blocks[: len(ids)], ids, arrival)
+                if arrival.num_good == offered.num_blocks:
+                    await send(sock, ACKNOWLEDGED)
+        except (TransferError, OSError, TimeoutError) as error:
+            log.warning(
+                "blocks from %s:%d are computed here instead: %s",
+                source.host,
+                source.port,
+                error or f"nothing came for {STALL_S:g} s",
+            )
+        finally:
+            arrival.end()
+
+    async def _receive(
+        self,
+        sock: socket.socket,
+        group: int,
+        blocks: Sequence[SequenceHash],
+        block_ids: Ids,
+        arrival: Arrival,
+    ) -> None:
+        stated = np.empty(len(blocks), "<u8")
+        packed = self.groups.packed(group, len(blocks))
+        await receive(sock, stated.data.cast("B"))
+        await receive(sock, content(packed))
+
+        def take() -> int:
+            wrong = np.flatnonzero(checksums(packed, blocks, group) != stated)
+            num_good = int(wrong[0]) if len(wrong) else len(blocks)
+            self.groups.write(group, block_ids[:num_good], packed)
+            return num_good
+
+        num_good = await asyncio.to_thread(take)
+        if num_good < len(blocks):
+            log.warning("block %016x arrived with a wrong checksum", blocks[num_good])
+        arrival.limit(num_good)
+        arrival.arrive()
+
+
+async def _connected(source: Source) -> socket.socket:
+    address = source.host, source.port
+    async with asyncio.timeout(CONNECT_S):  # looking up a name has no deadline of its own
+        sock = await asyncio.to_thread(socket.create_connection, address, CONNECT_S)
+    sock.setblocking(False)
+    return sock
