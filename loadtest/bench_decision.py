@@ -6,7 +6,8 @@ Each server has a core to itself, as long as there are enough; the client and Re
 one. The same run also measures a bare FastAPI endpoint that has pydantic check the same token ids
 and decides nothing. Workers are registrations without engines that hold the beginnings of the
 prompts. Each request makes a reservation. The balancer's ids repeat, which moves reservations, so
-the number of reservations stays constant.
+the number of reservations stays constant. No two requests in flight have the same one: the earlier
+would be refused.
 
 Which core is busy shows what limits several replicas. The CPU time that Redis takes for a decision
 shows where one Redis reaches its limit.
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import cycle, repeat
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -72,14 +74,14 @@ class Shape:
     bare: bool = False
     path: str = "/v1/route"
 
-    def requests(self) -> list[bytes]:
-        """As bytes of HTTP."""
-        return [
+    def request(self, turn: int, name: int) -> bytes:
+        """As bytes of HTTP. turn: which of the bodies, over and over. name: of the balancer's."""
+        body = self.bodies[turn % len(self.bodies)]
+        return (
             b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Type: %s\r\nX-Request-ID: r%d\r\n"
             b"X-Balancer-ID: r%d\r\nContent-Length: %d\r\n\r\n%s"
-            % (self.path.encode(), self.content_type.encode(), n, n, len(body), body)
-            for n, body in enumerate(self.bodies)
-        ]
+            % (self.path.encode(), self.content_type.encode(), name, name, len(body), body)
+        )
 
 
 def prompts() -> list[list[int]]:
@@ -247,14 +249,14 @@ class Load:
 async def load(
     servers: Sequence[Server], redis_url: str, shape: Shape, concurrency: int, requests: int
 ) -> Load:
-    bodies = shape.requests()
     latencies: list[float] = []
     turns = iter(range(requests))
 
-    async def ask(connection: Connection) -> None:
-        for turn in turns:
+    async def ask(connection: Connection, names: Iterator[int]) -> None:
+        for turn, name in zip(turns, names, strict=False):
+            request = shape.request(turn, name)
             begin = time.perf_counter()
-            await connection.ask(bodies[turn % NUM_PROMPTS])
+            await connection.ask(request)
             latencies.append(time.perf_counter() - begin)
 
     async with connect(redis_url) as redis:
@@ -272,11 +274,18 @@ async def load(
         ports = [servers[n % len(servers)].port for n in range(concurrency)]
         connections = [await Connection.open(port) for port in ports]
         before = await used()
-        await asyncio.gather(*map(ask, connections))
+        await asyncio.gather(
+            *map(ask, connections, map(names, range(concurrency), repeat(concurrency)))
+        )
         after = await used()
         for connection in connections:
             connection.close()
     return Load(latencies, *(b - a for a, b in zip(before, after, strict=True)))
+
+
+def names(connection: int, connections: int) -> Iterator[int]:
+    """Those of one connection, over and over: of all together NUM_PROMPTS, or one of each."""
+    return cycle(range(connection, max(NUM_PROMPTS, connections), connections))
 
 
 Loads = dict[str, dict[int, list[Load]]]

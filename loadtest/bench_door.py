@@ -321,7 +321,7 @@ async def until_serving(port: int, shape: Shape) -> None:
         while True:
             connection = await Connection.open(port)
             try:
-                return await connection.ask(one.requests()[0])
+                return await connection.ask(one.request(0, 0))
             except click.ClickException:
                 await asyncio.sleep(0.2)
             finally:

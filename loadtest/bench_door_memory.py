@@ -26,7 +26,7 @@ from rich.console import Console
 from app.http.server import run
 from app.local.redis_server import LOOPBACK
 from app.options import POSITIVE
-from loadtest.bench_decision import Connection, Server, server, server_core
+from loadtest.bench_decision import NUM_PROMPTS, Connection, Server, server, server_core
 from loadtest.bench_door import (
     MODEL,
     PATH,
@@ -85,7 +85,7 @@ async def growth(door: Server, minutes: float, rate: float) -> dict[str, float]:
     """Bytes of the door's process after the first part of the load, and at its end."""
     rng = np.random.default_rng(4)
     numbers = count()
-    known = shapes()[0].requests()
+    known = shapes()[0]
     idle: list[Connection] = []
     begin = time.perf_counter()
     end_s = minutes * 60
@@ -94,7 +94,7 @@ async def growth(door: Server, minutes: float, rate: float) -> dict[str, float]:
         while idle and not idle[-1].is_open:
             idle.pop()
         connection = idle.pop() if idle else await Connection.open(door.port)
-        request = known[number % len(known)]
+        request = known.request(number, number % NUM_PROMPTS)
         if number % 3:
             prompt = rng.integers(10_000, 99_999, 130).tolist()
             request = request_of(prompt, number, stream=number % 3 == 1)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from itertools import islice
 
 import click
 import pytest
@@ -11,8 +12,10 @@ from app.local.redis_server import LOOPBACK, EmbeddedRedis
 from loadtest.bench_decision import (
     CONCURRENCY,
     CURVE,
+    NUM_PROMPTS,
     Connection,
     measure,
+    names,
     shapes,
     show,
 )
@@ -38,6 +41,13 @@ def test_replicas_are_measured_alongside_a_bare_endpoint(own_redis_server: Embed
     assert "bare endpoint, token ids" in console.export_text()
 
 
+@pytest.mark.parametrize("connections", [1, 8, 32, 128])
+def test_no_two_connections_share_a_name_and_reservations_stay_constant(connections: int) -> None:
+    of_each = [set(islice(names(n, connections), 200)) for n in range(connections)]
+    together = set[int]().union(*of_each)
+    assert sum(map(len, of_each)) == len(together) == max(NUM_PROMPTS, connections)
+
+
 def test_cpu_times_too_short_to_measure_are_not_compared() -> None:
     made = {"per_s": 9.0, "cpu_us": 0.0, "p50_ms": 1.0, "p99_ms": 1.0}
     console = Console(record=True, width=200)
@@ -55,7 +65,7 @@ async def test_a_decision_made_without_redis_is_an_error() -> None:
     async with await asyncio.start_server(answer, LOOPBACK, 0) as server:
         connection = await Connection.open(server.sockets[0].getsockname()[1])
         with pytest.raises(click.ClickException, match="without Redis"):
-            await connection.ask(shapes()[0].requests()[0])
+            await connection.ask(shapes()[0].request(0, 0))
         connection.close()
 
 
