@@ -24,8 +24,6 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.weights",
         "workers.engines.torch.engine",
         "workers.kv.copiers",
-        "workers.kv.copy_stream",
-        "workers.kv.layouts",
         "workers.kv.memory",
         "workers.kv.remote.layer_groups",
         "workers.kv.remote.receiver",

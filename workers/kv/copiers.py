@@ -155,43 +155,39 @@ class Rates:
 class PoolCopier:
     """Copies blocks from one pool in memory to another, with the copier that a trial found fastest.
 
-    num_layers: how many layers of each block one copy takes, for a copy stream; None: all.
     stream: its own CUDA stream, if either pool is on a CUDA device.
     """
 
-    def __init__(
-        self, source: MemoryPool, target: MemoryPool, num_layers: int | None = None
-    ) -> None:
+    def __init__(self, source: MemoryPool, target: MemoryPool) -> None:
         if source.shape != target.shape:
             raise ValueError(f"blocks of {source.shape} do not fit those of {target.shape}")
         self.source = source
         self.target = target
         self.stream = new_stream(source, target)
         with on_stream(self.stream):
-            self.rates = _try_copiers(source, target, num_layers or source.shape.num_layers)
+            self.rates = _try_copiers(source, target)
         self._packed, self._scattered = (
             next(n for n, rate in rates.items() if rate * CLEARLY_FASTER >= max(rates.values()))
             for rates in (self.rates.packed, self.rates.scattered)
         )
         log.info(
-            "copies from %s to %s, %d bytes of a block at once: %s (%.1f GB/s) into contiguous "
+            "copies from %s to %s, blocks of %d bytes: %s (%.1f GB/s) into contiguous "
             "slots, %s (%.1f GB/s) into scattered ones",
             _place(source),
             _place(target),
-            source.shape.layer_words * WORD_BYTES * (num_layers or source.shape.num_layers),
+            source.shape.block_bytes,
             self._packed,
             self.rates.packed[self._packed],
             self._scattered,
             self.rates.scattered[self._scattered],
         )
 
-    def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> None:
+    def begin(self, source_ids: Ids, target_ids: Ids) -> None:
         """Copy; on a CUDA device, only start the copy, on the current stream."""
         if not len(source_ids):
             return
         name = self._packed if _are_consecutive(target_ids) else self._scattered
-        source, target = self.source.words[:, layers], self.target.words[:, layers]
-        COPIERS[name](source, target, source_ids, target_ids)
+        COPIERS[name](self.source.words, self.target.words, source_ids, target_ids)
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """Copy whole blocks, and return when that is done. Raises ValueError.
@@ -209,7 +205,7 @@ class PoolCopier:
                 _synchronize(self.source, self.target)
 
 
-def _try_copiers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rates:
+def _try_copiers(source: MemoryPool, target: MemoryPool) -> Rates:
     """Time each copier in turn, copying as much as there is time for between pools like these."""
     shape = source.shape
     fewest, most = TRIAL_BLOCKS
@@ -221,7 +217,7 @@ def _try_copiers(source: MemoryPool, target: MemoryPool, num_layers: int) -> Rat
     )
     for pool in (froms, intos):
         pool.words.fill_(1)  # memory that was never written to is not allocated yet
-    words = (froms.words[:, :num_layers], intos.words[:, :num_layers])
+    words = froms.words, intos.words
     names = IN_HOST_MEMORY if words[0].is_cpu and words[1].is_cpu else copiers_with_device(*words)
     num_bytes = count * words[0][0].numel() * WORD_BYTES
     rng = np.random.default_rng(0)

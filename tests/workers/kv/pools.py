@@ -41,9 +41,6 @@ MAPS = {
 }
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
-
-
 def filled(pool: MemoryPool, seed: int = 0) -> MemoryPool:
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 100, pool.kv.shape, dtype=torch.uint8, generator=generator)

@@ -177,9 +177,7 @@ def test_the_fastest_copier_is_chosen_and_logged(caplog: pytest.LogCaptureFixtur
     assert tuple(copier.rates.packed) == IN_HOST_MEMORY
     assert copier.rates.scattered.keys() == {*IN_HOST_MEMORY} - {"selected"}
     (message,) = caplog.messages
-    assert message.startswith(
-        "copies from pageable memory to pageable memory, 384 bytes of a block"
-    )
+    assert message.startswith("copies from pageable memory to pageable memory, blocks of 384 bytes")
     chosen = [
         name
         for name, rate in copier.rates.scattered.items()
