@@ -1,0 +1,138 @@
+// Asks the replica: each answer says when it was made, and nothing is asked while nobody looks.
+import { useEffect, useState } from "./vendor/htm-preact-standalone.module.js";
+
+const KEY = "kvroute-key";
+const TIMEOUT_MS = 10_000;
+const SLOWEST_MS = 15_000;
+
+export const setKey = (key) => sessionStorage.setItem(KEY, key);
+
+// What the head of the page shows: of the last answer to any poll.
+export const health = { at: 0, error: "", stale: "", refused: false, paused: false, listeners: new Set() };
+
+function note(change) {
+  Object.assign(health, change);
+  for (const listener of health.listeners) listener();
+}
+
+export function useHealth(everyMs) {
+  const [, redraw] = useState(0);
+  useEffect(() => {
+    const listener = () => redraw((n) => n + 1);
+    health.listeners.add(listener);
+    const timer = setInterval(() => document.hidden || listener(), everyMs);
+    return () => {
+      health.listeners.delete(listener);
+      clearInterval(timer);
+    };
+  }, []);
+  return health;
+}
+
+export class Problem extends Error {
+  constructor(status, text) {
+    super(text);
+    this.status = status;
+  }
+}
+
+async function send(path, options, signal) {
+  const headers = { ...options.headers };
+  const key = sessionStorage.getItem(KEY);
+  if (key) headers.authorization = `Bearer ${key}`;
+  const timeout = new AbortController();
+  const abort = () => timeout.abort();
+  const timer = setTimeout(abort, TIMEOUT_MS);
+  signal?.addEventListener("abort", abort);
+  try {
+    // The page keeps the answer itself, so that a browser's cache never serves an old one.
+    const response = await fetch(`api/${path}`, { ...options, headers, signal: timeout.signal, cache: "no-store" });
+    if (response.ok || response.status === 304) return response;
+    throw new Problem(response.status, await reason(response));
+  } catch (error) {
+    if (error instanceof Problem) throw error;
+    throw new Problem(0, "no answer from the router");
+  } finally {
+    clearTimeout(timer);
+    signal?.removeEventListener("abort", abort);
+  }
+}
+
+async function reason(response) {
+  try {
+    const body = await response.json();
+    return String(body.error?.message ?? response.statusText);
+  } catch {
+    return `status ${response.status}`;
+  }
+}
+
+// One question with an answer, as JSON. body: null for a GET.
+export async function ask(path, body = null) {
+  const options =
+    body === null
+      ? {}
+      : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
+  return (await send(path, options)).json();
+}
+
+// {data, error} of `path`, asked for again and again; data stays while errors come.
+// merge(answer, data): what to keep, of which `next`, if any, is the path to ask for then.
+export function usePoll(path, everyMs = 1500, merge = (next) => next) {
+  const [state, setState] = useState({ path });
+  useEffect(() => poll(path, everyMs, merge, (change) => setState({ path, ...change })), [path, everyMs]);
+  return state.path === path ? state : { path };
+}
+
+// When the answer's data was current: now, unless the router had to repeat an old one.
+function made(response) {
+  const stale = response.headers.get("x-kvroute-stale") ?? "";
+  if (!stale) return { at: Date.now(), stale };
+  return { at: health.at || Number(response.headers.get("x-kvroute-at-ms")), stale };
+}
+
+function poll(path, everyMs, merge, tell) {
+  const stop = new AbortController();
+  let timer = 0;
+  let etag = "";
+  let failures = 0;
+  let asking = false;
+  let data;
+
+  async function look() {
+    clearTimeout(timer);
+    if (asking || stop.signal.aborted) return;
+    if (document.hidden) return note({ paused: true });
+    asking = true;
+    try {
+      const response = await send(data?.next ?? path, { headers: etag ? { "if-none-match": etag } : {} }, stop.signal);
+      etag = response.headers.get("etag") ?? "";
+      if (response.status !== 304) data = merge(await response.json(), data);
+      tell({ data, error: "" });
+      failures = 0;
+      note({ ...made(response), error: "", refused: false, paused: false });
+    } catch (error) {
+      if (stop.signal.aborted) return;
+      failures += 1;
+      tell({ data, error: error.message });
+      note({ error: error.message, refused: error.status === 401, paused: false });
+    } finally {
+      asking = false;
+    }
+    if (!stop.signal.aborted) timer = setTimeout(look, Math.min(everyMs * 2 ** Math.min(failures, 6), SLOWEST_MS));
+  }
+
+  document.addEventListener("visibilitychange", look);
+  addEventListener("kvroute-key", look);
+  look();
+  return () => {
+    stop.abort();
+    clearTimeout(timer);
+    document.removeEventListener("visibilitychange", look);
+    removeEventListener("kvroute-key", look);
+  };
+}
+
+// The rows of a {columns, rows} table as objects.
+export const objects = (table) =>
+  (table?.rows ?? []).map((row) => Object.fromEntries(table.columns.map((name, at) => [name, row[at]])));

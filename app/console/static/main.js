@@ -1,0 +1,100 @@
+// The frame: head, navigation by the part behind #, and one view below it.
+import { html, render, useEffect, useState } from "./vendor/htm-preact-standalone.module.js";
+import { setKey, useHealth } from "./api.js";
+import { number, seconds } from "./format.js";
+import { Decisions } from "./views/decisions.js";
+import { Events } from "./views/events.js";
+import { Explanation } from "./views/explanation.js";
+import { Overview } from "./views/overview.js";
+import { Prefix } from "./views/prefix.js";
+import { Reuse } from "./views/reuse.js";
+import { Waiting } from "./views/waiting.js";
+import { WhatIf } from "./views/whatif.js";
+import { Worker } from "./views/worker.js";
+import { Workers } from "./views/workers.js";
+
+const LATE_MS = 5_000;
+const PAGES = [
+  ["overview", "Overview", Overview],
+  ["reuse", "Reuse", Reuse],
+  ["workers", "Workers", Workers, Worker],
+  ["decisions", "Decisions", Decisions, Explanation],
+  ["prefix", "Prefix", Prefix],
+  ["waiting", "Waiting", Waiting],
+  ["whatif", "What if", WhatIf],
+  ["events", "Events", Events],
+];
+
+function useHash() {
+  const [hash, setHash] = useState(location.hash);
+  useEffect(() => {
+    const changed = () => setHash(location.hash);
+    addEventListener("hashchange", changed);
+    return () => removeEventListener("hashchange", changed);
+  }, []);
+  const [name, rest] = hash.replace(/^#\/?/, "").split(/\/(.*)/s);
+  return [PAGES.find(([id]) => id === name) ?? PAGES[0], rest && unescaped(rest)];
+}
+
+function unescaped(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+function Health() {
+  const { at, error, stale, paused } = useHealth(500);
+  const age = at ? Date.now() - at : 0;
+  const kind = error || stale ? "away" : age > LATE_MS ? "late" : "";
+  let text = at ? `${number(age / 1000, 1)} s old` : "loading";
+  const why = error || stale;
+  if (why) text = at ? `${why}; data ${seconds(Math.round(age / 1000))} old` : why;
+  if (paused) text = "paused";
+  return html`<p class=${`health ${kind}`} data-age-ms=${age}><i aria-hidden="true"></i><span>${text}</span></p>`;
+}
+
+function KeyForm() {
+  const [text, setText] = useState("");
+  const submit = (event) => {
+    event.preventDefault();
+    setKey(text.trim());
+    dispatchEvent(new Event("kvroute-key"));
+  };
+  return html`<section>
+    <h2>This router asks for a key</h2>
+    <p class="note">Any key that opens its API. It is kept by this tab alone, and forgotten when the tab closes.</p>
+    <form onSubmit=${submit}>
+      <label class="grow">Key<input type="password" autocomplete="off" required value=${text} onInput=${(e) => setText(e.target.value)} /></label>
+      <button class="main">Open</button>
+    </form>
+  </section>`;
+}
+
+const Refusal = () => useHealth(60_000).refused && html`<${KeyForm} />`;
+
+function Page() {
+  const [[current, title, View, Detail], rest] = useHash();
+  useEffect(() => {
+    document.title = `${rest || title} · kvroute`;
+    scrollTo(0, 0);
+    document.querySelector("[aria-current]").scrollIntoView({ block: "nearest", inline: "nearest" });
+  }, [title, rest]);
+  return html`
+    <a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.querySelector("main").focus())}>Skip to content</a>
+    <header>
+      <h1><img src="static/icon.svg" alt="" />kvroute</h1>
+      <nav aria-label="Pages">
+        ${PAGES.map(([id, name]) => html`<a key=${id} href=${`#/${id}`} aria-current=${id === current ? "page" : undefined}>${name}</a>`)}
+      </nav>
+      <${Health} />
+    </header>
+    <main id="main" tabindex="-1">
+      <${Refusal} />
+      ${rest && Detail ? html`<${Detail} key=${rest} id=${rest} />` : html`<${View} key=${current} />`}
+    </main>
+  `;
+}
+
+render(html`<${Page} />`, document.body);

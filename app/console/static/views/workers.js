@@ -1,0 +1,152 @@
+import { html, useMemo, useState } from "../vendor/htm-preact-standalone.module.js";
+import { objects, usePoll } from "../api.js";
+import { Bar, Stack } from "../bars.js";
+import { number, percent, seconds, short } from "../format.js";
+import { Heat } from "../heat.js";
+import { Table } from "../table.js";
+
+const LATE_EVENT_S = 10;
+const GONE_MS = 60_000;
+const MAX_GONE = 100;
+export const workerLink = (name) =>
+  html`<a class="id clip" title=${name} href=${`#/workers/${encodeURIComponent(name)}`}>${name}</a>`;
+
+export const TIERS = [
+  ["device", "c1"],
+  ["host", "c5"],
+  ["disk", "c7"],
+];
+
+function Blocks({ row, most }) {
+  const parts = TIERS.map(([name, tone]) => ({
+    name,
+    tone,
+    value: row[`${name}_blocks`],
+    text: short(row[`${name}_blocks`]),
+  }));
+  return html`<${Stack} parts=${parts} most=${most} label=${parts.map((p) => `${p.name} ${p.text}`).join(", ")} />`;
+}
+
+const held = (row) => row.device_blocks + row.host_blocks + row.disk_blocks;
+const most = (rows, of) => Math.max(0, ...rows.map((row) => of(row) ?? 0));
+
+function columns(rows) {
+  const queue = Math.max(
+    1,
+    most(rows, (row) => row.queue_s),
+  );
+  const value = most(rows, (row) => row.unique_value_s);
+  const blocks = most(rows, held);
+  const bar = (head, of, full, text, title) => ({
+    head,
+    title,
+    number: true,
+    sort: of,
+    cell: (row) => html`<${Bar} value=${of(row)} most=${full} text=${text(of(row))} />`,
+  });
+  const plain = (head, of, text, title) => ({ head, title, number: true, sort: of, cell: (row) => text(of(row)) });
+  return [
+    { head: "worker", sort: (row) => row.worker, cell: (row) => workerLink(row.worker) },
+    {
+      head: "state",
+      sort: (row) => row.state,
+      cell: (row) =>
+        html`<span class=${row.state === "live" ? "" : row.state === "gone" ? "bad" : "warn"}>${row.state}</span>`,
+    },
+    bar("queue", (row) => row.queue_s, queue, seconds, "Predicted seconds of prefill in line"),
+    bar(
+      "requests",
+      (row) => row.requests,
+      Math.max(
+        8,
+        most(rows, (row) => row.requests),
+      ),
+      number,
+      "Reserved on it",
+    ),
+    plain("decoding", (row) => row.decoding, number, "Past their first token"),
+    bar(
+      "KV in use",
+      (row) => row.kv_used,
+      1,
+      (v) => percent(v, 0),
+      "Blocks of running requests, of all on its device",
+    ),
+    {
+      head: "blocks held",
+      title: "By tier: device, host, disk",
+      number: true,
+      sort: held,
+      cell: (row) => html`<span class="pair">${short(held(row))}<${Blocks} row=${row} most=${blocks} /></span>`,
+    },
+    bar(
+      "worth",
+      (row) => row.unique_value_s,
+      value,
+      seconds,
+      "Seconds of recent prefills that would be done again without it",
+    ),
+    bar(
+      "GPU",
+      (row) => row.gpu_util,
+      1,
+      (v) => percent(v, 0),
+      "As the device reports",
+    ),
+    {
+      ...plain("last event", (row) => row.event_age_s, seconds, "Age of what it last published"),
+      cell: (row) =>
+        html`<span class=${row.event_age_s > LATE_EVENT_S ? "warn" : ""}>${seconds(row.event_age_s)}</span>`,
+    },
+    plain(
+      "hits foretold",
+      (row) => row.predicted_hit,
+      (v) => percent(v, 0),
+      "Share of prompt tokens in its cache, when it was chosen",
+    ),
+    plain(
+      "reported",
+      (row) => row.reported_hit,
+      (v) => percent(v, 0),
+      "The same, as the engine counted it afterwards",
+    ),
+  ];
+}
+
+// A worker that has gone keeps its row for a while, and the row says so.
+function withGone(answer, data) {
+  const rows = objects(answer);
+  const here = new Set(rows.map((row) => row.worker));
+  const gone = (data?.rows ?? [])
+    .filter((row) => !here.has(row.worker))
+    .map((row) => ({ ...row, state: "gone", gone_at: row.gone_at ?? Date.now() }))
+    .filter((row) => Date.now() - row.gone_at < GONE_MS);
+  return { rows: [...rows, ...gone.slice(-MAX_GONE)] };
+}
+
+export function Workers() {
+  const { data, error } = usePoll("workers", 1500, withGone);
+  const { data: history } = usePoll("history?window_s=3600", 5000);
+  const [text, setText] = useState("");
+  const all = data?.rows ?? [];
+  const rows = useMemo(
+    () => all.filter((row) => `${row.worker} ${row.model} ${row.state}`.includes(text)),
+    [all, text],
+  );
+  const heads = useMemo(() => columns(all), [all]);
+  if (!data) return html`<p class="empty">${error || "Loading…"}</p>`;
+  return html`
+    <section>
+      <div class="title"><h2>Seconds queued, by worker and time</h2></div>
+      <${Heat} at_s=${history?.heat?.at_s} workers=${history?.heat?.workers} />
+    </section>
+    <section>
+      <div class="title">
+        <h2>${number(all.filter((row) => !row.gone_at).length)} workers</h2>
+        <label class="note">find <input type="search" value=${text} placeholder="id, model, state" onInput=${(e) => setText(e.target.value)} /></label>
+      </div>
+      <${Table} label="Workers" columns=${heads} rows=${rows} initial="worker" id=${(row) => row.worker} empty="No worker is registered."
+        tone=${(row) => (row.state === "live" ? "" : "off")} />
+    </section>
+  `;
+}
