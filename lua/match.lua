@@ -8,16 +8,22 @@
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] dead     set     inc whose entries may still be present
 -- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
--- ARGV[1...]       str     four per chain: its sequence hashes, 16 hex digits each, beginning with
+-- ARGV[1] exact    int    how many changes, the last ones of a chain, are looked for to the block;
+--                          others only to `length / parts`, as many workers that all end elsewhere
+--                          would cost a lookup for each block
+-- ARGV[2] parts    int
+-- ARGV[3...]       str     four per chain: its sequence hashes, 16 hex digits each, beginning with
 --                          the first block of a group; how many of them make up a group; positions
 --                          that nonetheless belong to the group before them, space-separated;
 --                          positions to look at first, as owners may change there, space-separated.
 --                          Positions are counted from 1
--- Returns  {bucket_bits, dead, {end_1, owners_1, end_2, owners_2, ...}, ...}   the last for each
---                          chain: owners_k hold the positions after end_(k-1) up to end_k, counted
---                          from 1; nobody holds what follows
--- Cost     O(chains * runs * log blocks). Reads only.
+-- Returns  {bucket_bits, dead, {rough, end_1, owners_1, end_2, owners_2, ...}, ...}   the last for
+--                          each chain: owners_k hold the positions after end_(k-1) up to end_k,
+--                          counted from 1; nobody holds what follows. Of ends up to `rough`, those
+--                          who end there may hold up to `length / parts` more
+-- Cost     O(chains * (exact * log blocks + parts)). Reads only.
 local shard, dead, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
+local exact, parts = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include number
 -- @include bucket
 
@@ -68,35 +74,45 @@ local function between(from, to)
   return math.floor((from + to) / 2)
 end
 
--- Appends to `runs` where the owners change after position `from`, up to position `to`.
-local function split(runs, from, from_owners, to, to_owners)
-  if to - from == 1 then
-    runs[#runs + 1] = from
-    runs[#runs + 1] = from_owners
+-- The changes found so far, the last one first: where they are, and who holds what is before them.
+local ends, held, rough
+
+-- Finds where the owners change after position `from`, up to position `to`, the last ones first.
+local function split(from, from_owners, to, to_owners)
+  local width = to - from
+  if width == 1 or (#ends >= exact and width <= length / parts) then
+    if width > 1 then
+      rough = math.max(rough, from)
+    end
+    ends[#ends + 1], held[#held + 1] = from, from_owners
     return
   end
   local middle = between(from, to)
   local owners = owners_at(middle)
-  if owners ~= from_owners then
-    split(runs, from, from_owners, middle, owners)
-  end
   if owners and owners ~= to_owners then
-    split(runs, middle, owners, to, to_owners)
+    split(middle, owners, to, to_owners)
+  end
+  if owners ~= from_owners then
+    split(from, from_owners, middle, owners)
   end
 end
 
 local function runs_of_chain()
-  local runs = {}
+  ends, held, rough = {}, {}, 0
   local first = length > 0 and owners_at(1)
   if first then
     local last = owners_at(length)
-    if last ~= first then
-      split(runs, 1, first, length, last)
-    end
     if last then
-      runs[#runs + 1] = length
-      runs[#runs + 1] = last
+      ends[1], held[1] = length, last
     end
+    if last ~= first then
+      split(1, first, length, last)
+    end
+  end
+  local runs = {rough}
+  for i = #ends, 1, -1 do
+    runs[#runs + 1] = ends[i]
+    runs[#runs + 1] = held[i]
   end
   return runs
 end
@@ -110,7 +126,7 @@ local function numbers(text)
 end
 
 local answer = {bits, gone}
-for i = 1, #ARGV, 4 do
+for i = 3, #ARGV, 4 do
   chain, length, group_size = ARGV[i], #ARGV[i] / 16, tonumber(ARGV[i + 1])
   follows = {}
   for _, position in ipairs(numbers(ARGV[i + 2])) do

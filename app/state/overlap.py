@@ -1,4 +1,5 @@
-"""Overlap of prompts with every worker's published blocks: exact, in at most two round trips.
+"""Overlap of prompts with every worker's published blocks, in at most two round trips: exact, but
+for all but the longest ones where they end in many places.
 
 A script pays for every hash it is sent, used or not. Of a long chain it is therefore sent only the
 first block of each group, or of every k-th; then the few groups in which the owners change are read
@@ -43,6 +44,13 @@ CHAINS_PER_CALL = 16
 READ_GROUPS = 64
 """Groups that plain commands read at once, in a third of a millisecond."""
 
+EXACT_CHANGES = 24
+"""So many changes of owners, the last ones of a chain, are looked for to the block: all of eight
+workers with three tiers."""
+PARTS = 32
+"""The others, of which a fleet whose caches evict unequally has one a worker, only to this part of
+a chain: to the block at up to 63 blocks, to 4,096 of 131,072 tokens."""
+
 MAX_BOUNDARIES = 16_384
 """About 3 MB."""
 
@@ -68,6 +76,11 @@ class Gap(NamedTuple):
 
 class LowerBound(dict[Incarnation, TierOverlap]):
     """Overlaps that may fall short of the truth, as a round trip failed."""
+
+
+class Rough(dict[Incarnation, TierOverlap]):
+    """Overlaps of which only the longest are exact, as too many end elsewhere: the others may fall
+    short by one of PARTS of the chain."""
 
 
 class Boundaries:
@@ -124,7 +137,8 @@ async def match(
     boundaries: what was learnt from other chains; it also learns from these.
     Incarnations without overlap are absent; incarnations that are not live may be present. The
     result for a chain whose shard cannot be reached is None; if only the second round trip fails,
-    it is a LowerBound: what the first one proved.
+    it is a LowerBound: what the first one proved. Where owners change more than EXACT_CHANGES times
+    along a chain, it is Rough.
     """
     guesses = [boundaries.recall(chain) if boundaries else [] for chain in chains]
     samples = [_sample(len(chain), guess) for chain, guess in zip(chains, guesses, strict=True)]
@@ -133,6 +147,8 @@ async def match(
         call(
             "match",
             keyspace.of_shard(shard),
+            EXACT_CHANGES,
+            PARTS,
             *concatenated.from_iterable(_coarse(chains[i], samples[i], guesses[i]) for i in which),
             parse=list,
         )
@@ -143,13 +159,16 @@ async def match(
     found: dict[int, list[Run]] = {}
     reads: list[tuple[int, Gap, Call[list[bytes | None]]]] = []
     short: set[int] = set()
+    rough: set[int] = set()
     for (shard, which), reply in zip(groups, replies, strict=True):
         if isinstance(reply, RedisUnavailable):
             continue
         bucket_bits, dead, *runs_of_chains = reply
         place = keyspace.of_shard(shard)
-        for i, runs in zip(which, runs_of_chains, strict=True):
-            found[i] = _placed(runs, samples[i])
+        for i, (rough_to, *runs) in zip(which, runs_of_chains, strict=True):
+            found[i] = _placed(runs, samples[i], rough_to)
+            if rough_to:
+                rough.add(i)
             for gap in _gaps(found[i], samples[i]):
                 reads.append((i, gap, _read(place, bucket_bits, dead, chains[i], gap)))
     if reads:
@@ -160,11 +179,12 @@ async def match(
                 short.add(i)
     for i, runs in found.items():
         runs.sort()
-        if boundaries:
+        if boundaries and i not in rough:
             boundaries.learn(chains[i], runs)
     overlaps: list[Overlaps | None] = [None] * len(chains)
     for i, runs in found.items():
-        overlaps[i] = LowerBound(_overlaps(runs)) if i in short else _overlaps(runs)
+        kind = LowerBound if i in short else Rough if i in rough else dict
+        overlaps[i] = kind(_overlaps(runs))
     return overlaps, answers
 
 
@@ -271,11 +291,17 @@ def _living(dead: Sequence[bytes], owners: list[bytes | None]) -> list[bytes | N
     return [held and OWNER.sub(unless_dead, held) for held in owners]
 
 
-def _placed(runs: list[Any], positions: Sequence[int]) -> list[Run]:
-    """A script's runs over `positions` of a chain, as Runs of that chain."""
-    placed, start = [], 0
+def _placed(runs: list[Any], positions: Sequence[int], rough_to: int = 0) -> list[Run]:
+    """A script's runs over `positions` of a chain, as Runs of that chain.
+
+    Between two, where the owners change is still to be looked for, but not up to `rough_to`: there
+    who holds what follows holds all from the run before on.
+    """
+    placed: list[Run] = []
+    start = 0
     for end, owners in zip(runs[::2], runs[1::2], strict=True):
-        placed.append(Run(positions[start], positions[end - 1] + 1, owners))
+        first = placed[-1].end if 0 < start <= rough_to else positions[start]
+        placed.append(Run(first, positions[end - 1] + 1, owners))
         start = end
     return placed
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.core.chains import GROUP_BLOCKS, Overlaps, bucket_of, hex_text, shard_of
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
+from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
 from app.state import index, overlap, reservations
 from app.state.index import Change
 from app.state.overlap import WHOLE_CHAIN, Boundaries
@@ -23,9 +23,10 @@ def chain_of(rng: random.Random, length: int) -> list[SequenceHash]:
 async def runs(space: Namespace, *chains: list[SequenceHash], guesses: str = "") -> list[Any]:
     """The runs that lua/match.lua itself returns."""
     args = [arg for chain in chains for arg in (hex_text(chain), "16", "", guesses)]
-    one: Call[list[Any]] = call("match", space.shard, *args, parse=list)
+    one: Call[list[Any]] = call("match", space.shard, 24, 32, *args, parse=list)
     _, _, *found = await space.do(one)
-    return found
+    assert [rough for rough, *_ in found] == [0] * len(chains)
+    return [runs for _, *runs in found]
 
 
 class CountingTrips(ScriptRunner):
@@ -350,6 +351,36 @@ async def test_overlaps_equal_those_of_a_plain_walk(space: Namespace) -> None:
     assert await space.match(*prompts, boundaries=boundaries) == found
     for _ in range(10):
         assert await space.match(*prompts, boundaries=WrongBoundaries(rng)) == found
+
+
+@pytest.mark.parametrize("length", [64, 300, 512, 2000])
+async def test_where_many_end_elsewhere_the_last_are_exact_and_no_other_is_overstated(
+    space: Namespace, length: int
+) -> None:
+    rng = random.Random(length)
+    chain = chain_of(rng, length)
+    space.set_chain(chain)
+    held: dict[Incarnation, dict[SequenceHash, Tier]] = {}
+    for n in range(60):
+        inc = await space.worker(f"w{n}", bucket_bits=7)
+        held[inc] = random_holdings(rng, [chain])
+        await space.apply(inc, 1, list(held[inc].items()))
+    for boundaries in (None, Boundaries(), WrongBoundaries(rng)):
+        (found,), _ = await overlap.match(space.runner, space.keys, [chain], boundaries=boundaries)
+        assert isinstance(found, overlap.Rough)
+        truth = plain_walk(held, chain)
+        ends = {depth for one in truth.values() for depth in _depths(one)} - {length}
+        exact = sorted(ends)[1 - overlap.EXACT_CHANGES :]
+        part = -(-length // overlap.PARTS) + overlap.GROUP_BLOCKS * (length > WHOLE_CHAIN)
+        for inc, one in truth.items():
+            for got, due in zip(_depths(found.get(inc, NO_OVERLAP)), _depths(one), strict=True):
+                assert due - part <= got <= due
+                assert got == due or due not in exact
+
+
+def _depths(held: TierOverlap) -> tuple[int, int, int]:
+    """Leading blocks on the device; there or in host memory; in all."""
+    return held.device, held.device + held.host, held.total
 
 
 class WrongBoundaries(Boundaries):
