@@ -22,6 +22,7 @@ from app.core.planner_settings import PlannerSettings
 from app.core.settings import COMMON, LOG_LEVELS, base_url
 from app.environment import unknown_variables
 from app.options import CLUSTER, PORT, Command, Group, Option, cluster_size, options, pick
+from app.output import ErrHandler
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 POLL_S = 0.5
@@ -30,7 +31,7 @@ REDIS_TIMEOUT_S = 5.0
 
 def _start_log(level: str) -> None:
     """Log from now on, and first of variables that somebody may have misspelt."""
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
+    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, handlers=[ErrHandler()])
     for name, problem in list(unknown_variables(os.environ)):
         logging.getLogger("kvroute").warning(problem)
         del os.environ[name]  # said once is enough, also by processes that are started from here

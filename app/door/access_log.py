@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import orjson
 from app.core.errors import cut
 from app.core.rate_limit import RateLimits
 from app.door.record import STAGES, RequestRecord, Stage
+from app.output import OUT
 
 log = logging.getLogger(__name__)
 
@@ -167,8 +167,7 @@ class AccessLog:
             left_out = self._lines.allows(record.outcome, now_s)
         if self._on and left_out is not None:
             more = {LEFT_OUT: left_out} if left_out else {}
-            sys.stdout.write(orjson.dumps(self._line(record) | more).decode() + "\n")
-            sys.stdout.flush()
+            OUT.write(orjson.dumps(self._line(record) | more).decode())
 
     def _line(self, record: RequestRecord) -> dict[str, object]:
         """Never the prompt."""

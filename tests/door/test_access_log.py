@@ -19,6 +19,7 @@ from app.door.access_log import FIELDS, OF_THE_LINE, AccessLog
 from app.door.record import RequestRecord
 from app.edge.errors import ERRORS, reason_of
 from app.local.redis_server import EmbeddedRedis
+from app.output import OUT
 from tests.door.conftest import completing, replica, until_serving
 from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
@@ -44,6 +45,7 @@ async def complete(request: web.Request) -> web.StreamResponse:
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     """Those of the log since the last call."""
+    OUT.flush()
     return [orjson.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 

@@ -1,0 +1,85 @@
+"""Lines of text written from a thread of its own: a pipe that nobody reads stops no event loop."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from queue import Empty, Full, Queue
+from threading import Lock, Thread
+from typing import Literal
+
+MAX_LINES = 10_000
+"""That wait to be written. More are lost; how many is told once the stream takes lines again."""
+LINES_AT_ONCE = 256
+FLUSH_S = 1.0
+"""How long the end of the process waits for what is not written."""
+
+
+class Output:
+    """Writes to a standard stream of the process; each is looked up anew, as tests replace it."""
+
+    def __init__(self, stream: Literal["stdout", "stderr"]) -> None:
+        self._stream = stream
+        self._lines: Queue[str] = Queue(MAX_LINES)
+        self._num_lost = 0
+        self._starting = Lock()
+        self._thread: Thread | None = None
+
+    def write(self, line: str) -> None:
+        """line: without its end."""
+        if self._thread is None:
+            self._start()
+        try:
+            self._lines.put_nowait(line)
+        except Full:
+            self._num_lost += 1
+
+    def flush(self, timeout_s: float = FLUSH_S) -> None:
+        """Wait until all is written, or for as long as that."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, timeout_s)
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name=self._stream, daemon=True)
+                self._thread.start()
+                atexit.register(self.flush)
+
+    def _run(self) -> None:
+        while True:
+            lines = [self._lines.get()]
+            try:
+                while len(lines) < LINES_AT_ONCE:
+                    lines.append(self._lines.get_nowait())
+            except Empty:
+                pass
+            self._print(lines)
+            for _ in lines:
+                self._lines.task_done()
+
+    def _print(self, lines: list[str]) -> None:
+        stream = getattr(sys, self._stream)
+        try:
+            stream.write("\n".join(lines) + "\n")
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more, or it is closed
+            return
+        if self._num_lost:
+            lost, self._num_lost = self._num_lost, 0
+            log.warning("%d lines of %s were lost: it took none for too long", lost, self._stream)
+
+
+log = logging.getLogger(__name__)
+OUT, ERR = Output("stdout"), Output("stderr")
+
+
+class ErrHandler(logging.Handler):
+    """Writes the log of the process to standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            ERR.write(self.format(record))
+        except Exception:
+            self.handleError(record)

@@ -1,0 +1,59 @@
+"""Lines that are written from a thread of their own."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from app import output
+from app.output import ErrHandler, Output
+
+BLOCKED = """
+import sys
+from app import output
+for number in range(30_000):
+    output.OUT.write(f"{number:060}")
+print("goes on", file=sys.stderr, flush=True)
+sys.stdin.readline()
+output.OUT.flush(30)
+output.OUT.write("after")
+output.OUT.flush(30)
+"""
+
+
+def test_a_pipe_that_nobody_reads_stops_nothing_and_what_it_missed_is_told() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr
+        assert process.stdout
+        assert process.stderr.readline() == "goes on\n"
+        out, err = process.communicate("\n", timeout=30)
+    numbers = [int(line) for line in out.splitlines()[:-1]]
+    assert numbers == list(range(len(numbers)))
+    lost = 30_000 - len(numbers)
+    assert lost > 0
+    assert out.splitlines()[-1] == "after"
+    assert f"{lost} lines of stdout were lost" in err
+
+
+def test_lines_are_written_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Output("stdout")
+    for number in range(1000):
+        out.write(str(number))
+    out.flush()
+    assert capsys.readouterr().out.splitlines() == [str(number) for number in range(1000)]
+
+
+def test_the_log_of_a_process_goes_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = ErrHandler()
+    handler.handle(logging.makeLogRecord({"msg": "seen %s", "args": ("here",)}))
+    output.ERR.flush()
+    assert capsys.readouterr().err == "seen here\n"
