@@ -23,6 +23,8 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.sequence",
         "workers.engines.torch.weights",
         "workers.engines.torch.engine",
+        "workers.engines.torch.exchange",
+        "workers.engines.torch.prefills",
         "workers.kv.copiers",
         "workers.kv.memory",
         "workers.kv.remote.layer_groups",

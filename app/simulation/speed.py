@@ -104,6 +104,8 @@ class SpeedLearner:
         self._prefill = LeastSquares(
             [defaults.prefill_s_per_token, defaults.prefill_s_per_token2], [1e3, 1e7]
         )
+        self._transfer = LeastSquares([defaults.transfer_s_per_token], [1e3])
+        self._has_transfers = False
         self._rows: list[tuple[float, ...]] = []
         self._load_s = dict.fromkeys(Tier, 0.0)
         self._loaded_tokens = dict.fromkeys(Tier, 0.0)
@@ -128,6 +130,11 @@ class SpeedLearner:
         self._load_s[tier] = FORGET * self._load_s[tier] + seconds
         self._loaded_tokens[tier] = FORGET * self._loaded_tokens[tier] + num_tokens
 
+    def observe_transfer(self, num_tokens: int, seconds: float) -> None:
+        """Learn from this many tokens' KV, which came from another worker in one piece."""
+        self._transfer.add(np.array([[float(num_tokens)]]), np.array([seconds]))
+        self._has_transfers = True
+
     def discount_loads(self, tier: Tier) -> None:
         """Make past loads from a tier count next to nothing compared with those to come."""
         self._load_s[tier] *= DISCOUNT
@@ -137,8 +144,12 @@ class SpeedLearner:
         """The learned values, and the defaults where there is nothing to learn from."""
         self._fold()
         decode, prefill = self._decode.weights(), self._prefill.weights()
+        learned = self._defaults
+        if self._has_transfers:
+            first_s, s_per_token = map(float, self._transfer.weights())
+            learned = replace(learned, transfer_s=first_s, transfer_s_per_token=s_per_token)
         return replace(
-            self._defaults,
+            learned,
             prefill_s_per_token=float(prefill[1] + prefill[0] / self._batch_tokens),
             prefill_s_per_token2=float(prefill[2]),
             decode_s_per_seq=float(decode[1]),

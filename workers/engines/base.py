@@ -12,6 +12,7 @@ from app.core.worker_report import ForwardPassMetrics, Speed
 from app.simulation.steps import Finished, Step
 from workers.engines.sampling_options import Sampling
 from workers.kv.cache import EventSink
+from workers.kv.remote.frames import Source
 
 
 class QueueFullError(Exception):
@@ -25,7 +26,10 @@ class EngineStoppedError(Exception):
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
     """prompt: token ids, little-endian u32, at least one. ignore_eos: go on to `max_tokens`. salt:
-    prompts with other ones share no cache with this one."""
+    prompts with other ones share no cache with this one. source: keeps KV that need not be computed
+    here. keep_s: once the request is complete, the KV of its prompt is kept for so long, or until
+    another worker has it.
+    """
 
     request_id: str
     prompt: bytes
@@ -33,6 +37,8 @@ class CompletionRequest:
     sampling: Sampling = field(default_factory=Sampling)
     ignore_eos: bool = False
     salt: str = ""
+    source: Source | None = None
+    keep_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ class Output:
 class Generation:
     """The output of one request as it is produced: iterate once, then `cancel` in every case.
 
+    kept: where the prompt's KV is kept, once it is complete, if it was to be.
+
     tokens: returns the output tokens from one index to another, out of those produced. Output that
     is not taken yet is only a number, so a slow reader costs no memory and gets larger outputs.
     """
@@ -58,6 +66,7 @@ class Generation:
         cancel: Callable[[Generation], None],
     ) -> None:
         self.request_id = request_id
+        self.kept: Source | None = None
         self._tokens = tokens
         self._stream_interval = stream_interval
         self._cancel = cancel

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass
 
 Alter = Callable[[int, bytes], bytes]
 """(bytes that came before, bytes of the source) -> what the target gets; b"": the link is cut."""
@@ -28,30 +29,61 @@ def cut(at: int) -> Alter:
     return lambda before, data: data[: max(0, at - before)]
 
 
+@dataclass(frozen=True)
+class Held:
+    """From byte `at` on, nothing arrives before `may_go` is set."""
+
+    at: int
+    may_go: asyncio.Event
+
+
 @asynccontextmanager
-async def bad_link(port: int, alter: Alter) -> AsyncIterator[int]:
+async def bad_link(port: int, alter: Alter | Held) -> AsyncIterator[int]:
     """The port of a link to `port` of this host."""
 
+    carrying: set[asyncio.Task[None]] = set()
+
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        carrying.add(task)
         source_reader, source_writer = await asyncio.open_connection("127.0.0.1", port)
-        asked = asyncio.ensure_future(_carry(reader, source_writer, lambda _, data: data))
-        await _carry(source_reader, writer, alter)
-        asked.cancel()
-        for each in (writer, source_writer):
-            each.close()
+        # asyncio would call the end of the link an error.
+        with suppress(asyncio.CancelledError), closing(writer), closing(source_writer):
+            asked = asyncio.ensure_future(_carry(reader, source_writer, _as_it_is))
+            try:
+                await _carry(source_reader, writer, alter)
+            finally:
+                asked.cancel()
 
     server = await asyncio.start_server(carry, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
+    for task in carrying:
+        task.cancel()
+    await asyncio.gather(*carrying, return_exceptions=True)
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, alter: Alter) -> None:
+async def _carry(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, alter: Alter | Held
+) -> None:
     before = 0
     with suppress(OSError):
         while data := await reader.read(1 << 16):
-            altered = alter(before, data)
+            if isinstance(alter, Held):
+                passed = max(0, alter.at - before)
+                writer.write(data[:passed])
+                if len(data) > passed:
+                    await alter.may_go.wait()
+                altered = data[passed:]
+            else:
+                altered = alter(before, data)
+                if not altered:
+                    return
             writer.write(altered)
             await writer.drain()
-            if not altered:
-                return
             before += len(data)
+
+
+def _as_it_is(_: int, data: bytes) -> bytes:
+    return data

@@ -39,6 +39,14 @@ class AdaptiveAdmission:
         self._learner.observe_load(tier, num_blocks * self._block_size, seconds)
         self._loaded_at[tier] = time.monotonic()
 
+    def observe_transfer(self, num_tokens: int, seconds: float) -> None:
+        """Learn from KV that another worker handed on."""
+        self._learner.observe_transfer(num_tokens, seconds)
+
+    def compute_s(self, num_tokens: int) -> float:
+        """How long a chunk of so many tokens takes; 0 until one was computed."""
+        return num_tokens * self._prefill_s / max(1.0, self._prefill_tokens)
+
     def speed(self) -> Speed:
         """What was learnt."""
         return self._learner.speed()

@@ -34,12 +34,15 @@ from workers.engines.base import (
     Watcher,
 )
 from workers.engines.torch.admission import AdaptiveAdmission
+from workers.engines.torch.exchange import Exchange, Link
 from workers.engines.torch.llama import Llama
+from workers.engines.torch.prefills import Prefills
 from workers.engines.torch.sampling import sample
 from workers.engines.torch.sequence import Chunk, TokenSequence, step_of
 from workers.kv.cache import BlockCache, EventSink
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
+from workers.kv.remote.frames import TransferError
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
 
@@ -69,6 +72,7 @@ class TorchEngine:
         spare: Mapping[Tier, int],
         max_num_seqs: int = 64,
         max_waiting: int = 1024,
+        link: Link | None = None,
     ) -> None:
         self.running = False
         self.watcher: Watcher | None = None
@@ -83,10 +87,17 @@ class TorchEngine:
         self._cache = BlockCache(
             manager, carry_out, publisher, spare=spare, on_load=self._admission.observe_load
         )
+        self._exchange = None if link is None else Exchange(pool, self._cache, link)
         self._hit_rate = HitRate()
         self._sequences: dict[str, TokenSequence] = {}
         self._waiting: deque[TokenSequence] = deque()
-        self._prefilling: deque[TokenSequence] = deque()
+        self._prefills = Prefills(
+            self._cache,
+            self._admission,
+            self._exchange,
+            chunk_tokens=chunk_tokens,
+            on_arrival=self._arrived,
+        )
         self._decoding: list[TokenSequence] = []
         self._in_step: set[TokenSequence] = set()
         self._may_admit = asyncio.Event()
@@ -111,6 +122,8 @@ class TorchEngine:
                         working.create_task(self._step_forever()),
                         working.create_task(self._revise_admission_forever()),
                     ]
+                    if self._exchange is not None:
+                        working_on.append(working.create_task(self._exchange.run()))
                     await asyncio.sleep(0)  # lets all of these start, the cache first
                     self.running = True
                     await self._stopping.wait()
@@ -159,7 +172,7 @@ class TorchEngine:
         device = self._manager.tiers[Tier.DEVICE]
         used = device.num_slots - device.num_free - device.num_idle - device.num_leaving
         return ForwardPassMetrics(
-            request_active_slots=len(self._prefilling) + len(self._decoding),
+            request_active_slots=len(self._prefills) + len(self._decoding),
             request_total_slots=self._max_num_seqs,
             kv_active_blocks=used,
             kv_total_blocks=device.num_slots,
@@ -187,7 +200,7 @@ class TorchEngine:
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping contradicts itself."""
         self._manager.check()
-        running = [*self._prefilling, *self._decoding]
+        running = [*self._prefills, *self._decoding]
         assert all(sequence.table is not None for sequence in running)
         live = [s for s in running if not s.cancelled]
         assert {*live, *self._waiting} == set(self._sequences.values())
@@ -202,7 +215,7 @@ class TorchEngine:
     async def _admit_forever(self) -> None:
         """Admit one by one, in order of arrival, so that a large one is not overtaken for ever."""
         while True:
-            num_running = len(self._prefilling) + len(self._decoding)
+            num_running = len(self._prefills) + len(self._decoding)
             if not self._waiting or num_running >= self._max_num_seqs:
                 self._may_admit.clear()
                 await self._may_admit.wait()
@@ -255,13 +268,18 @@ class TorchEngine:
         sequence.block_ids = table.block_ids
         sequence.cached = tuple(table.tiers)
         sequence.prefilled = table.num_matched * self.block_size
-        self._prefilling.append(sequence)
+        self._prefills.add(sequence)
         self._may_step.set()
+
+    def _arrived(self, sequence: TokenSequence) -> None:
+        self._may_step.set()
+        if sequence.cancelled and sequence.table is not None:
+            self._leave_if_unused(sequence)
 
     async def _step_forever(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            chunk = self._next_chunk()
+            chunk = self._prefills.next_chunk()
             decoding = list(self._decoding)
             if chunk is None and not decoding:
                 self._may_step.clear()
@@ -269,8 +287,10 @@ class TorchEngine:
                 continue
             self._in_step = {*decoding, *([chunk.sequence] if chunk else [])}
             started = time.perf_counter()
-            tokens = await loop.run_in_executor(self._thread, self._compute, chunk, decoding)
-            duration_s = time.perf_counter() - started
+            tokens, chunk, waited_s = await loop.run_in_executor(
+                self._thread, self._compute, chunk, decoding
+            )
+            duration_s = time.perf_counter() - started - waited_s
             finished = self._apply(chunk, decoding, tokens)
             step = step_of(chunk, decoding, duration_s, finished)
             self._admission.observe(step)
@@ -283,23 +303,13 @@ class TorchEngine:
             await asyncio.sleep(ADMISSION_INTERVAL_S)
             self._manager.admission = self._admission.revised(self._manager.admission)
 
-    def _next_chunk(self) -> Chunk | None:
-        if not self._prefilling:
-            return None
-        sequence = self._prefilling[0]
-        assert sequence.table is not None
-        # Earlier requests may have computed the same blocks since it was admitted.
-        shared = self._cache.share(sequence.table, sequence.reusable(self._chunk_tokens))
-        if shared:
-            sequence.block_ids = sequence.table.block_ids
-            sequence.cached += (Tier.DEVICE,) * shared
-            sequence.prefilled += shared * self.block_size
-        start = sequence.prefilled
-        return Chunk(sequence, start, min(start + self._chunk_tokens, sequence.num_prompt))
-
-    def _compute(self, chunk: Chunk | None, decoding: Sequence[TokenSequence]) -> list[int]:
-        """Runs in a thread. The next token of each decoding request, then that after the prompt."""
+    def _compute(
+        self, chunk: Chunk | None, decoding: Sequence[TokenSequence]
+    ) -> tuple[list[int], Chunk | None, float]:
+        """Runs in a thread. The next token of each decoding request, then that after the prompt;
+        the chunk, unless blocks before it do not arrive; seconds of waiting for these."""
         tokens = []
+        computed, waited_s = chunk, 0.0
         if decoding:
             logits = self._model.decode(
                 self._pool.kv,
@@ -309,19 +319,28 @@ class TorchEngine:
             )
             tokens = sample(logits, [sequence.sampler for sequence in decoding])
         if chunk is not None:
-            sequence = chunk.sequence
-            logits = self._model.prefill(
-                self._pool.kv,
-                sequence.tokens[chunk.start : chunk.stop],
-                chunk.start,
-                sequence.block_ids,
-            )
-            if chunk.is_last:
-                tokens += sample(logits[None], [sequence.sampler])
+            try:
+                tokens += self._prefill(chunk)
+            except TransferError:
+                computed = None
+            if chunk.arrival is not None:
+                waited_s = chunk.arrival.waited_s
         if self._pool.words.is_cuda:
             # Later work may read what was written, and the caller measures how long the step took.
             torch.cuda.current_stream(self._pool.device).synchronize()
-        return tokens
+        return tokens, computed, waited_s
+
+    def _prefill(self, chunk: Chunk) -> list[int]:
+        """The token after the prompt, if the chunk is its last. Raises TransferError."""
+        sequence = chunk.sequence
+        logits = self._model.prefill(
+            self._pool.kv,
+            sequence.tokens[chunk.start : chunk.stop],
+            chunk.start,
+            sequence.block_ids,
+            *(() if chunk.arrival is None else (chunk.arrival.wait_layer,)),
+        )
+        return sample(logits[None], [sequence.sampler]) if chunk.is_last else []
 
     def _apply(
         self, chunk: Chunk | None, decoding: Sequence[TokenSequence], tokens: Sequence[int]
@@ -331,11 +350,10 @@ class TorchEngine:
         emitting = list(decoding)
         if chunk is not None:
             sequence = chunk.sequence
-            sequence.prefilled = chunk.stop
-            self._register(sequence)
+            self._prefills.computed(chunk)
             if chunk.is_last:
-                self._hit_rate.add(len(sequence.cached) * self.block_size, sequence.num_prompt)
-                self._prefilling.popleft()
+                self._hit_rate.add(sequence.num_cached * self.block_size, sequence.num_prompt)
+                self._prefills.remove(sequence)
                 self._decoding.append(sequence)
                 emitting.append(sequence)
         finished = []
@@ -347,26 +365,21 @@ class TorchEngine:
             ended = sequence.finished(self._model.config.eos_token_ids)
             if ended is not None:
                 finished.append(ended)
+                self._keep(sequence)
                 sequence.generation.end(ended)
                 self._forget(sequence)
                 self._leave(sequence)
         for sequence in in_step:
             if sequence.cancelled:
-                self._leave(sequence)
+                self._leave_if_unused(sequence)
         return finished
 
-    def _register(self, sequence: TokenSequence) -> None:
-        """Offer the whole chunks that are computed for reuse.
-
-        Blocks of a chunk that the prompt's end cut short are not offered: a forward pass of another
-        length may give them other bits, and a request that computes the whole chunk would get them
-        in place of its own.
-        """
-        table = sequence.table
-        assert table is not None
-        whole = sequence.prefilled - sequence.prefilled % self._chunk_tokens
-        self._cache.register(table, sequence.blocks[len(table.chain) : whole // self.block_size])
-        sequence.block_ids = table.block_ids
+    def _keep(self, sequence: TokenSequence) -> None:
+        """Keep the prompt's blocks for another worker, if that was asked for."""
+        assert sequence.table is not None
+        chain = sequence.table.chain
+        if self._exchange is not None and sequence.request.keep_s and chain:
+            sequence.generation.kept = self._exchange.keep(chain, sequence.request.keep_s)
 
     def _cancel(self, sequence: TokenSequence) -> None:
         if self._sequences.get(sequence.request.request_id) is not sequence:
@@ -378,8 +391,8 @@ class TorchEngine:
         if sequence.table is None:
             self._waiting.remove(sequence)
             self._may_admit.set()
-        elif sequence not in self._in_step:
-            self._leave(sequence)
+        else:
+            self._leave_if_unused(sequence)
 
     def _forget(self, sequence: TokenSequence) -> None:
         del self._sequences[sequence.request.request_id]
@@ -388,13 +401,21 @@ class TorchEngine:
         if self.watcher is not None:
             self.watcher.left(sequence.request.request_id)
 
+    def _leave_if_unused(self, sequence: TokenSequence) -> None:
+        """A cancelled request leaves once nothing is computed or received in its slots."""
+        arrival = sequence.arrival
+        if arrival is not None:
+            arrival.limit(0)
+        if sequence not in self._in_step and (arrival is None or arrival.is_settled):
+            self._leave(sequence)
+
     def _leave(self, sequence: TokenSequence) -> None:
         """Free the request's blocks for others."""
         assert sequence.table is not None
         if sequence in self._decoding:
             self._decoding.remove(sequence)
         else:
-            self._prefilling.remove(sequence)
+            self._prefills.remove(sequence)
         self._cache.release(sequence.table)
         sequence.table = None
         self._may_admit.set()

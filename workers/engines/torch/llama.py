@@ -143,7 +143,12 @@ class Llama:
 
     @torch.inference_mode()
     def prefill(
-        self, kv: Tensor, tokens: Sequence[int], start: int, block_ids: Sequence[int]
+        self,
+        kv: Tensor,
+        tokens: Sequence[int],
+        start: int,
+        block_ids: Sequence[int],
+        before_layer: Callable[[int], None] = lambda _: None,
     ) -> Tensor:
         """Compute one chunk of one sequence; returns float32 logits of its last token.
 
@@ -151,6 +156,7 @@ class Llama:
         of positions before `start`, and receives that of the chunk. Keys are stored after RoPE.
         start: position of tokens[0].
         block_ids: block_ids[i] has positions i * block_size on; surplus ones are not used.
+        before_layer: called with each layer's number before its KV is read.
         Returns (vocab_size,).
         """
         c = self.config
@@ -178,7 +184,7 @@ class Llama:
 
         blocks = own_blocks[positions // block_size]
         hidden = self._forward(
-            kv, self._index(tokens), positions, blocks, positions % block_size, attend
+            kv, self._index(tokens), positions, blocks, positions % block_size, attend, before_layer
         )
         return self._logits(hidden[-1])
 
@@ -237,6 +243,7 @@ class Llama:
         blocks: Tensor,
         offsets: Tensor,
         attend: Attend,
+        before_layer: Callable[[int], None] = lambda _: None,
     ) -> Tensor:
         """Run all layers over the tokens; their KV is written at those offsets of those blocks.
 
@@ -247,7 +254,8 @@ class Llama:
         num_heads, kv_heads, head_size = c.num_heads, c.num_kv_heads, c.head_size
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         x = F.embedding(tokens, self._embedding)
-        for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
+        for n, (layer, layer_kv) in enumerate(zip(self._layers, kv.unbind(1), strict=True)):
+            before_layer(n)
             qkv = F.linear(self._normed(x, layer.attention_norm), layer.qkv)
             qk, v = torch.split(
                 qkv.view(len(x), -1, head_size), [num_heads + kv_heads, kv_heads], 1

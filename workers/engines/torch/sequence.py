@@ -16,6 +16,7 @@ from app.simulation.steps import Finished, PromptTooLargeError, Step
 from workers.engines.base import CompletionRequest, Generation
 from workers.engines.torch.llama_config import LlamaConfig
 from workers.engines.torch.sampling import Sampler
+from workers.kv.remote.receiver import Arrival
 from workers.kv.tables import BlockTable
 
 
@@ -41,6 +42,10 @@ class TokenSequence:
     prefilled: int = 0
     cached: tuple[Tier, ...] = ()
     """In which tiers the leading blocks were that it did not compute."""
+    arrival: Arrival | None = None
+    """While blocks that it lacks are fetched from another worker."""
+    num_fetched: int = 0
+    """Blocks that it has from there."""
     cancelled: bool = False
 
     @classmethod
@@ -82,6 +87,11 @@ class TokenSequence:
         return self.tokens[self.num_prompt + start : self.num_prompt + stop]
 
     @property
+    def num_cached(self) -> int:
+        """Blocks of the prompt that were not computed."""
+        return len(self.cached) + self.num_fetched
+
+    @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
@@ -98,7 +108,7 @@ class TokenSequence:
         return Finished(
             self.request.request_id,
             self.num_prompt,
-            len(self.cached) * self.block_size,
+            self.num_cached * self.block_size,
             self.num_generated,
             host_tokens=self.cached.count(Tier.HOST) * self.block_size,
             disk_tokens=self.cached.count(Tier.DISK) * self.block_size,
@@ -107,15 +117,19 @@ class TokenSequence:
 
 
 class Chunk(NamedTuple):
-    """The prompt tokens of a step, from `start` to `stop`."""
+    """The prompt tokens of a step, from `start` to `stop`.
+
+    arrival: of blocks before it, which are used as they come.
+    """
 
     sequence: TokenSequence
     start: int
     stop: int
+    arrival: Arrival | None = None
 
     @property
     def is_first(self) -> bool:
-        return self.start == len(self.sequence.cached) * self.sequence.block_size
+        return self.start == self.sequence.num_cached * self.sequence.block_size
 
     @property
     def is_last(self) -> bool:

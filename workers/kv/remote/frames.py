@@ -37,6 +37,16 @@ class TransferError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Where the KV of a prompt's first `num_tokens` is kept, and under which id."""
+
+    host: str
+    port: int
+    transfer_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """Blocks that were handed on under an id. kind: what has to be equal on both sides, by name."""
 

@@ -7,9 +7,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from workers.kv.memory import Ids
 from workers.kv.remote.frames import (
     ACKNOWLEDGED,
     STALL_S,
+    Source,
     TransferError,
     Wanted,
     read_offered,
@@ -32,50 +32,59 @@ log = logging.getLogger(__name__)
 CONNECT_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where blocks are, and the id under which they are kept there."""
-
-    host: str
-    port: int
-    transfer_id: str
-
-
 class Arrival:
     """Blocks that arrive in slots of this worker, all of a layer before the next layer.
 
-    num_good: leading blocks whose layers were right so far, or 0 once some do not come. first_s:
-    until the first group was there. Written by the event loop, and read by any thread.
+    num_good: leading blocks whose layers were right so far, or 0 once some do not come. seconds:
+    until the last group that came. on_change: called on the event loop after each group, and at the
+    end. Written by the event loop, and read by any thread.
     """
 
-    def __init__(self, num_blocks: int, groups: LayerGroups) -> None:
-        self.num_good = num_blocks
+    def __init__(
+        self, num_blocks: int, groups: LayerGroups, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        self.num_blocks = self.num_good = num_blocks
         self.num_arrived = 0
         """Groups of layers."""
         self.ended = False
-        self.first_s = self.seconds = 0.0
+        self.seconds = 0.0
+        self.waited_s = 0.0
+        """How long `wait_layer` took, all in all."""
         self._groups = groups
+        self._on_change = on_change
         self._changed = threading.Condition()
         self._began_s = time.monotonic()
 
     @property
+    def is_settled(self) -> bool:
+        """Is nothing more written to the slots?"""
+        return self.ended or self.num_arrived == self._groups.num_groups
+
+    @property
     def remaining_s(self) -> float:
-        """How long the rest takes, if it comes as fast as what has come; 0 once it has ended."""
-        if self.ended:
+        """How long the rest takes, if it comes as fast as what has come; 0 once it is settled.
+
+        Infinite while that is not known, and if blocks were lost.
+        """
+        if self.is_settled:
             return 0.0
-        if not self.num_arrived:
+        if not self.num_arrived or self.num_good < self.num_blocks:
             return float("inf")
         left = self._groups.num_groups - self.num_arrived
         return left * (time.monotonic() - self._began_s) / self.num_arrived
 
-    def wait_layer(self, layer: int, num_blocks: int) -> None:
-        """Wait until so many leading blocks' layer is there. Raises TransferError if it is not
-        to come: then what was computed from the blocks must be computed again."""
+    def wait_layer(self, layer: int) -> None:
+        """Wait until all blocks' layer is there. Raises TransferError if it does not come: then
+        what was computed from the blocks must be computed again, once this is settled."""
         group = layer // self._groups.layers_per_group
+        began_s = time.monotonic()
         with self._changed:
             there = self._changed.wait_for(lambda: self.ended or self.num_arrived > group, STALL_S)
-            if not there or self.num_good < num_blocks:
-                raise TransferError(f"{self.num_good} of {num_blocks} blocks came whole")
+            self.waited_s += time.monotonic() - began_s
+            if not there:
+                self.num_good = 0
+            if self.num_good < self.num_blocks:
+                raise TransferError(f"{self.num_good} of {self.num_blocks} blocks came whole")
 
     def limit(self, num_good: int) -> None:
         """No more than so many blocks are of use; with 0, no more are fetched."""
@@ -87,8 +96,8 @@ class Arrival:
         with self._changed:
             self.num_arrived += 1
             self.seconds = time.monotonic() - self._began_s
-            self.first_s = self.first_s or self.seconds
             self._changed.notify_all()
+        self._on_change()
 
     def end(self) -> None:
         """Nothing more comes."""
@@ -97,6 +106,7 @@ class Arrival:
                 self.num_good = 0
             self.ended = True
             self._changed.notify_all()
+        self._on_change()
 
 
 class BlockReceiver:

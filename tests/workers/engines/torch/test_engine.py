@@ -33,6 +33,7 @@ from workers.engines.base import (
 )
 from workers.engines.sampling_options import Sampling
 from workers.engines.torch.engine import TorchEngine
+from workers.engines.torch.exchange import Link
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.sequence import TokenSequence
 from workers.kv.cache import EventSink
@@ -61,10 +62,8 @@ class Spy:
         """The number of prompt tokens computed."""
         self.model = model
 
-    def prefill(
-        self, kv: Tensor, tokens: Sequence[int], start: int, block_ids: Sequence[int]
-    ) -> Tensor:
-        logits = self.model.prefill(kv, tokens, start, block_ids)
+    def prefill(self, kv: Tensor, tokens: Sequence[int], start: int, *where: Any) -> Tensor:
+        logits = self.model.prefill(kv, tokens, start, *where)
         self.computed += len(tokens)
         self.logits.append(logits)
         return logits
@@ -98,6 +97,7 @@ class Served:
         *,
         write: WritePolicy = WritePolicy.BACK,
         spy: Spy | None = None,
+        link: Link | None = None,
     ) -> None:
         self.spy = spy or Spy(MODEL)
         model = self.spy.model
@@ -126,6 +126,7 @@ class Served:
             spare=self.spare,
             max_num_seqs=8,
             max_waiting=64,
+            link=link,
         )
 
     def submit(

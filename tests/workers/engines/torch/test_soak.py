@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,10 +66,8 @@ class CheckedSpy(Spy):
                 logits = MODEL.prefill(pool.kv, chunk, start, range(LARGEST))
             self._expected[start, tuple(chunk)] = logits
 
-    def prefill(
-        self, kv: Tensor, tokens: Sequence[int], start: int, block_ids: Sequence[int]
-    ) -> Tensor:
-        logits = self.model.prefill(kv, tokens, start, block_ids)
+    def prefill(self, kv: Tensor, tokens: Sequence[int], start: int, *where: Any) -> Tensor:
+        logits = self.model.prefill(kv, tokens, start, *where)
         expected = self._expected.get((start, tuple(tokens)))
         if expected is not None:
             assert torch.equal(logits, expected)

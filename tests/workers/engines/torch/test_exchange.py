@@ -1,0 +1,326 @@
+"""Prompts that one torch engine computes and another goes on from, over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.core.types import Tier
+from app.core.worker_report import DEFAULT_SPEED
+from app.http.server import listen
+from tests.eventually import eventually
+from tests.workers.engines.torch.test_engine import (
+    BLOCK_SIZE,
+    MODEL,
+    NUM_SLOTS,
+    Served,
+    Spy,
+    alone,
+    blocks_of,
+    output_of,
+    prompt_of,
+    running,
+)
+from tests.workers.kv.bad_link import Alter, Held, bad_link, cut, flipped
+from workers.engines.base import EngineStoppedError
+from workers.engines.torch.admission import AdaptiveAdmission
+from workers.engines.torch.exchange import Link
+from workers.engines.torch.llama import SIZES, Llama
+from workers.kv.remote import layer_groups
+from workers.kv.remote.frames import Offered, Source, offered_frame
+
+DEVICE, HOST, DISK = Tier
+KIND = {"model": "tiny"}
+PROMPT = prompt_of(1, 43)
+WHOLE = 40
+"""Tokens of the prompt's whole chunks."""
+LEASE_S = 60.0
+LAYER_BYTES = MODEL.kv_shape(BLOCK_SIZE).layer_bytes
+
+
+@asynccontextmanager
+async def linked(
+    folder: Path, *, spies: tuple[Spy, Spy] | None = None, **options: Any
+) -> AsyncIterator[tuple[Served, Served]]:
+    """A source and a target, which can reach each other."""
+    async with AsyncExitStack() as stack:
+        engines = []
+        for name, spy in zip(("source", "target"), spies or (None, None), strict=True):
+            link = Link(stack.enter_context(listen("127.0.0.1", 0)), "127.0.0.1", KIND)
+            running_one = running(folder / name, NUM_SLOTS, spy=spy, link=link, **options)
+            engines.append(await stack.enter_async_context(running_one))
+        await eventually(lambda: _all_run(engines))
+        yield engines[0], engines[1]
+
+
+async def _all_run(engines: Sequence[Served]) -> bool:
+    return all(served.engine.running for served in engines)
+
+
+async def kept_by(served: Served, prompt: list[int] = PROMPT, keep_s: float = LEASE_S) -> Source:
+    """Where the prompt's KV is kept once this engine has computed it."""
+    generation = served.submit("split", prompt, 1, keep_s=keep_s)
+    await output_of(generation)
+    assert generation.kept is not None
+    return generation.kept
+
+
+async def all_let_go(served: Served) -> None:
+    await served.settle()
+    assert served.engine._exchange is not None
+    assert served.engine._exchange.num_kept == 0
+
+
+@asynccontextmanager
+async def over(alter: Alter | Held, kept: Source) -> AsyncIterator[Source]:
+    """The same source, over a bad link."""
+    async with bad_link(kept.port, alter) as port:
+        yield replace(kept, port=port)
+
+
+def first_group_bytes(num_blocks: int = WHOLE // BLOCK_SIZE) -> int:
+    """What a source sends before its second group of layers, with one layer a group."""
+    offered = offered_frame(Offered(num_blocks))
+    return len(offered) + num_blocks * (8 + LAYER_BYTES)
+
+
+@pytest.fixture
+def _one_layer_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_groups, "GROUP_BYTES", 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+async def test_logits_after_a_split_are_those_of_one_worker_alone(
+    tmp_path: Path, device: str, dtype: torch.dtype
+) -> None:
+    model = Llama.random(SIZES["tiny"], seed=0, dtype=dtype, device=device)
+    async with running(tmp_path / "alone", spy=Spy(model)) as one:
+        expected = await one.ask(PROMPT, 6)
+        logits = one.spy.logits[-1]
+    async with linked(tmp_path, spies=(Spy(model), Spy(model))) as (source, target):
+        kept = await kept_by(source)
+        tokens, finished = await target.ask(PROMPT, 6, source=kept)
+        await all_let_go(source)
+
+    assert kept.num_tokens == WHOLE
+    assert tokens == expected[0]
+    assert torch.equal(target.spy.logits[-1], logits)
+    assert target.spy.computed == len(PROMPT) - WHOLE
+    assert (finished.cached_tokens, finished.host_tokens) == (WHOLE, 0)
+    assert target.fake_publisher.shown.scan(blocks_of(PROMPT)).total == WHOLE // BLOCK_SIZE
+
+
+async def test_the_control_another_prompts_blocks_change_the_logits(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (source, target):
+        kept = await kept_by(source, prompt_of(2, 43))
+        # As if the source had another prompt's blocks under this prompt's hashes.
+        (promise,) = source.engine._exchange._kept._promises.values()  # type: ignore[union-attr]
+        promise.table.chain[:] = blocks_of(PROMPT)
+        tokens, _ = await target.ask(PROMPT, 6, source=kept)
+        promise.table.chain[:] = blocks_of(prompt_of(2, 43))
+
+    assert tokens != alone(PROMPT, 6)
+
+
+@pytest.mark.parametrize("above", [(), (DEVICE,), (DEVICE, HOST)], ids=["device", "host", "disk"])
+async def test_a_held_prefix_is_handed_on_from_any_tier_without_computing(
+    tmp_path: Path, above: tuple[Tier, ...]
+) -> None:
+    longer = [*PROMPT[:33], *prompt_of(9, 30)]
+    async with linked(tmp_path) as (source, target):
+        await source.ask(PROMPT)
+        for tier in above:
+            await source.evict(tier)
+        computed = source.spy.computed
+        assert source.engine._exchange is not None
+        kept = await source.engine._exchange.keep_held(blocks_of(longer), LEASE_S)
+        assert kept is not None
+        tokens, finished = await target.ask(longer, 6, source=kept)
+        await all_let_go(source)
+
+    assert source.spy.computed == computed
+    assert kept.num_tokens == finished.cached_tokens == 32
+    assert target.spy.computed == 63 - 32
+    assert tokens == alone(longer, 6)
+
+
+async def test_nothing_held_is_handed_on_as_nothing(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (source, _):
+        assert source.engine._exchange is not None
+        assert await source.engine._exchange.keep_held(blocks_of(PROMPT), LEASE_S) is None
+        await all_let_go(source)
+
+
+async def test_what_the_target_holds_itself_does_not_travel(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (source, target):
+        await target.ask(PROMPT[:25])
+        kept = await kept_by(source)
+        computed = target.spy.computed
+        sent: list[bytes] = []
+
+        def recorded(_: int, data: bytes) -> bytes:
+            sent.append(data)
+            return data
+
+        async with over(recorded, kept) as watched:
+            tokens, finished = await target.ask(PROMPT, 6, source=watched)
+
+    num_lacking = (WHOLE - 24) // BLOCK_SIZE
+    contents = num_lacking * (8 + MODEL.config.num_layers * LAYER_BYTES)
+    assert sum(map(len, sent)) == len(offered_frame(Offered(num_lacking))) + contents
+    assert finished.cached_tokens == WHOLE
+    assert target.spy.computed - computed == len(PROMPT) - WHOLE
+    assert tokens == alone(PROMPT, 6)
+
+
+@pytest.mark.usefixtures("_one_layer_a_group")
+@pytest.mark.parametrize(
+    ("alter", "num_fetched"),
+    [
+        # In the second layer of the sixth of ten blocks; a chunk is two blocks.
+        (flipped(first_group_bytes() + 10 * 8 + 5 * LAYER_BYTES + 7), 16),
+        (cut(first_group_bytes() + 99), 0),
+        (cut(0), 0),
+    ],
+    ids=["flipped", "cut", "gone"],
+)
+@pytest.mark.parametrize("begins_early", [False, True])
+async def test_what_does_not_arrive_whole_is_computed(
+    tmp_path: Path, alter: Alter, num_fetched: int, begins_early: bool, monkeypatch: Any
+) -> None:
+    if begins_early:
+        monkeypatch.setattr(AdaptiveAdmission, "compute_s", lambda *_: 1e9)
+    async with linked(tmp_path) as (source, target):
+        kept = await kept_by(source)
+        async with over(alter, kept) as bad:
+            tokens, finished = await target.ask(PROMPT, 6, source=bad)
+        logits = target.spy.logits[-1]
+        await target.settle()
+        # Not acknowledged, so that another target may fetch them.
+        assert await kept_by_now(source) == WHOLE // BLOCK_SIZE
+        await source.ask(PROMPT)
+
+    assert tokens == alone(PROMPT, 6)
+    assert torch.equal(logits, source.spy.logits[-1])
+    assert finished.cached_tokens == num_fetched
+    assert target.fake_publisher.shown.scan(blocks_of(PROMPT)).total == WHOLE // BLOCK_SIZE
+
+
+async def kept_by_now(served: Served) -> int:
+    assert served.engine._exchange is not None
+    return served.engine._exchange.num_kept
+
+
+class LayerSpy(Spy):
+    """Sets `reached`, on the event loop, before a layer is computed that needs what is fetched."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__(MODEL)
+        self.layer = layer
+        self.reached = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def prefill(self, kv: Any, tokens: Any, start: int, block_ids: Any, *before: Any) -> Any:
+        def before_layer(layer: int) -> None:
+            if layer == self.layer:
+                self._loop.call_soon_threadsafe(self.reached.set)
+            before[0](layer)
+
+        return super().prefill(kv, tokens, start, block_ids, *([before_layer] if before else []))
+
+
+@pytest.mark.usefixtures("_one_layer_a_group")
+async def test_the_first_layers_are_used_while_the_last_ones_travel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdaptiveAdmission, "compute_s", lambda *_: 1e9)
+    spy = LayerSpy(1)
+    async with linked(tmp_path, spies=(Spy(MODEL), spy)) as (source, target):
+        kept = await kept_by(source)
+        async with over(Held(first_group_bytes(), spy.reached), kept) as slow:
+            tokens, finished = await target.ask(PROMPT, 6, source=slow)
+
+    assert spy.reached.is_set()
+    assert finished.cached_tokens == WHOLE
+    assert tokens == alone(PROMPT, 6)
+
+
+async def test_others_are_computed_while_a_request_waits_for_what_it_fetches(
+    tmp_path: Path,
+) -> None:
+    async with linked(tmp_path) as (source, target):
+        kept = await kept_by(source)
+        may_go = asyncio.Event()
+        async with over(Held(0, may_go), kept) as slow:
+            waiting = target.submit("waiting", PROMPT, 3, source=slow)
+            tokens, _ = await target.ask(prompt_of(3, 20), 3)
+            may_go.set()
+            fetched, finished = await output_of(waiting)
+
+    assert tokens == alone(prompt_of(3, 20), 3)
+    assert fetched == alone(PROMPT, 3)
+    assert finished.cached_tokens == WHOLE
+
+
+async def test_a_request_that_is_cancelled_while_it_fetches_frees_its_slots_after_that(
+    tmp_path: Path,
+) -> None:
+    async with linked(tmp_path) as (source, target):
+        kept = await kept_by(source)
+        may_go = asyncio.Event()
+        async with over(Held(0, may_go), kept) as slow:
+            waiting = target.submit("waiting", PROMPT, 3, source=slow)
+            await eventually(_prefilling(target))
+            waiting.cancel()
+            assert await _prefilling(target)()
+            may_go.set()
+            await target.settle()
+        assert not await _prefilling(target)()
+
+
+def _prefilling(served: Served) -> Any:
+    async def count() -> int:
+        return len(served.engine._prefills)
+
+    return count
+
+
+async def test_blocks_that_nobody_fetches_are_let_go_when_the_lease_ends(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (source, target):
+        kept = await kept_by(source, keep_s=1e-3)
+        await all_let_go(source)
+        tokens, finished = await target.ask(PROMPT, 6, source=kept)
+
+    assert finished.cached_tokens == 0
+    assert tokens == alone(PROMPT, 6)
+
+
+async def test_a_transfer_is_learned_and_does_not_count_as_computed(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (source, target):
+        unlearned = target.engine.speed()
+        assert unlearned.transfer_s == DEFAULT_SPEED.transfer_s
+        await target.ask(PROMPT, source=await kept_by(source))
+        speed = target.engine.speed()
+
+    assert speed.transfer_s != DEFAULT_SPEED.transfer_s
+    assert target.spy.computed == len(PROMPT) - WHOLE
+
+
+async def test_an_engine_that_stops_while_blocks_travel_ends(tmp_path: Path) -> None:
+    async with (
+        linked(tmp_path) as (source, target),
+        over(Held(0, asyncio.Event()), await kept_by(source)) as slow,
+    ):
+        waiting = target.submit("waiting", PROMPT, 3, source=slow)
+        await eventually(_prefilling(target))
+        target.engine.stop()
+        with pytest.raises(EngineStoppedError):
+            await output_of(waiting)

@@ -1,0 +1,103 @@
+"""A torch engine's blocks on their way to other workers, and theirs on the way here."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from app.core.errors import NotEnoughBlocks
+from app.core.types import SequenceHash
+from workers.kv.cache import BlockCache
+from workers.kv.memory import MemoryPool
+from workers.kv.remote.frames import Source
+from workers.kv.remote.kept import KeptBlocks
+from workers.kv.remote.layer_groups import LayerGroups
+from workers.kv.remote.receiver import Arrival, BlockReceiver
+from workers.kv.remote.sender import BlockSender
+from workers.kv.tables import BlockTable
+
+LOAD_S = 1.0
+"""So long may it take to load blocks onto the device that are to be handed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where others reach a worker's blocks: at `host`, and the port that `listening` has.
+
+    kind: what has to be equal on both sides, by name.
+    """
+
+    listening: socket.socket
+    host: str
+    kind: Mapping[str, str]
+
+
+class Exchange:
+    """`run` it while the cache runs, on the same event loop."""
+
+    def __init__(self, pool: MemoryPool, cache: BlockCache, link: Link) -> None:
+        groups = LayerGroups(pool)
+        self._cache = cache
+        self._link = link
+        self._groups = groups
+        self._block_size = pool.shape.block_size
+        self._kept = KeptBlocks(cache.release)
+        self._sender = BlockSender(self._kept, groups, link.kind)
+        self._receiver = BlockReceiver(groups, link.kind)
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that wait to be fetched."""
+        return self._kept.num_blocks
+
+    async def run(self) -> None:
+        """Run until cancelled; then nothing is handed on any more, and nothing more arrives."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self._sender.run(self._link.listening)
+        finally:
+            self._tasks = None
+            self._kept.close()
+
+    def keep(self, chain: Sequence[SequenceHash], lease_s: float) -> Source:
+        """Keep blocks that are on the device until they are fetched, or the lease ends."""
+        table = self._cache.manager.prepare(chain, len(chain))
+        assert table.num_matched == len(chain), "blocks are not on the device"
+        return self._kept_as(table, lease_s)
+
+    async def keep_held(self, chain: Sequence[SequenceHash], lease_s: float) -> Source | None:
+        """The same of what any tier holds of `chain`, without a place in the queue."""
+        num_held = len(self._cache.manager.match(chain))
+        with suppress(NotEnoughBlocks, TimeoutError):
+            async with asyncio.timeout(LOAD_S):
+                table = await self._cache.admit(chain[:num_held], num_held)
+            if table.num_matched:
+                return self._kept_as(table, lease_s)
+            self._cache.release(table)
+        return None
+
+    def fetch(
+        self,
+        source: Source,
+        blocks: Sequence[SequenceHash],
+        block_ids: Sequence[int],
+        on_change: Callable[[], None],
+    ) -> Arrival:
+        """Begin to fetch. on_change: called whenever more has arrived, and at the end."""
+        arrival = Arrival(len(blocks), self._groups, on_change)
+        assert self._tasks is not None, "the exchange does not run"
+        self._tasks.create_task(self._receiver.fetch(source, blocks, block_ids, arrival))
+        return arrival
+
+    def _kept_as(self, table: BlockTable, lease_s: float) -> Source:
+        return Source(
+            self._link.host,
+            self._link.listening.getsockname()[1],
+            self._kept.keep(table, lease_s),
+            table.num_matched * self._block_size,
+        )
