@@ -252,7 +252,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     without=(
         *("redis_url", "namespace", "host", "log_level", "port", "connector", "min_workers"),
         *("routing_policy", "count_in_flight", "worker_flags", "local_folder", "exec_command"),
-        *("kubernetes_scale", "kubernetes_namespace"),
+        *("kubernetes_scale", "kubernetes_prefill_scale", "kubernetes_namespace"),
     ),
 )
 @click.option(

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from redis.asyncio import Redis
 
 from app.core import worker_report
@@ -226,13 +225,17 @@ def fake_agent(
     lease_ttl_s: float = 20.0,
     index_blocks: int = 1024,
     shards: int = 1,
+    **given: Any,
 ) -> Agent:
-    """The agent, not started, of a worker whose engine is idle and does what the test says."""
+    """The agent, not started, of a worker whose engine is idle and does what the test says.
+
+    given: as for `worker_info`.
+    """
     measured = ForwardPassMetrics(kv_total_blocks=kv_total_blocks)
     return Agent(
         runner,
         keyspace,
-        worker_info(name, block_size=block_size, kv_total_blocks=kv_total_blocks),
+        worker_info(name, block_size=block_size, kv_total_blocks=kv_total_blocks, **given),
         AgentSettings(lease_ttl_s, index_blocks, shards),
         lambda: (measured, DEFAULT_SPEED),
     )
@@ -247,8 +250,9 @@ async def running(agent: Agent) -> AsyncIterator[Agent]:
         yield agent
     finally:
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        # Not awaited, which would take somebody's wish to end the caller for the task's end.
+        await asyncio.wait([task])
+        assert task.cancelled(), task.exception()
 
 
 def _key(name: str) -> WorkerKey:

@@ -46,6 +46,12 @@ class PlannerSettings(CommonSettings):
     scaling_policy: str = setting(
         "slo", "What the fleet's size follows.", OneOf(tuple(ScalingPolicy))
     )
+    roles: bool = setting(
+        False,
+        "Have one pool of workers prefill and another decode, each of at least one; unset: only if "
+        "some workers have these roles. Needs --scaling-policy slo or threshold.",
+        bool,
+    )
     interval_s: float = setting(30.0, "Seconds between proposals.", POSITIVE_SECONDS)
     min_workers: int = setting(1, "Minimum number of workers.", PROCESSES)
     max_workers: int = setting(8, "Maximum number of workers.", PROCESSES)
@@ -106,5 +112,10 @@ class PlannerSettings(CommonSettings):
         "",
         "Connector kubernetes: what is scaled, KIND/NAME with KIND deployment, statefulset or "
         "replicaset.",
+    )
+    kubernetes_prefill_scale: str = setting(
+        "",
+        "Connector kubernetes: what is scaled of workers with the role prefill; then "
+        "--kubernetes-scale is of the others.",
     )
     kubernetes_namespace: str = setting("default", "Connector kubernetes: its namespace there.")

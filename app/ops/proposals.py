@@ -35,7 +35,7 @@ async def explain(redis: RedisClient, keyspace: Keyspace, last: int, as_json: bo
     rows = [
         (
             age,
-            prediction["size"],
+            _pools(prediction, "pools") or prediction["size"],
             prediction["requests"],
             f"{prediction['attainment']:.1%}",
             f"{prediction['ttft_p99_s']:.2f}",
@@ -54,9 +54,15 @@ def _row(proposal: dict[str, Any]) -> tuple[Any, ...]:
     inputs = " ".join(f"{name}={value:.3g}" for name, value in proposal["inputs"].items())
     return (
         proposal["policy"],
-        proposal["size"],
-        proposal["desired"],
+        _pools(proposal, "pools") or proposal["size"],
+        _pools(proposal, "desired_pools") or proposal["desired"],
         proposal["reason"],
         proposal["victim"] or "",
         inputs,
     )
+
+
+def _pools(of: dict[str, Any], name: str) -> str:
+    """Such as 2p6d; "": its workers have no roles."""
+    pools = of.get(name)
+    return f"{pools['prefill']}p{pools['decode']}d" if pools else ""

@@ -6,24 +6,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import orjson
 
 from app.core.errors import KvrouteError, LeadershipLost
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
-from app.core.settings import LONGEST_S
+from app.core.worker_report import Role
+from app.planner.changing import Changing
 from app.planner.connectors.base import Advise, Connector, ConnectorError
 from app.planner.lease import Lease
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
-from app.planner.predict import predictor
+from app.planner.predict import pool_predictor, predictor, replay_of
 from app.planner.rules.forecast import growth
 from app.planner.rules.policies import propose
+from app.planner.rules.pools import propose_pools
 from app.planner.rules.replay import ReplayTooLong
-from app.planner.rules.state import USUAL_STARTUP_S, FleetState, Proposal, Rules, Slo
+from app.planner.rules.state import FleetState, Pools, Proposal, Reason, Rules, Slo
 from app.planner.rules.victims import least_valued
 from app.state import leases, planner
 from app.state.scripts import ScriptRunner
@@ -42,45 +43,6 @@ many decisions are replayed, but LEAST_REQUESTS at least."""
 LEAST_REQUESTS = 32
 MARGIN_S = 1.0
 """An order is given only with so much of the lease left."""
-
-
-@dataclass(slots=True)
-class Changing:
-    """What has been ordered and has not happened yet: what the next leader has to know.
-
-    pending: when each worker that has not registered yet was asked for, seconds since 1970.
-    known: workers that count as registered. leaving: the worker that drains, since when, and
-    whether it was told to stop. startup_s: from when a worker is asked for until it registers, as
-    lately seen.
-    """
-
-    pending: list[float] = field(default_factory=list)
-    known: set[str] = field(default_factory=set)
-    leaving: str = ""
-    leaving_since_s: float = 0.0
-    is_stopped: bool = False
-    startup_s: float = USUAL_STARTUP_S
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "known": sorted(self.known)}
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any], most: int) -> Changing:
-        """most: workers that may be pending. What no planner would record is as if it were not
-        there."""
-        try:
-            changing = cls(
-                pending=[float(at_s) for at_s in state.get("pending", [])],
-                known={str(name) for name in state.get("known", [])},
-                leaving=str(state.get("leaving", "")),
-                leaving_since_s=float(state.get("leaving_since_s", 0.0)),
-                is_stopped=bool(state.get("is_stopped", False)),
-                startup_s=float(state.get("startup_s", USUAL_STARTUP_S)),
-            )
-        except (TypeError, ValueError):
-            return cls()
-        is_usable = len(changing.pending) <= most and 0 <= changing.startup_s <= LONGEST_S
-        return changing if is_usable else cls()
 
 
 class UnusableRecords(KvrouteError):
@@ -177,6 +139,7 @@ class Planner:
                 "size": proposal.size,
                 "reason": str(proposal.reason),
                 "victim": proposal.victim or "",
+                **_pools_shown(proposal.desired_pools),
                 "values": orjson.dumps(values or {}).decode(),
             }
         is_ours = await self._runner.one(
@@ -196,20 +159,19 @@ class Planner:
         observer, changing = self._observer, self._changing
         state = await self._lease.hold(
             observer.state(
-                self._rules, changing.pending, tuple(self._proposals), changing.startup_s
+                self._rules, [*changing.coming()], tuple(self._proposals), changing.startup_s
             )
         )
         proposal = await self._lease.hold(asyncio.to_thread(self._proposed, state))
         observer.forget_samples()
         since_s = proposal.at_s - REMEMBERED_S
         self._proposals = [*(p for p in self._proposals if p.at_s > since_s), proposal]
-        more = proposal.desired - proposal.size
-        acts = not isinstance(self._connector, Advise)
-        if acts and more > 0:
-            changing.pending += [observer.now_s] * more
-        elif acts and more < 0 and proposal.victim and not changing.leaving:
+        acts, starts = not isinstance(self._connector, Advise), proposal.starts
+        if acts and not proposal.victim:
+            changing.ask(starts, observer.now_s)
+        elif acts and proposal.victim and not changing.leaving:
             changing.leaving, changing.leaving_since_s = proposal.victim, observer.now_s
-            changing.is_stopped = False
+            changing.is_stopped, changing.successor = False, "".join(starts)
         values = {w.name: w.unique_value_s for w in state.workers if w.unique_value_s}
         await self._record(proposal, values)
         self._metrics.proposed(proposal, values, observer.unreplayable)
@@ -220,9 +182,15 @@ class Planner:
             proposal.reason,
             f"; {proposal.victim} leaves" if proposal.victim else "",
         )
-        if acts and more > 0 and not await self._ordered(self._connector.add(more, proposal)):
-            del changing.pending[-more:]
-            await self._record()
+        if acts and not proposal.victim:
+            await self._start(starts, proposal.desired, str(proposal.reason))
+
+    async def _start(self, starts: Mapping[Role, int], desired: int, reason: str) -> None:
+        """Order workers that count as asked for already."""
+        for role, count in starts.items():
+            if not await self._ordered(self._connector.add(role, count, desired, reason)):
+                self._changing.give_up(role, count)
+                await self._record()
 
     def _proposed(self, state: FleetState) -> Proposal:
         """From as many of the recorded decisions as there is time to play. Raises ReplayTooLong,
@@ -245,7 +213,7 @@ class Planner:
 
     def _proposed_by(self, state: FleetState, end_s: float) -> Proposal:
         settings = self._settings
-        predict = predictor(
+        replay = replay_of(
             self._observer,
             state,
             replace(self._rules, window_requests=self._window_requests),
@@ -254,23 +222,22 @@ class Planner:
             is_over=lambda: time.monotonic() > end_s,
             grows=growth(state, self._rules),
         )
-        return propose(settings.scaling_policy, state, self._rules, predict, least_valued)
+        name, rules = settings.scaling_policy, self._rules
+        if settings.roles or state.has_roles:
+            return propose_pools(name, state, rules, pool_predictor(replay, state), least_valued)
+        return propose(name, state, rules, predictor(replay, state), least_valued)
 
     async def _follow_changes(self) -> None:
         """See what became of what was ordered."""
         changing, seen = self._changing, self._observer.workers_seen
         before = changing.as_json()
-        for _ in seen.keys() - changing.known:
-            if changing.pending:
-                took_s = self._observer.now_s - changing.pending.pop(0)
-                changing.startup_s = (changing.startup_s + max(0.0, took_s)) / 2
+        for name in seen.keys() - changing.known:
+            changing.joined(seen[name].info.role, self._observer.now_s)
         changing.known = set(seen)
-        now_s, deadline_s = self._observer.now_s, self._settings.startup_deadline_s
-        pending = [at_s for at_s in changing.pending if now_s - deadline_s < at_s <= now_s]
-        for _ in range(len(changing.pending) - len(pending)):
+        now_s = self._observer.now_s
+        for _ in range(changing.give_up_before(now_s - self._settings.startup_deadline_s, now_s)):
             self._metrics.failures.inc()
             log.warning("a worker has not registered in time, and is given up")
-        changing.pending = pending
         if changing.leaving and changing.leaving not in seen:
             log.info("worker %s has left", changing.leaving)
             changing.leaving = ""
@@ -278,6 +245,20 @@ class Planner:
             await self._record()
         if changing.leaving and not changing.is_stopped:
             await self._drain()
+        if changing.successor and (changing.is_stopped or not changing.leaving):
+            await self._succeed(Role(changing.successor))
+
+    async def _succeed(self, role: Role) -> None:
+        """Start the worker for which another one has made room."""
+        changing = self._changing
+        changing.successor = ""
+        changing.ask({role: 1}, self._observer.now_s)
+        await self._record()
+        await self._start({role: 1}, self._size() + 1, str(Reason.OTHER_ROLE))
+
+    def _size(self) -> int:
+        """Workers that stay."""
+        return sum(not seen.drains for seen in self._observer.workers_seen.values())
 
     async def _drain(self) -> None:
         changing = self._changing
@@ -293,8 +274,8 @@ class Planner:
             log.warning("worker %s is stopped with %d requests left", changing.leaving, left)
         changing.is_stopped = True
         await self._record()
-        size = sum(not seen.drains for seen in self._observer.workers_seen.values())
-        if not await self._ordered(self._connector.remove(changing.leaving, size)):
+        role = self._observer.workers_seen[changing.leaving].info.role
+        if not await self._ordered(self._connector.remove(changing.leaving, role, self._size())):
             changing.is_stopped = False
             await self._record()
 
@@ -312,3 +293,10 @@ class Planner:
             return True
         self._metrics.failures.inc()
         return False
+
+
+def _pools_shown(desired: Pools | None) -> dict[str, str | int]:
+    """For autoscalers that read the hash; "": there are none."""
+    if desired is None:
+        return {"desired_prefill": "", "desired_decode": ""}
+    return {"desired_prefill": desired.prefill, "desired_decode": desired.decode}

@@ -43,6 +43,10 @@ async def serve(settings: PlannerSettings) -> None:
             f"max_workers: must be at least min_workers, {settings.min_workers}, "
             f"got {settings.max_workers}"
         )
+    if settings.roles and settings.max_workers < 2:
+        raise ConfigError(
+            f"max_workers: with roles it must be at least 2, got {settings.max_workers}"
+        )
     connector = await connector_of(settings)
     async with AsyncExitStack() as opened:
         listening = opened.enter_context(listen(settings.host, settings.port))
@@ -85,7 +89,10 @@ async def connector_of(settings: PlannerSettings) -> Connector:
 
             configuration = await load_configuration()
             return Kubernetes(
-                settings.kubernetes_scale, settings.kubernetes_namespace, configuration
+                settings.kubernetes_scale,
+                settings.kubernetes_namespace,
+                configuration,
+                settings.kubernetes_prefill_scale,
             )
     return Advise()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from app.core.worker_report import Role
 from app.http.metrics import Table, counter, gauge
 from app.planner.rules.state import Proposal
 
@@ -13,6 +14,12 @@ class PlannerMetrics(Table):
 
     leading = gauge("planner_leads", "1 if this planner leads, else 0.", "namespace")
     desired = gauge("planner_desired_workers", "Number of workers last proposed.", "namespace")
+    desired_of_role = gauge(
+        "planner_desired_workers_of_role",
+        "Number of workers last proposed for each pool of a fleet with roles.",
+        "namespace",
+        "role",
+    )
     size = gauge("planner_workers", "Workers that are live or starting.", "namespace")
     value = gauge(
         "worker_unique_value_seconds",
@@ -42,6 +49,10 @@ class PlannerMetrics(Table):
     def proposed(self, proposal: Proposal, values: Mapping[str, float], unreplayable: int) -> None:
         self.desired.labels(self._namespace).set(proposal.desired)
         self.size.labels(self._namespace).set(proposal.size)
+        self.desired_of_role.clear()
+        if (pools := proposal.desired_pools) is not None:
+            self.desired_of_role.labels(self._namespace, Role.PREFILL).set(pools.prefill)
+            self.desired_of_role.labels(self._namespace, Role.DECODE).set(pools.decode)
         self.unreplayable.labels(self._namespace).set(unreplayable)
         self.proposals.labels(self._namespace, str(proposal.reason)).inc()
         self.value.clear()
@@ -51,5 +62,7 @@ class PlannerMetrics(Table):
     def silence(self) -> None:
         """Show nothing that another planner may know better."""
         self.leads.set(0)
-        for metric in (self.desired, self.size, self.value, self.unreplayable):
+        for metric in (
+            *(self.desired, self.desired_of_role, self.size, self.value, self.unreplayable),
+        ):
             metric.clear()

@@ -12,7 +12,7 @@ from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
 from app.core.loads import Load, Snapshot
 from app.core.types import SequenceHash, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
+from app.core.worker_report import DEFAULT_SPEED, Role, Speed, WorkerInfo
 from app.planner.rules.replay import recorded_request
 from app.planner.rules.state import (
     USUAL_STARTUP_S,
@@ -141,6 +141,7 @@ class Observer:
                 unique_value_s=values.get(name, 0.0),
                 speed=seen.speed,
                 profile=profile_of(seen.speed, max(block_size, pool_tokens(seen.info))),
+                role=seen.info.role,
             )
             for name, seen in self.workers_seen.items()
         ]
@@ -152,19 +153,26 @@ class Observer:
         tokens = sum(info.host_total_blocks * info.block_size for info in infos)
         return tokens // max(1, len(infos))
 
+    @property
+    def kv_transfer(self) -> str:
+        """The way in which KV travels between workers; "": in none."""
+        ways = (worker.info.kv_transfer for worker in self.workers_seen.values())
+        return next(filter(None, ways), "")
+
     async def state(
         self,
         rules: Rules,
-        pending: Sequence[float] = (),
+        pending: Sequence[tuple[Role, float]] = (),
         proposals: Sequence[Proposal] = (),
         startup_s: float = USUAL_STARTUP_S,
     ) -> FleetState:
-        """What a proposal is made from. pending: when each worker that has not registered yet was
-        asked for. Raises RedisUnavailable."""
+        """What a proposal is made from. pending: role of each worker that has not registered yet,
+        and when it was asked for. Raises RedisUnavailable."""
         recent, block_size = await self.recent(rules)
         values = await asyncio.to_thread(self._values, recent, block_size, rules)
         coming = (
-            WorkerState(f"pending-{n}", Phase.PENDING, at_s) for n, at_s in enumerate(pending)
+            WorkerState(f"pending-{n}", Phase.PENDING, at_s, role=role)
+            for n, (role, at_s) in enumerate(pending)
         )
         workers = [*self._workers(values, block_size), *coming]
         return FleetState(self.now_s, workers, recent, proposals, block_size, startup_s)
@@ -229,7 +237,9 @@ class Observer:
             block_size=block_size,
             merged=merged,
         )
-        return PastRequest(record.at_ms / 1000, name, request, record.best.blocks // merged, came)
+        source = record.source.rpartition(" ")[2].rpartition(":")[0]
+        best_blocks = record.best.blocks // merged
+        return PastRequest(record.at_ms / 1000, name, request, best_blocks, came, source)
 
     def _values(self, recent: list[PastRequest], block_size: int, rules: Rules) -> dict[str, float]:
         """Seconds of prefill that losing each worker would cost; see app.planner.rules.victims."""
@@ -261,7 +271,7 @@ def held(recent: Iterable[PastRequest], live: Iterable[str]) -> Iterable[Held]:
     asked_for = [*recent]
     for asked in asked_for:
         for block in asked.request.blocks:
-            holders.setdefault(block, set()).add(asked.worker)
+            holders.setdefault(block, set()).update(asked.holders)
     alive = set(live)
     for asked in asked_for:
         blocks: dict[str, int] = {}

@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from app.core.keys import Keyspace
+from app.core.worker_report import Role
 from app.planner.observe import Observer, mean_speed
 from app.planner.rules.policies import Predict
+from app.planner.rules.pools import PredictPools
 from app.planner.rules.replay import Replay
-from app.planner.rules.state import FleetState, Phase, Prediction, Rules
+from app.planner.rules.state import FleetState, Phase, Pools, Prediction, Rules
 from app.planner.rules.victims import least_valued
 from app.router.fleet import Fleet
-from app.simulation.setting import Setting
+from app.simulation.profiles import USUAL
+from app.simulation.setting import Link, Setting
 from app.state.client import RedisClient
 from app.state.scripts import ScriptRunner
 
 TIMEOUT_S = 2.0
 POLL_S = 0.1
+LEAST_S = 1e-12
+"""For KV of one token to travel."""
 
 
-def predictor(
+def replay_of(
     observer: Observer,
     state: FleetState,
     rules: Rules,
@@ -30,16 +36,39 @@ def predictor(
     count_in_flight: bool,
     is_over: Callable[[], bool] = lambda: False,
     grows: float = 1.0,
-) -> Predict:
-    """What predicts for one state. policy, count_in_flight: of the routers. is_over, grows: see
-    Replay."""
-    setting = Setting(count_in_flight=count_in_flight, host_pool_tokens=observer.host_pool_tokens)
+) -> Replay:
+    """What plays the decisions of one state. policy, count_in_flight: of the routers. is_over,
+    grows: see Replay."""
     speed = mean_speed(worker.speed for worker in observer.workers_seen.values())
-    replay = Replay(state, rules, policy, setting, speed, is_over, grows)
+    setting = Setting(count_in_flight=count_in_flight, host_pool_tokens=observer.host_pool_tokens)
+    if state.has_roles:
+        bytes_per_s = USUAL.kv_bytes_per_token / max(speed.transfer_s_per_token, LEAST_S)
+        link, way = Link(bytes_per_s, speed.transfer_s), observer.kv_transfer
+        setting = replace(setting, link=link, kv_transfer=way)
+    return Replay(state, rules, policy, setting, speed, is_over, grows)
+
+
+def predictor(replay: Replay, state: FleetState) -> Predict:
+    """For a fleet without roles."""
     leaves = least_valued(state) if state.those(Phase.LIVE) else None
 
     def predict(size: int) -> Prediction:
         return replay.predict(size, leaves if size < state.size else None)
+
+    return predict
+
+
+def pool_predictor(replay: Replay, state: FleetState) -> PredictPools:
+    """For one with roles."""
+    live = {role: state.live_in(role) for role in (Role.PREFILL, Role.DECODE)}
+    leaves = {
+        role: least_valued(replace(state, workers=workers))
+        for role, workers in live.items()
+        if workers
+    }
+
+    def predict(pools: Pools) -> Prediction:
+        return replay.predict_pools(pools, leaves)
 
     return predict
 
@@ -64,5 +93,5 @@ async def whatif(
         await asyncio.wait([following])
     rules = Rules()
     state = await observer.state(rules)
-    predict = predictor(observer, state, rules, policy, count_in_flight=False)
+    predict = predictor(replay_of(observer, state, rules, policy, count_in_flight=False), state)
     return [await asyncio.to_thread(predict, size) for size in sizes]

@@ -12,6 +12,7 @@ from app.state import planner
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
+from tests.eventually import eventually
 from tests.fake_worker import KEYS, fake_agent, running
 from tests.ops.conftest import kvroute
 
@@ -46,6 +47,25 @@ def test_proposals_are_shown_with_what_they_were_made_from(url: str) -> None:
     assert shown["unique_value_s"] == 2.5
 
 
+def test_pools_are_shown_as_such(url: str) -> None:
+    pools = {
+        "pools": {"prefill": 1, "decode": 3},
+        "desired_pools": {"prefill": 2, "decode": 2},
+        "candidates": [PREDICTED | {"pools": {"prefill": 5, "decode": 7}}],
+    }
+
+    async def propose() -> None:
+        async with connect(url) as redis:
+            runner = ScriptRunner(redis, 5)
+            token = (await runner.one(planner.lead(KEYS, "a", 60_000))).token
+            assert await runner.one(planner.propose(KEYS, token, {}, PROPOSAL | pools))
+
+    asyncio.run(propose())
+    printed = kvroute(url, "planner", "explain").output
+    for text in ("1p3d", "2p2d", "5p7d"):
+        assert text in printed
+
+
 def test_without_proposals_and_decisions_that_is_said(url: str, raw: Redis) -> None:
     result = kvroute(url, "planner", "explain")
     assert (result.exit_code, result.output) == (
@@ -71,6 +91,7 @@ async def test_fewer_and_more_workers_are_played(one_redis_server: EmbeddedRedis
         for number in range(12):
             asked = {"token_ids": [number % 3, *range(40)]}
             assert (await replica.post("/v1/route", json=asked)).status_code == 200
+        await eventually(lambda: redis.xlen(KEYS["decisions"]), lambda kept: kept == 12)
         result = await asyncio.to_thread(kvroute, url, "whatif", "--workers", "1", "--json")
         assert result.exit_code == 0, result.output
         one, two = json.loads(result.output)

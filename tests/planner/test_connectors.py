@@ -17,18 +17,18 @@ from aiohttp.test_utils import TestServer
 from kubernetes_asyncio import client
 
 from app.core.errors import ConfigError
+from app.core.worker_report import Role
 from app.local.detached import running_workers, stop_workers
 from app.local.redis_server import EmbeddedRedis
 from app.planner.connectors.base import ConnectorError
 from app.planner.connectors.command import ExecConnector
 from app.planner.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes
 from app.planner.connectors.local import Local
-from app.planner.rules.state import Proposal, Reason
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
 
-MORE = Proposal(at_s=0.0, policy="slo", size=2, desired=3, reason=Reason.SLO_MISSED)
+BOTH, MORE = Role.BOTH, (3, "slo_missed")
 
 
 def script(tmp_path: Path, text: str) -> str:
@@ -42,11 +42,11 @@ async def test_a_command_is_given_the_order_as_json(tmp_path: Path) -> None:
     command = ExecConnector(
         script(tmp_path, f"open({str(told)!r}, 'a').write(json.dumps(order) + '\\n')")
     )
-    await command.add(1, MORE)
-    await command.remove("w1", 2)
+    await command.add(BOTH, 1, *MORE)
+    await command.remove("w1", Role.DECODE, 2)
     assert [orjson.loads(line) for line in told.read_text().splitlines()] == [
-        {"action": "add", "count": 1, "desired": 3, "reason": "slo_missed"},
-        {"action": "remove", "count": 1, "worker": "w1", "desired": 2},
+        {"action": "add", "count": 1, "role": "both", "desired": 3, "reason": "slo_missed"},
+        {"action": "remove", "count": 1, "worker": "w1", "role": "decode", "desired": 2},
     ]
 
 
@@ -54,9 +54,9 @@ async def test_a_command_that_fails_says_what_it_printed(tmp_path: Path) -> None
     with pytest.raises(ConnectorError, match="ended with 3: no quota"):
         await ExecConnector(
             script(tmp_path, "print('no quota', file=sys.stderr); sys.exit(3)")
-        ).add(1, MORE)
+        ).add(BOTH, 1, *MORE)
     with pytest.raises(ConnectorError, match="No such file"):
-        await ExecConnector("/nowhere/scale --up").add(1, MORE)
+        await ExecConnector("/nowhere/scale --up").add(BOTH, 1, *MORE)
 
 
 async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     text = f"import time; time.sleep(1); open({str(late)!r}, 'w')"
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await ExecConnector(script(tmp_path, text)).add(1, MORE)
+            await ExecConnector(script(tmp_path, text)).add(BOTH, 1, *MORE)
     await asyncio.sleep(1)
     assert not late.exists()
 
@@ -88,13 +88,13 @@ async def test_local_workers_outlive_the_planner_and_are_found_by_the_next(
                 listed: Any = (await replica.get("/v1/workers")).json()
                 return sorted(worker["worker_id"] for worker in listed.get("workers", []))
 
-            await connector().add(2, MORE)
+            await connector().add(BOTH, 2, *MORE)
             both = await eventually(workers, lambda seen: len(seen) == 2, within_s=30)
             assert sorted(running_workers(tmp_path / "own")) == both
-            await connector().remove(both[0], 1)
+            await connector().remove(both[0], BOTH, 1)
             await eventually(workers, lambda seen: seen == both[1:], within_s=30)
             with pytest.raises(ConnectorError, match="was not started by a planner"):
-                await connector().remove("w9", 0)
+                await connector().remove("w9", BOTH, 0)
     finally:
         await asyncio.to_thread(stop_workers, tmp_path / "own")
     assert running_workers(tmp_path / "own") == {}
@@ -157,7 +157,7 @@ async def api() -> AsyncIterator[tuple[ApiServer, Kubernetes]]:
     app.router.add_route("*", "/{path:.*}", server.handle)
     async with TestServer(app) as http:
         configuration = client.Configuration(host=str(http.make_url("")).rstrip("/"))
-        yield server, Kubernetes("deployment/w", "prod", configuration)
+        yield server, Kubernetes("deployment/w", "prod", configuration, "statefulset/p")
 
 
 SCALE = "/apis/apps/v1/namespaces/prod/deployments/w/scale"
@@ -167,10 +167,10 @@ async def test_a_deployment_is_scaled_from_what_it_is_now(
     api: tuple[ApiServer, Kubernetes],
 ) -> None:
     server, kubernetes = api
-    await kubernetes.add(2, MORE)
+    await kubernetes.add(BOTH, 2, *MORE)
     assert server.replicas == 6
     server.replicas, server.version = 3, 20  # somebody else
-    await kubernetes.add(1, MORE)
+    await kubernetes.add(BOTH, 1, *MORE)
     assert server.replicas == 4
     assert [path for _, path, _ in server.calls] == [SCALE] * 4
 
@@ -179,7 +179,7 @@ async def test_the_pod_that_leaves_is_marked_before_the_deployment_shrinks(
     api: tuple[ApiServer, Kubernetes],
 ) -> None:
     server, kubernetes = api
-    await kubernetes.remove("w-abc", 3)
+    await kubernetes.remove("w-abc", BOTH, 3)
     marked, read, patched = server.calls
     assert marked == (
         "PATCH",
@@ -190,6 +190,22 @@ async def test_the_pod_that_leaves_is_marked_before_the_deployment_shrinks(
     assert patched[2]["spec"] == {"replicas": 3}
 
 
+async def test_workers_that_prefill_are_of_a_scale_of_their_own(
+    api: tuple[ApiServer, Kubernetes],
+) -> None:
+    server, kubernetes = api
+    await kubernetes.add(Role.PREFILL, 1, *MORE)
+    await kubernetes.remove("p-3", Role.PREFILL, 3)
+    await kubernetes.add(Role.DECODE, 1, *MORE)
+    scales = [path for _, path, _ in server.calls if path.endswith("/scale")]
+    assert scales == ["/apis/apps/v1/namespaces/prod/statefulsets/p/scale"] * 4 + [SCALE] * 2
+
+
+async def test_without_a_scale_for_those_that_prefill_that_is_said() -> None:
+    with pytest.raises(ConnectorError, match="no kubernetes_prefill_scale"):
+        await Kubernetes("deployment/w", "prod", client.Configuration()).add(Role.PREFILL, 1, *MORE)
+
+
 @pytest.mark.parametrize("status", [403, 404, 409, 500])
 async def test_what_the_api_server_refuses_is_said(
     api: tuple[ApiServer, Kubernetes], status: int
@@ -197,9 +213,9 @@ async def test_what_the_api_server_refuses_is_said(
     server, kubernetes = api
     server.status = status
     with pytest.raises(ConnectorError, match=f"kubernetes: {status}"):
-        await kubernetes.add(1, MORE)
+        await kubernetes.add(BOTH, 1, *MORE)
     with pytest.raises(ConnectorError, match=f"kubernetes: {status}"):
-        await kubernetes.remove("w-abc", 3)
+        await kubernetes.remove("w-abc", BOTH, 3)
     assert server.replicas == 4
 
 
@@ -210,16 +226,21 @@ async def test_an_api_server_that_does_not_answer_is_given_up_at_the_deadline(
     server.status = 0
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
-            await kubernetes.add(1, MORE)
+            await kubernetes.add(BOTH, 1, *MORE)
 
 
 async def test_an_api_server_that_is_not_there_is_said() -> None:
     away = client.Configuration(host="http://127.0.0.1:1")
     with pytest.raises(ConnectorError, match="kubernetes: "):
-        await Kubernetes("deployment/w", "prod", away).add(1, MORE)
+        await Kubernetes("deployment/w", "prod", away).add(BOTH, 1, *MORE)
 
 
 @pytest.mark.parametrize("scale", ["", "w", "job/w", "deployment/"])
 def test_what_cannot_be_scaled_is_refused_at_the_start(scale: str) -> None:
     with pytest.raises(ConfigError, match="kubernetes_scale"):
         Kubernetes(scale, "prod", client.Configuration())
+
+
+def test_a_second_scale_that_cannot_be_one_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="kubernetes_prefill_scale"):
+        Kubernetes("deployment/w", "prod", client.Configuration(), "job/w")

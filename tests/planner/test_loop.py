@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from app.core.loads import Reservation, Wish
 from app.core.planner_settings import PlannerSettings
 from app.core.types import Incarnation, SequenceHash, WorkerKey
+from app.core.worker_report import Role
 from app.local.redis_server import EmbeddedRedis
 from app.planner import loop
 from app.planner.connectors.base import Advise, Connector, ConnectorError
@@ -24,10 +25,17 @@ from app.planner.lease import RENEWALS
 from app.planner.loop import Planner
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
-from app.planner.predict import predictor
-from app.planner.rules.policies import Predict
-from app.planner.rules.replay import ReplayTooLong
-from app.planner.rules.state import USUAL_STARTUP_S, FleetState, PastRequest, Proposal, Rules
+from app.planner.predict import replay_of
+from app.planner.rules.replay import Replay, ReplayTooLong
+from app.planner.rules.state import (
+    USUAL_STARTUP_S,
+    FleetState,
+    PastRequest,
+    Pools,
+    Proposal,
+    Reason,
+    Rules,
+)
 from app.router.fleet import Fleet
 from app.state import decisions, endings, leases, planner, reservations
 from app.state.connect import connect
@@ -57,24 +65,28 @@ class Agents:
     def __init__(self, runner: ScriptRunner, stack: AsyncExitStack) -> None:
         self.broken = self.absent = False
         self.orders: list[str] = []
+        self.prefills: set[str] = set()
         self.runner, self._stack = runner, stack
         self._made = 0
         self._stops: dict[str, AsyncExitStack] = {}
 
-    async def add(self, count: int, proposal: Proposal) -> None:
-        self.orders.append(f"add {count}")
+    async def add(self, role: Role, count: int, desired: int, reason: str) -> None:
+        self.orders.append(f"add {count}{_of(role)}")
         if self.broken:
             raise ConnectorError("no room")
         for _ in range(0 if self.absent else count):
             name = f"a{self._made}"
             self._made += 1
+            if role is Role.PREFILL:
+                self.prefills.add(name)
             own = await self._stack.enter_async_context(AsyncExitStack())
-            agent = await own.enter_async_context(running(fake_agent(self.runner, KEYS, name)))
+            fake = fake_agent(self.runner, KEYS, name, role=role, kv_transfer="kvroute")
+            agent = await own.enter_async_context(running(fake))
             own.push_async_callback(agent.stop)
             self._stops[name] = own
 
-    async def remove(self, worker: str, proposal_size: int) -> None:
-        self.orders.append(f"remove {worker}")
+    async def remove(self, worker: str, role: Role, desired: int) -> None:
+        self.orders.append(f"remove {worker}{_of(role)}")
         if self.broken:
             raise ConnectorError("will not")
         stop = self._stops.pop(worker)
@@ -82,6 +94,10 @@ class Agents:
         left = await self.runner.one(leases.drain(KEYS, key))
         assert left == 0, f"{worker} still has {left} requests"
         await stop.aclose()
+
+
+def _of(role: Role) -> str:
+    return "" if role is Role.BOTH else f" {role}"
 
 
 @asynccontextmanager
@@ -157,6 +173,64 @@ async def test_a_fleet_grows_to_its_minimum_and_with_its_queues_and_shrinks_when
     assert len([order for order in agents.orders if order.startswith("remove")]) == 2
 
 
+async def test_pools_are_begun_with_one_worker_each_and_grow_by_their_own_signals(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
+) -> None:
+    metrics = PlannerMetrics(NAMESPACE)
+    async with planning(one_redis_server.url, agents, replace(SETTINGS, roles=True), metrics):
+        await eventually(lambda: workers(redis), lambda seen: len(seen) == 2)
+        assert sorted(agents.orders) == ["add 1 decode", "add 1 prefill"]
+        prefills = {name: inc for name, inc in await incarnations(redis) if name in agents.prefills}
+        [(_, inc)] = prefills.items()
+        wishes = [wish_for(f"r{n}", inc) for n in range(6)]
+        await agents.runner.one(reservations.reserve(KEYS, wishes, ttl_ms=60_000))
+        await eventually(lambda: workers(redis), lambda seen: len(seen) == 3)
+        assert agents.orders[2:] == ["add 1 prefill"]
+        shown: Any = await redis.hgetall(KEYS["planner"])
+        assert (shown[b"desired_prefill"], shown[b"desired_decode"]) == (b"2", b"1")
+        told = f'desired_workers_of_role{{namespace="{NAMESPACE}",role="prefill"}} 2.0'
+        assert told in generate_latest(metrics.registry).decode()
+
+
+async def test_a_worker_makes_room_for_one_of_the_other_role(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with planning(one_redis_server.url, agents, replace(SETTINGS, roles=True)) as first:
+        await eventually(lambda: workers(redis), lambda seen: len(seen) == 2)
+        await first.leave()
+    [leaves] = agents.prefills
+    del agents.orders[:]
+
+    def swap(name: str, state: FleetState, *_: Any) -> Proposal:
+        now, wanted = state.pools, Pools(0, 2)
+        victim = None if now == wanted else leaves
+        reason = Reason.OTHER_ROLE
+        return Proposal(state.now_s, name, now.size, 2, reason, victim, {}, (), now, wanted)
+
+    monkeypatch.setattr(loop, "propose_pools", swap)
+    async with planning(one_redis_server.url, agents, SETTINGS):
+        await eventually(lambda: workers(redis), lambda seen: len(seen) == 2 and leaves not in seen)
+    assert agents.orders == [f"remove {leaves} prefill", "add 1 decode"]
+
+
+async def incarnations(redis: Redis) -> list[tuple[str, Incarnation]]:
+    found: Any = await redis.hgetall(KEYS["current"])
+    return [(key.decode().partition(":")[0], Incarnation(int(inc))) for key, inc in found.items()]
+
+
+async def test_a_policy_that_knows_no_roles_proposes_nothing_and_says_so(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
+) -> None:
+    settings = replace(SETTINGS, roles=True, scaling_policy="ongoing")
+    async with planning(one_redis_server.url, agents, settings) as one:
+
+        async def problem() -> str:
+            return one.problem
+
+        await eventually(problem, lambda text: "ongoing knows no roles" in text)
+    assert agents.orders == []
+
+
 def wish_for(request_id: str, inc: Incarnation) -> Wish:
     held = Reservation(request_id, prefill_tokens=100, prefill_us=60_000_000, blocks=3)
     return Wish(inc, held, max_requests=256, seen_total=None)
@@ -218,16 +292,16 @@ async def test_a_planner_leads_on_while_a_replay_takes_longer_than_its_lease(
 ) -> None:
     replaying, is_renewed = threading.Event(), threading.Event()
 
-    def slow(*given: Any, **more: Any) -> Predict:
+    def slow(*given: Any, **more: Any) -> Replay:
         replaying.set()
         assert is_renewed.wait(30)
-        return predictor(*given, **more)
+        return replay_of(*given, **more)
 
     async def lease() -> tuple[bytes, ...]:
         found: Any = await redis.hmget(KEYS["planner"], "until_ms", "token")
         return tuple(found)
 
-    monkeypatch.setattr(loop, "predictor", slow)
+    monkeypatch.setattr(loop, "replay_of", slow)
     settings = replace(SETTINGS, scaling_policy="slo", lease_s=1.0)
     async with (
         running(fake_agent(ScriptRunner(redis, timeout_s=5.0), KEYS, "a")),
@@ -246,11 +320,13 @@ async def test_a_planner_leads_on_while_a_replay_takes_longer_than_its_lease(
 @pytest.mark.parametrize(
     "state",
     [
-        '{"pending": [1e300, -5, "nan"], "leaving": "w0", "leaving_since_s": "nan"}',
-        f'{{"pending": [{"1," * 1000}1]}}',
+        '{"pending": {"both": [1e300, -5, "nan"]}, "leaving": "w0", "leaving_since_s": "nan"}',
+        f'{{"pending": {{"both": [{"1," * 1000}1]}}}}',
         '{"pending": 7}',
+        '{"pending": {"neither": [1]}}',
+        '{"successor": "neither"}',
         '{"leaving": "gone", "known": null}',
-        '{"pending": [1], "startup_s": "nan"}',
+        '{"pending": {"both": [1]}, "startup_s": "nan"}',
     ],
 )
 async def test_a_state_that_no_planner_would_record_changes_nothing(
@@ -381,9 +457,9 @@ async def test_a_replay_that_takes_too_long_plays_fewer_decisions(
         played.append(rules.window_requests)
         if rules.window_requests > 500:
             raise ReplayTooLong("of so many")
-        return predictor(observer, state, rules, *given, **more)
+        return replay_of(observer, state, rules, *given, **more)
 
-    monkeypatch.setattr(loop, "predictor", slow)
+    monkeypatch.setattr(loop, "replay_of", slow)
     settings = replace(SETTINGS, scaling_policy="slo")
     async with (
         running(fake_agent(ScriptRunner(redis, timeout_s=5.0), KEYS, "a")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from app.core.errors import KvrouteError
-from app.planner.rules.state import Proposal
+from app.core.worker_report import Role
 
 
 class ConnectorError(KvrouteError):
@@ -13,20 +13,23 @@ class ConnectorError(KvrouteError):
 
 
 class Connector(Protocol):
-    """Changes the fleet. Both raise ConnectorError, and may be cancelled at a deadline."""
+    """Changes the fleet. Both raise ConnectorError, and may be cancelled at a deadline.
 
-    async def add(self, count: int, proposal: Proposal) -> None:
-        """Have `count` more workers start; returns before they have."""
+    desired: workers that there will be.
+    """
 
-    async def remove(self, worker: str, proposal_size: int) -> None:
-        """Have a worker stop that is drained. proposal_size: workers there will be without it."""
+    async def add(self, role: Role, count: int, desired: int, reason: str) -> None:
+        """Have `count` more workers of that role start; returns before they have."""
+
+    async def remove(self, worker: str, role: Role, desired: int) -> None:
+        """Have a worker stop that is drained."""
 
 
 class Advise:
     """Changes nothing: what is proposed is in Redis, in metrics and in the log."""
 
-    async def add(self, count: int, proposal: Proposal) -> None:
+    async def add(self, role: Role, count: int, desired: int, reason: str) -> None:
         """Nothing."""
 
-    async def remove(self, worker: str, proposal_size: int) -> None:
+    async def remove(self, worker: str, role: Role, desired: int) -> None:
         """Nothing."""

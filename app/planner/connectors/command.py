@@ -9,16 +9,16 @@ from typing import Any
 import orjson
 
 from app.core.errors import ConfigError
+from app.core.worker_report import Role
 from app.planner.connectors.base import ConnectorError
-from app.planner.rules.state import Proposal
 
 MOST_SHOWN = 500
 
 
 class ExecConnector:
     """Runs `command` for each change, without a shell, with a JSON object on standard input:
-    `action` (`add` or `remove`), `count`, `worker`, `desired` and `reason`. Any exit status but 0
-    is a failure."""
+    `action` (`add` or `remove`), `count`, `worker`, `role`, `desired` and `reason`. Any exit status
+    but 0 is a failure."""
 
     def __init__(self, command: str) -> None:
         try:
@@ -28,19 +28,14 @@ class ExecConnector:
         if not self._words:
             raise ConfigError("exec_command: the connector exec needs a command")
 
-    async def add(self, count: int, proposal: Proposal) -> None:
+    async def add(self, role: Role, count: int, desired: int, reason: str) -> None:
         await self._run(
-            {
-                "action": "add",
-                "count": count,
-                "desired": proposal.desired,
-                "reason": str(proposal.reason),
-            }
+            {"action": "add", "count": count, "role": role, "desired": desired, "reason": reason}
         )
 
-    async def remove(self, worker: str, proposal_size: int) -> None:
+    async def remove(self, worker: str, role: Role, desired: int) -> None:
         await self._run(
-            {"action": "remove", "count": 1, "worker": worker, "desired": proposal_size}
+            {"action": "remove", "count": 1, "worker": worker, "role": role, "desired": desired}
         )
 
     async def _run(self, order: dict[str, Any]) -> None:

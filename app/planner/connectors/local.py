@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from app.core.errors import ConfigError
+from app.core.worker_report import Role
 from app.local.detached import running_workers
 from app.planner.connectors.base import ConnectorError
-from app.planner.rules.state import Proposal
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +42,24 @@ class Local:
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
 
-    async def add(self, count: int, proposal: Proposal) -> None:
+    async def add(self, role: Role, count: int, desired: int, reason: str) -> None:
         for _ in range(count):
-            self._start(f"auto-{secrets.token_hex(4)}")
+            self._start(f"auto-{secrets.token_hex(4)}", role)
 
-    async def remove(self, worker: str, proposal_size: int) -> None:
+    async def remove(self, worker: str, role: Role, desired: int) -> None:
         pid = running_workers(self._folder).get(worker)
         if pid is None:
             raise ConnectorError(f"worker {worker} was not started by a planner: stop it yourself")
         os.kill(pid, signal.SIGTERM)
         log.info("told worker %s to stop", worker)
 
-    def _start(self, worker: str) -> None:
+    def _start(self, worker: str, role: Role) -> None:
         command = [
             *(sys.executable, "-P", "-m", "app.cli", "worker", "--port=0"),
             f"--worker-id={worker}",
             f"--namespace={self._namespace}",
             *self._flags,
+            *([] if role is Role.BOTH else [f"--role={role}"]),
         ]
         try:
             log_file = str(self._folder / f"{worker}.log")

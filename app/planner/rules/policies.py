@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean
@@ -19,6 +19,7 @@ from app.planner.rules.state import (
     Rules,
     Slo,
     WorkerLoad,
+    WorkerState,
 )
 from app.planner.rules.victims import least_loss_s
 
@@ -70,11 +71,21 @@ def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Wante
         return WantedSize(rules.min_workers, Reason.BELOW_MINIMUM)
     if size > rules.max_workers:
         return WantedSize(rules.max_workers, Reason.OVER_BUDGET)
-    if any(worker.load is None for worker in state.those(Phase.LIVE)):
-        return WantedSize(size, Reason.NO_METRICS)
-    if state.proposals and size not in (state.proposals[-1].size, state.proposals[-1].desired):
-        return WantedSize(size, Reason.FLEET_CHANGED)
+    if (reason := held_by(state)) is not None:
+        return WantedSize(size, reason)
     return POLICIES[name](state, rules, predict)
+
+
+def held_by(state: FleetState) -> Reason | None:
+    """Why no policy is asked; None: one is."""
+    if any(worker.load is None for worker in state.those(Phase.LIVE)):
+        return Reason.NO_METRICS
+    if state.proposals and state.size not in (
+        state.proposals[-1].size,
+        state.proposals[-1].desired,
+    ):
+        return Reason.FLEET_CHANGED
+    return None
 
 
 def _bounded(wish: WantedSize, state: FleetState, rules: Rules) -> WantedSize:
@@ -87,18 +98,26 @@ def _bounded(wish: WantedSize, state: FleetState, rules: Rules) -> WantedSize:
     return wish
 
 
-def _loads(state: FleetState) -> Iterator[WorkerLoad]:
-    return (worker.load for worker in state.those(Phase.LIVE) if worker.load is not None)
+def _loads(workers: Iterable[WorkerState]) -> Iterator[WorkerLoad]:
+    return (worker.load for worker in workers if worker.load is not None)
 
 
-def _mean(values: Iterator[float]) -> float:
-    """Of no workers it is 0: who has none has no load."""
-    return fmean(found) if (found := list(values)) else 0.0
+def prefill_queue(workers: Iterable[WorkerState]) -> float:
+    """Mean of the workers; of none it is 0: who has none has no load."""
+    return fmean([load.prefill_queue for load in _loads(workers)] or [0.0])
 
 
-def _in_grace(state: FleetState, rules: Rules) -> bool:
-    grace_s = rules.grace_intervals * rules.interval_s
-    return any(w.since_s > state.now_s - grace_s for w in state.those(Phase.LIVE))
+def kv_load(workers: Iterable[WorkerState], rules: Rules) -> float:
+    """Mean of the workers' KV use, and of what their waiting requests will take; of none it is
+    0."""
+    per_waiting = rules.kv_load_per_waiting
+    return fmean([load.kv_usage + per_waiting * load.waiting for load in _loads(workers)] or [0.0])
+
+
+def in_grace(workers: Iterable[WorkerState], state: FleetState, rules: Rules) -> bool:
+    """Whether one of the live ones among `workers` has joined a short time ago."""
+    since_s = state.now_s - rules.grace_intervals * rules.interval_s
+    return any(w.since_s > since_s for w in workers if w.phase is Phase.LIVE)
 
 
 def threshold(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
@@ -106,23 +125,22 @@ def threshold(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
     low; nothing while a change is under way.
 
     After NVIDIA Dynamo 0.2, docs/architecture/load_planner.md. There, workers that prefill and
-    workers that decode are two pools, each with its own signal; here every worker does both.
+    workers that decode are two pools, each with its own signal, as in app.planner.rules.pools; here
+    every worker does both.
     """
-    queue = _mean(load.prefill_queue for load in _loads(state))
-    kv_load = _mean(
-        load.kv_usage + rules.kv_load_per_waiting * load.waiting for load in _loads(state)
-    )
-    inputs = {"prefill_queue": queue, "kv_load": kv_load}
+    live = state.those(Phase.LIVE)
+    queue, kv = prefill_queue(live), kv_load(live, rules)
+    inputs = {"prefill_queue": queue, "kv_load": kv}
     size = state.size
     if state.is_changing:
         return WantedSize(size, Reason.CHANGE_UNDER_WAY, inputs)
-    if queue < rules.prefill_queue_down and kv_load < rules.kv_load_down:
-        if _in_grace(state, rules):
+    if queue < rules.prefill_queue_down and kv < rules.kv_load_down:
+        if in_grace(state.workers, state, rules):
             return WantedSize(size, Reason.GRACE, inputs)
         return WantedSize(size - 1, Reason.LOW_LOAD, inputs)
     if queue > rules.prefill_queue_up:
         return WantedSize(size + 1, Reason.PREFILL_QUEUE, inputs)
-    if kv_load > rules.kv_load_up:
+    if kv > rules.kv_load_up:
         return WantedSize(size + 1, Reason.KV_LOAD, inputs)
     return WantedSize(size, Reason.ENOUGH, inputs)
 
@@ -132,7 +150,7 @@ def waiting(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
 
     After the KEDA examples of vLLM's production stack, which scale on num_requests_waiting.
     """
-    total = sum(load.waiting for load in _loads(state))
+    total = sum(load.waiting for load in _loads(state.those(Phase.LIVE)))
     needed = ceil(total / rules.waiting_per_worker)
     return _needed(state, needed, {"waiting": total}, Reason.WAITING, rules.cool_down_s)
 
@@ -142,7 +160,7 @@ def ongoing(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
 
     After Ray Serve's autoscaling: target_ongoing_requests, downscale_delay_s.
     """
-    total = sum(load.requests for load in _loads(state))
+    total = sum(load.requests for load in _loads(state.those(Phase.LIVE)))
     needed = ceil(total / rules.ongoing_per_worker)
     return _needed(state, needed, {"ongoing": total}, Reason.ONGOING, rules.ongoing_delay_s)
 
@@ -173,16 +191,8 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
     """
     size = state.size
     now = predict(size)
-    known, share = attained(state, rules.slo, state.now_s - rules.attained_s)
-    target = _aim(rules.slo.target, share)
-    inputs = {
-        "requests": float(now.requests),
-        "attainment": now.attainment,
-        "known": float(known),
-        "attained": share,
-        "aim": target,
-        "growth": growth(state, rules),
-    }
+    inputs = judged(state, rules, now)
+    target = inputs["aim"]
     if now.attainment < target:
         more = predict(size + 1)
         candidates: tuple[Prediction, ...] = (now, more)
@@ -194,10 +204,28 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
         return WantedSize(size, Reason.AT_MINIMUM, inputs, (now,))
     fewer = _fewer(size, rules, predict, target)
     needed = next((p.size for p in reversed(fewer) if p.attainment >= target), size)
-    change_s = min(state.startup_s + least_loss_s(state), rules.longest_kept_s)
-    inputs |= {"needed": float(needed), "change_s": change_s}
-    desired, reason = _kept(state, rules, needed, change_s)
+    inputs["needed"], inputs["change_s"] = float(needed), change_s(state, rules)
+    desired, reason = kept(state, rules, needed, inputs["change_s"])
     return WantedSize(desired, reason, inputs, (*reversed(fewer), now))
+
+
+def judged(state: FleetState, rules: Rules, now: Prediction) -> dict[str, float]:
+    """What is known of the SLO. now: of the fleet as it is. `aim`: the share that predictions are
+    to reach."""
+    known, share = attained(state, rules.slo, state.now_s - rules.attained_s)
+    return {
+        "requests": float(now.requests),
+        "attainment": now.attainment,
+        "known": float(known),
+        "attained": share,
+        "aim": _aim(rules.slo.target, share),
+        "growth": growth(state, rules),
+    }
+
+
+def change_s(state: FleetState, rules: Rules) -> float:
+    """Seconds of a worker that it costs to take a step down back."""
+    return min(state.startup_s + least_loss_s(state), rules.longest_kept_s)
 
 
 def _fewer(size: int, rules: Rules, predict: Predict, target: float) -> list[Prediction]:
@@ -210,14 +238,14 @@ def _fewer(size: int, rules: Rules, predict: Predict, target: float) -> list[Pre
     return found
 
 
-def _kept(state: FleetState, rules: Rules, needed: int, change_s: float) -> tuple[int, Reason]:
-    """The size to shrink to: the most that was needed in the last `change_s`."""
-    size, since_s = state.size, state.now_s - change_s
+def kept(state: FleetState, rules: Rules, needed: int, cool_down_s: float) -> tuple[int, Reason]:
+    """The size to shrink to: the most that was needed in the last `cool_down_s`."""
+    size, since_s = state.size, state.now_s - cool_down_s
     if needed >= size:
         return size, Reason.ENOUGH
     if state.is_changing:
         return size, Reason.CHANGE_UNDER_WAY
-    if _in_grace(state, rules):
+    if in_grace(state.workers, state, rules):
         return size, Reason.GRACE
     lately = [
         int(p.inputs["needed"])

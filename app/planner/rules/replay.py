@@ -15,8 +15,18 @@ from xxhash import xxh3_64_intdigest
 from app.core.chains import positions
 from app.core.errors import KvrouteError
 from app.core.types import SequenceHash
-from app.core.worker_report import Speed
-from app.planner.rules.state import Came, FleetState, PastRequest, Phase, Prediction, Rules, Slo
+from app.core.worker_report import Role, Speed
+from app.planner.rules.state import (
+    Came,
+    FleetState,
+    PastRequest,
+    Phase,
+    Pools,
+    Prediction,
+    Rules,
+    Slo,
+    WorkerState,
+)
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
 from app.simulation.profiles import USUAL
@@ -72,16 +82,41 @@ class Replay:
         known. Raises ReplayTooLong."""
         if not size:
             return Prediction(size, 0, 1.0, 0.0, 0.0)
-        stay = [worker for worker in self._workers if worker.name != victim][:size]
-        profiles = [worker.profile or self._usual for worker in stay]
-        profiles += [self._usual] * (size - len(stay))
-        setting = replace(self._setting, num_workers=size, profiles=tuple(profiles))
+        return self._play(self._crew(self._workers, size, victim, Role.BOTH))
+
+    def predict_pools(self, pools: Pools, victims: Mapping[Role, str]) -> Prediction:
+        """As `predict`; victims: the worker that each smaller pool would be without."""
+        crew: list[WorkerState] = []
+        for role, size in ((Role.PREFILL, pools.prefill), (Role.DECODE, pools.decode)):
+            members = [worker for worker in self._workers if worker.pool is role]
+            victim = victims.get(role) if size < len(members) else None
+            crew += self._crew(members, size, victim, role)
+        return replace(self._play(crew), pools=pools)
+
+    def _crew(
+        self, workers: Sequence[WorkerState], size: int, victim: str | None, role: Role
+    ) -> list[WorkerState]:
+        """`size` workers: these without the victim, and then new ones of that role."""
+        stay = [worker for worker in workers if worker.name != victim][:size]
+        usual = next((worker.profile for worker in workers if worker.profile), self._usual)
+        new = WorkerState("", Phase.PENDING, 0.0, profile=usual, role=role)
+        return stay + [new] * (size - len(stay))
+
+    def _play(self, crew: Sequence[WorkerState]) -> Prediction:
+        setting = replace(
+            self._setting,
+            num_workers=len(crew),
+            profiles=tuple(worker.profile or self._usual for worker in crew),
+            roles=tuple(worker.role for worker in crew),
+        )
         fleet = SimFleet(self._policy, setting)
-        places = {worker.name: place for place, worker in enumerate(stay)}
+        places = {worker.name: place for place, worker in enumerate(crew) if worker.name}
         for asked in self._remembered(fleet, places):
             self._check_time()
             fleet.run(until_s=self._at_s(asked.at_s))
-            fleet.warm(places[asked.worker], asked.request)
+            for holder in asked.holders:
+                if holder in places:
+                    fleet.warm(places[holder], asked.request)
         answers: list[SimAnswer] = []
 
         def keep(answer: SimAnswer, _: float) -> None:
@@ -100,7 +135,7 @@ class Replay:
             fleet.ask(request, keep)
         fleet.run()
         judged = [answer for answer in answers if answer.arrival_s >= self._judged_s]
-        return summary(size, judged, self._rules.slo, self._speed)
+        return summary(len(crew), judged, self._rules.slo, self._speed)
 
     def _at_s(self, at_s: float) -> float:
         """When that is in virtual time."""
@@ -122,8 +157,9 @@ class Replay:
             if all(blocks <= 0 for blocks in room.values()):
                 break
             first -= 1
-            room[asked.worker] = room.get(asked.worker, 0) - len(asked.request.blocks)
-        return (asked for asked in self._before[first:] if asked.worker in places)
+            for holder in asked.holders:
+                room[holder] = room.get(holder, 0) - len(asked.request.blocks)
+        return (a for a in self._before[first:] if not places.keys().isdisjoint(a.holders))
 
 
 def _output_that_fits(request: SimRequest, pools: Iterable[int], block_size: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from app.core.worker_report import DEFAULT_SPEED, Speed
+from app.core.worker_report import DEFAULT_SPEED, Role, Speed
 from app.simulation.profiles import Profile
 from app.simulation.steps import SimRequest
 
@@ -44,9 +44,27 @@ class Reason(StrEnum):
     """Fewer would do, but not for long enough yet."""
     SLO_MISSED = "slo_missed"
     SLO_MET_BY_FEWER = "slo_met_by_fewer"
+    OTHER_ROLE = "other_role"
+    """A worker would do more good in the other pool."""
     ENOUGH = "enough"
     SCHEDULED = "scheduled"
     """By somebody who sets sizes by the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Workers of a fleet in which some have a role. decode: all that do not merely prefill."""
+
+    prefill: int
+    decode: int
+
+    @property
+    def size(self) -> int:
+        return self.prefill + self.decode
+
+    def but(self, *, prefill: int = 0, decode: int = 0) -> Pools:
+        """With so many more."""
+        return Pools(self.prefill + prefill, self.decode + decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +97,16 @@ class WorkerState:
     speed: Speed = DEFAULT_SPEED
     profile: Profile | None = None
     """Of its engine in virtual time; None: it will be like the first of the others."""
+    role: Role = Role.BOTH
+
+    @property
+    def pool(self) -> Role:
+        return pool_of(self.role)
+
+
+def pool_of(role: Role) -> Role:
+    """PREFILL or DECODE: the pool in which a worker of that role counts."""
+    return Role.PREFILL if role is Role.PREFILL else Role.DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +128,13 @@ class PastRequest:
     """Leading blocks that some worker held when it was decided."""
     came: Came | None = None
     """None: nobody has said."""
+    source: str = ""
+    """The worker that it got blocks of its prompt from; "": none."""
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Workers that held the prompt afterwards."""
+        return (self.worker, self.source) if self.source else (self.worker,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +147,8 @@ class Prediction:
     ttft_p99_s: float
     hit_rate: float
     """Share of the prompts' tokens that were cached."""
+    pools: Pools | None = None
+    """None: its workers have no roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +163,21 @@ class Proposal:
     victim: str | None = None
     inputs: Mapping[str, float] = field(default_factory=dict)
     candidates: tuple[Prediction, ...] = ()
+    pools: Pools | None = None
+    desired_pools: Pools | None = None
+    """Of `size` and `desired`; None: the workers have no roles."""
+
+    @property
+    def starts(self) -> Mapping[Role, int]:
+        """How many workers of each role should start."""
+        if self.pools is None or self.desired_pools is None:
+            more = {Role.BOTH: self.desired - self.size}
+        else:
+            more = {
+                Role.PREFILL: self.desired_pools.prefill - self.pools.prefill,
+                Role.DECODE: self.desired_pools.decode - self.pools.decode,
+            }
+        return {role: count for role, count in more.items() if count > 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +195,23 @@ class FleetState:
     def those(self, phase: Phase) -> list[WorkerState]:
         return [worker for worker in self.workers if worker.phase is phase]
 
+    def live_in(self, pool: Role) -> list[WorkerState]:
+        return [worker for worker in self.those(Phase.LIVE) if worker.pool is pool]
+
     @property
     def size(self) -> int:
         """Workers that are live or will be."""
         return len(self.workers) - len(self.those(Phase.DRAINING))
+
+    @property
+    def pools(self) -> Pools:
+        """Workers of each pool that are live or will be."""
+        stay = [worker.pool for worker in self.workers if worker.phase is not Phase.DRAINING]
+        return Pools(stay.count(Role.PREFILL), stay.count(Role.DECODE))
+
+    @property
+    def has_roles(self) -> bool:
+        return any(worker.role is not Role.BOTH for worker in self.workers)
 
     @property
     def is_changing(self) -> bool:

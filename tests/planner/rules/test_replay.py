@@ -7,12 +7,20 @@ from dataclasses import replace
 import pytest
 
 from app.core.types import SequenceHash
-from app.core.worker_report import DEFAULT_SPEED
+from app.core.worker_report import DEFAULT_SPEED, Role
 from app.planner.rules.replay import Replay, ReplayTooLong, recorded_request
-from app.planner.rules.state import FleetState, PastRequest, Phase, Prediction, Rules, WorkerState
+from app.planner.rules.state import (
+    FleetState,
+    PastRequest,
+    Phase,
+    Pools,
+    Prediction,
+    Rules,
+    WorkerState,
+)
 from app.policy.record import sampled
 from app.simulation.profiles import USUAL
-from app.simulation.setting import Setting
+from app.simulation.setting import Link, Setting
 from app.simulation.steps import SimRequest
 
 RULES = Rules(window_s=120.0, lead_s=60.0)
@@ -198,3 +206,41 @@ def test_recorded_requests_share_what_their_prompts_share() -> None:
 def test_a_request_that_was_decided_twice_is_played_twice() -> None:
     again = [PastRequest(990.0 + n, "w0", request("same", 0)) for n in range(2)]
     assert predict(fleet(1, again), 1).requests == 2
+
+
+def with_roles(prefill: int, decode: int, recent: list[PastRequest]) -> FleetState:
+    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+    workers = [WorkerState(f"w{n}", Phase.LIVE, 0.0, role=role) for n, role in enumerate(roles)]
+    return FleetState(1000.0, workers, recent)
+
+
+def predict_pools(
+    state: FleetState, pools: Pools, victims: dict[Role, str] | None = None
+) -> Prediction:
+    replay = Replay(state, RULES, "latency", Setting(link=Link(12.5e9)), DEFAULT_SPEED)
+    return replay.predict_pools(pools, victims or {})
+
+
+def test_pools_are_played_by_their_roles() -> None:
+    # A prompt each 0.8 s is 0.94 s of prefill a second: workers that decode help out.
+    state = with_roles(1, 3, every(0.8, 4))
+    now, moved = predict_pools(state, Pools(1, 3)), predict_pools(state, Pools(3, 1))
+    assert (now.pools, now.size) == (Pools(1, 3), 4)
+    assert now.ttft_p99_s != moved.ttft_p99_s
+    few = predict_pools(state, Pools(1, 1))
+    assert few.size == 2
+    assert few.attainment <= now.attainment
+
+
+def test_what_a_source_computed_is_cached_there_and_lost_with_it() -> None:
+    prompt = request("r", 1)
+    asked = [
+        PastRequest(400.0 + n, "w2", replace(prompt, request_id=f"r{n}"), source="w0")
+        for n in range(5)
+    ]
+    again = PastRequest(980.0, "w2", replace(prompt, request_id="again"))
+    # The other worker that decodes holds nothing, and neither does the other source.
+    state = with_roles(2, 2, [*asked, again])
+    leaves = [{Role.PREFILL: source, Role.DECODE: "w2"} for source in ("w0", "w1")]
+    rates = [predict_pools(state, Pools(1, 1), victims).hit_rate for victims in leaves]
+    assert rates == [0.0, pytest.approx(31 / 32, abs=0.04)]

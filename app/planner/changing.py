@@ -1,0 +1,86 @@
+"""What has been ordered and has not happened yet: what the next leader has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from app.core.settings import LONGEST_S
+from app.core.worker_report import Role
+from app.planner.rules.state import USUAL_STARTUP_S
+
+
+@dataclass(slots=True)
+class Changing:
+    """pending: when each worker that has not registered yet was asked for, seconds since 1970, by
+    its role. known: workers that count as registered. leaving: the worker that drains, since when,
+    and whether it was told to stop. successor: role of the worker to be asked for once it was; "":
+    none. startup_s: from when a worker is asked for until it registers, as lately seen.
+    """
+
+    pending: dict[Role, list[float]] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
+    leaving: str = ""
+    leaving_since_s: float = 0.0
+    is_stopped: bool = False
+    successor: str = ""
+    startup_s: float = USUAL_STARTUP_S
+
+    def coming(self) -> Iterator[tuple[Role, float]]:
+        """Role of each worker that will be there, and when it was asked for."""
+        for role, asked_s in self.pending.items():
+            yield from ((role, at_s) for at_s in asked_s)
+        if self.successor:
+            yield Role(self.successor), self.leaving_since_s
+
+    def ask(self, starts: Mapping[Role, int], now_s: float) -> None:
+        for role, count in starts.items():
+            self.pending.setdefault(role, []).extend([now_s] * count)
+
+    def give_up(self, role: Role, count: int) -> None:
+        """Of those asked for last."""
+        del self.pending[role][-count:]
+
+    def give_up_before(self, since_s: float, now_s: float) -> int:
+        """How many were asked for before, or by a clock that was ahead, and are given up."""
+        before = sum(map(len, self.pending.values()))
+        self.pending = {
+            role: left
+            for role, asked_s in self.pending.items()
+            if (left := [at_s for at_s in asked_s if since_s < at_s <= now_s])
+        }
+        return before - sum(map(len, self.pending.values()))
+
+    def joined(self, role: Role, now_s: float) -> None:
+        """A worker of that role has registered; if none was asked for, it may be another one."""
+        found = self.pending.get(role) or next(filter(None, self.pending.values()), None)
+        if found:
+            took_s = now_s - found.pop(0)
+            self.startup_s = (self.startup_s + max(0.0, took_s)) / 2
+
+    def as_json(self) -> dict[str, Any]:
+        pending = {str(role): asked_s for role, asked_s in self.pending.items()}
+        return {**asdict(self), "pending": pending, "known": sorted(self.known)}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any], most: int) -> Changing:
+        """most: workers that may be pending. What no planner would record is as if it were not
+        there."""
+        try:
+            changing = cls(
+                pending={
+                    Role(role): [float(at_s) for at_s in asked_s]
+                    for role, asked_s in state.get("pending", {}).items()
+                },
+                known={str(name) for name in state.get("known", [])},
+                leaving=str(state.get("leaving", "")),
+                leaving_since_s=float(state.get("leaving_since_s", 0.0)),
+                is_stopped=bool(state.get("is_stopped", False)),
+                successor=str(state.get("successor", "") and Role(state["successor"])),
+                startup_s=float(state.get("startup_s", USUAL_STARTUP_S)),
+            )
+        except (AttributeError, TypeError, ValueError):
+            return cls()
+        is_usable = len([*changing.coming()]) <= most and 0 <= changing.startup_s <= LONGEST_S
+        return changing if is_usable else cls()
