@@ -234,6 +234,29 @@ KEYSPACE = (
         "trimmed",
     ),
     Key(
+        "replicas",
+        "hash",
+        "`<replica>` → `<when it said so, ms> <JSON>`: what a router replica measured lately "
+        "(`app/console/figures.py`)",
+        ("beat",),
+        "15 s after its last word",
+    ),
+    Key(
+        "history",
+        "stream",
+        "`sample`, JSON: the figures of all replicas and each worker's queue, every 5 s; an entry's "
+        "id is the time of its step",
+        ("sample",),
+        "trimmed: an hour",
+    ),
+    Key(
+        "history_minutes",
+        "stream",
+        "the same without queues: the mean of each minute",
+        ("sample",),
+        "trimmed: a day",
+    ),
+    Key(
         "shard",
         "hash",
         "`bucket_bits`; `swept_ms`, when the last pass ended; `stepped_ms`, when the "

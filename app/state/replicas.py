@@ -1,0 +1,87 @@
+"""What router replicas say of themselves, and the history that they keep together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from app.core.keys import Keyspace
+from app.state.client import RedisClient
+from app.state.connect import deadline
+from app.state.scripts import Call, call
+from app.state.streams import id_ms, pages_backwards
+
+TIMEOUT_S = 2.0
+STEP_MS, KEPT = 5000, 720
+MINUTE_MS, MINUTES_KEPT = 60_000, 1440
+PAGE = 120
+"""Samples read at a time: with two hundred workers, of 4 KB each."""
+
+
+def beat(keyspace: Keyspace, replica: str, figures: Mapping[str, Any] | None) -> Call[int]:
+    """Say that a replica is there; returns the Redis clock in ms. figures: None: it ends."""
+    text = "" if figures is None else orjson.dumps(figures).decode()
+    return call("beat", keyspace, replica, text, parse=int)
+
+
+async def read(
+    redis: RedisClient, keyspace: Keyspace
+) -> tuple[int, dict[str, tuple[int, dict[str, Any]]]]:
+    """The Redis clock, and of each replica when it spoke last, in ms, and what it said. Raises
+    RedisUnavailable.
+
+    Entries that cannot be read are left out.
+    """
+    node = redis.node_of(keyspace["replicas"]).client
+    async with deadline(TIMEOUT_S), node.pipeline(transaction=False) as pipe:
+        pipe.time()
+        pipe.hgetall(keyspace["replicas"])
+        (seconds, micros), entries = await pipe.execute()
+    found = {}
+    for name, text in entries.items():
+        at_ms, _, said = text.partition(b" ")
+        figures = object_in(said)
+        if at_ms.isdigit() and figures is not None:
+            found[name.decode(errors="replace")] = (int(at_ms), figures)
+    return seconds * 1000 + micros // 1000, found
+
+
+def object_in(text: bytes) -> dict[str, Any] | None:
+    """The JSON object that `text` is; None: it is none."""
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def sample(keyspace: Keyspace, values: Mapping[str, Any], *, minute: bool = False) -> Call[int]:
+    """Add to the history; returns when its step began, in ms by the Redis clock, or 0: another
+    replica has.
+
+    minute: to that of the last day, which has a step each minute.
+    """
+    step_ms, kept = (MINUTE_MS, MINUTES_KEPT) if minute else (STEP_MS, KEPT)
+    text = orjson.dumps(values).decode()
+    return call("sample", keyspace, step_ms, kept, text, parse=int)
+
+
+async def history(
+    redis: RedisClient, keyspace: Keyspace, after_ms: int, *, minute: bool = False
+) -> list[tuple[int, dict[str, Any]]]:
+    """Samples after a time, the oldest first, each with the time of its step. Raises
+    RedisUnavailable."""
+    key = keyspace["history_minutes" if minute else "history"]
+    most = MINUTES_KEPT if minute else KEPT
+    found: list[tuple[int, dict[str, Any]]] = []
+    pages = pages_backwards(redis, key, PAGE, oldest=f"({after_ms}", timeout_s=TIMEOUT_S)
+    async for page in pages:
+        for entry_id, fields in page:
+            values = object_in(fields.get(b"sample", b""))
+            if values is not None:
+                found.append((id_ms(entry_id), values))
+        if len(found) >= most:
+            break
+    return found[most - 1 :: -1]
