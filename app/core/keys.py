@@ -244,8 +244,8 @@ KEYSPACE = (
     Key(
         "history",
         "stream",
-        "`sample`, JSON: the figures of all replicas and each worker's queue, every 5 s; an entry's "
-        "id is the time of its step",
+        "`sample`, JSON: the figures of all replicas and each worker's queue, every 5 s; the id of "
+        "an entry is the time of its step",
         ("sample",),
         "trimmed: an hour",
     ),

@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -121,11 +121,26 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
     if not live:
         return
     yield _versions(control.workers.values())
-    infos = [w.info for w in live if w.info]
-    for check in _alike(infos):
+    for check in of_workers(live, name, holders, summary.unique_blocks):
         yield check
+    most = MAX_DECISIONS * len(live)
+    yield predicted([one async for one in _first(decisions.read(redis, keyspace), most)], live)
+
+
+def of_workers(
+    live: list[WorkerStatus],
+    namespace: str,
+    holders: Mapping[str, str],
+    unique_blocks: int | None = None,
+) -> Iterator[Check]:
+    """Checks of live workers, without a look at Redis.
+
+    holders: models and their namespaces. unique_blocks: in the index; None: none were counted.
+    """
+    infos = [w.info for w in live if w.info]
+    yield from _alike(infos)
     yield _adapters(infos)
-    taken = models.taken(holders, name, infos)
+    taken = models.taken(holders, namespace, infos)
     yield Check(
         "model names",
         not taken,
@@ -140,14 +155,15 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         f"all published within {FRESH_S:g} s",
         "is the agent overloaded, or are workers and routers on different Redis servers?",
     )
-    yield _all_of(
-        live,
-        "blocks",
-        lambda w: w.cache_usage > IN_USE and not sum(w.blocks.values()),
-        lambda w: f"{w.cache_usage:.0%} of its cache in use, no block in the index",
-        f"{counted(summary.unique_blocks, 'block')} in the index",
-        "are its KV events on? Check with --engine-url",
-    )
+    if unique_blocks is not None:
+        yield _all_of(
+            live,
+            "blocks",
+            lambda w: w.cache_usage > IN_USE and not sum(w.blocks.values()),
+            lambda w: f"{w.cache_usage:.0%} of its cache in use, no block in the index",
+            f"{counted(unique_blocks, 'block')} in the index",
+            "are its KV events on? Check with --engine-url",
+        )
     yield _all_of(
         live,
         "events",
@@ -156,8 +172,6 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         "agents hear those of their engines",
         "does the agent listen where the engine publishes? Check with --engine-url and --probe",
     )
-    async for check in _predicted(redis, keyspace, live):
-        yield check
 
 
 def _versions(texts: Iterable[bytes]) -> Check:
@@ -227,13 +241,13 @@ def _all_of(
     return Check(about, not bad, "; ".join(bad[:3]) + more if bad else good, remedy)
 
 
-async def _predicted(
-    redis: RedisClient, keyspace: Keyspace, workers: list[WorkerStatus]
-) -> AsyncIterator[Check]:
-    """Whether workers report the cache hits that decisions predicted: shares of prompt tokens."""
+def predicted(records: Iterable[DecisionRecord], workers: list[WorkerStatus]) -> Check:
+    """Whether workers report the cache hits that decisions predicted: shares of prompt tokens.
+
+    records: the newest first.
+    """
     asked: dict[str, list[DecisionRecord]] = {}
-    records = decisions.read(redis, keyspace)
-    async for record in _first(records, MAX_DECISIONS * len(workers)):
+    for record in records:
         asked.setdefault(record.worker, []).append(record)
     gaps, compared = [], 0
     for worker in workers:
@@ -247,7 +261,7 @@ async def _predicted(
         if abs(expected - worker.hit_rate) > HIT_RATE_GAP:
             gaps.append(f"{key}: {expected:.0%} predicted, {worker.hit_rate:.0%} reported")
     found = f"{counted(compared, 'worker')} with {MIN_DECISIONS} or more recorded decisions"
-    yield Check(
+    return Check(
         "cache hits",
         not gaps if compared else None,
         "; ".join(gaps[:3]) if gaps else f"{'as predicted' if compared else 'not known'}: {found}",

@@ -1,0 +1,95 @@
+"""Answers that are kept for a moment, so that any number of viewers cost as much as one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import orjson
+
+from app.core.errors import RedisUnavailable
+
+T = TypeVar("T")
+KEPT_S = 0.5
+STALE_S = 300.0
+"""For so long the last answer is given while Redis is away."""
+MAX_KEPT = 64
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """body: JSON. at_ms: by the Redis clock. stale: why it is not newer; "": it is new."""
+
+    body: bytes
+    etag: bytes
+    at_ms: int
+    made_s: float
+    stale: str = ""
+
+
+class KeptAnswers:
+    """One answer for each question, made once at a time. Past MAX_KEPT, the oldest is forgotten."""
+
+    def __init__(self, now_ms: Callable[[], int | None]) -> None:
+        self._now_ms = now_ms
+        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._making: dict[str, asyncio.Task[Answer]] = {}
+
+    async def of(
+        self, question: str, make: Callable[[], Awaitable[object]], kept_s: float = KEPT_S
+    ) -> Answer:
+        """The answer to a question, not older than `kept_s` unless Redis is away.
+
+        Raises what `make` raises, and RedisUnavailable.
+        """
+        kept = self._answers.get(question)
+        if kept is not None and time.monotonic() - kept.made_s < kept_s:
+            return kept
+        task = self._making.get(question)
+        if task is None:
+            task = self._making[question] = asyncio.create_task(self._make(question, make))
+            task.add_done_callback(lambda _: self._making.pop(question, None))
+        try:
+            # Whoever asked first may hang up; the others still wait.
+            return await asyncio.shield(task)
+        except RedisUnavailable as error:
+            if kept is None or time.monotonic() - kept.made_s > STALE_S:
+                raise
+            return Answer(kept.body, kept.etag, kept.at_ms, kept.made_s, str(error))
+
+    async def _make(self, question: str, make: Callable[[], Awaitable[object]]) -> Answer:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                value = await make()
+        except TimeoutError:
+            raise RedisUnavailable(f"no answer within {TIMEOUT_S:g} s") from None
+        body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
+        etag = b'"%s"' % hashlib.blake2b(body, digest_size=12).hexdigest().encode()
+        made = Answer(body, etag, self._now_ms() or 0, time.monotonic())
+        self._answers[question] = made
+        self._answers.move_to_end(question)
+        while len(self._answers) > MAX_KEPT:
+            self._answers.popitem(last=False)
+        return made
+
+
+class Kept(Generic[T]):
+    """A value that is made again at most every `for_s`."""
+
+    def __init__(self, make: Callable[[], Awaitable[T]], for_s: float) -> None:
+        self._make = make
+        self._for_s = for_s
+        self._made: tuple[float, T] | None = None
+
+    async def now(self) -> T:
+        """Raises what making it raises."""
+        now_s = time.monotonic()
+        if self._made is None or now_s - self._made[0] >= self._for_s:
+            self._made = now_s, await self._make()
+        return self._made[1]

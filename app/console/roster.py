@@ -1,0 +1,105 @@
+"""Workers in rows, and those that were there a moment ago."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.core.types import Incarnation
+from app.core.worker_report import NO_READINGS, WorkerInfo
+from app.policy.view import View
+
+GONE_MS = 60_000
+"""A worker that is gone is shown for so long."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    row: dict[str, Any]
+    at_ms: int
+
+
+class Roster:
+    """The rows of workers by key, as they were last seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def see(self, view: View) -> list[dict[str, Any]]:
+        """All rows by now, in the order of the workers' keys."""
+        for row in _rows(view):
+            self._seen[row["worker"]] = _Seen(row, view.now_ms)
+        for key, seen in list(self._seen.items()):
+            if view.now_ms - seen.at_ms > GONE_MS:
+                del self._seen[key]
+            elif seen.at_ms < view.now_ms:
+                seen.row = seen.row | {"state": "gone"}
+        return [self._seen[key].row for key in sorted(self._seen)]
+
+
+def _rows(view: View) -> Iterator[dict[str, Any]]:
+    number = len(view.infos)
+    for inc, info, load, measured in zip(
+        view.incarnations, view.infos, view.loads, view.measured, strict=True
+    ):
+        metrics, gpu = measured.metrics, measured.gpu
+        is_stale = measured.is_stale(view.now_ms, number)
+        yield _about(inc, info) | {
+            "state": "stale" if is_stale else "live",
+            "queue_s": round(load.queue_s(view.now_ms), 4),
+            "requests": load.requests,
+            "decoding": load.decoding,
+            "waiting": metrics.num_requests_waiting,
+            "kv_used": round(metrics.gpu_cache_usage_perc, 4),
+            "gpu_util": gpu.utilisation if gpu != NO_READINGS else None,
+            "event_age_s": metrics.events_silent_s,
+            "metrics_age_s": (
+                round(max(0, view.now_ms - measured.at_ms) / 1000, 1) if measured.at_ms else None
+            ),
+            "reported_hit": round(metrics.gpu_prefix_cache_hit_rate, 4),
+        }
+    for inc, info in view.paused.items():
+        failing = view.failing[inc]
+        yield _about(inc, info) | {"state": "draining" if failing.drains else "paused"}
+
+
+def _about(inc: Incarnation, info: WorkerInfo) -> dict[str, Any]:
+    return {
+        "worker": str(info.key),
+        "incarnation": int(inc),
+        "max_requests": info.max_requests,
+        "total_blocks": info.kv_total_blocks,
+        "model": info.models[0] if info.models else "",
+        "address": info.address,
+        "role": info.role.value,
+        "engine": info.engine,
+        "accelerator": info.accelerator,
+    }
+
+
+COLUMNS = (
+    *("worker", "state", "queue_s", "requests", "max_requests", "decoding", "waiting", "kv_used"),
+    *("device_blocks", "host_blocks", "disk_blocks", "total_blocks", "unique_value_s", "gpu_util"),
+    *("event_age_s", "metrics_age_s", "predicted_hit", "reported_hit", "model", "address", "role"),
+)
+
+
+def table(rows: list[dict[str, Any]], columns: tuple[str, ...] = COLUMNS) -> dict[str, Any]:
+    """Rows as lists: a thousand workers would repeat each name a thousand times. What is not known
+    is null."""
+    return {"columns": columns, "rows": [[row.get(name) for name in columns] for row in rows]}
+
+
+def with_values(
+    rows: list[dict[str, Any]], values: Mapping[str, float], hits: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """values: seconds that losing a worker would cost, by its id. hits: predicted, by its key."""
+    return [
+        row
+        | {
+            "unique_value_s": values.get(row["worker"].rpartition(":")[0]),
+            "predicted_hit": hits.get(row["worker"]),
+        }
+        for row in rows
+    ]

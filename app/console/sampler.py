@@ -1,0 +1,116 @@
+"""Says once a second that a replica is there, and adds to the history that all replicas share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from app.console.figures import Together, Window, read
+from app.console.roster import Roster
+from app.core.errors import KvrouteError, RedisUnavailable
+from app.core.keys import Keyspace
+from app.policy.view import View
+from app.router.router import Router
+from app.state import replicas
+from app.state.scripts import ScriptRunner
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+TIMEOUT_S = 2.0
+SPOKE_MS = 5000
+"""A replica that spoke so recently is there."""
+MAX_QUEUES = 200
+"""Workers whose queues a sample has: those with the longest."""
+
+
+class Sampler:
+    """Beats while `run` runs. replica: a name that no other one has."""
+
+    def __init__(self, router: Router, replica: str, address: str, version: str) -> None:
+        self._router = router
+        self._runner = ScriptRunner(router.redis, TIMEOUT_S)
+        self._keyspace = Keyspace(router.namespace)
+        self._replica = replica
+        self._about = {"address": address, "version": version}
+        self._started_s = time.monotonic()
+        self._window = Window()
+        self._step = 0
+        self.roster = Roster()
+
+    async def run(self) -> None:
+        """Run until cancelled; then say that the replica is gone."""
+        try:
+            while True:
+                with suppress(RedisUnavailable):
+                    await self._beat()
+                await asyncio.sleep(BEAT_S)
+        finally:
+            with suppress(KvrouteError):
+                await self._runner.one(replicas.beat(self._keyspace, self._replica, None))
+
+    async def _beat(self) -> None:
+        now_s = time.monotonic()
+        view = self._router.fleet.last_view
+        if view is not None:
+            self.roster.see(view)
+        self._window.add(read(self._router.telemetry.registry), now_s)
+        said = {**self._about, "uptime_s": round(now_s - self._started_s), **self._window.figures()}
+        now_ms = await self._runner.one(replicas.beat(self._keyspace, self._replica, said))
+        step = now_ms // replicas.STEP_MS
+        if step != self._step:
+            self._step = step
+            await self._sample()
+
+    async def _sample(self) -> None:
+        _, said = await replicas.read(self._router.redis, self._keyspace)
+        view = self._router.fleet.last_view
+        values = sampled(Together(figures for _, figures in said.values()), view)
+        at_ms = await self._runner.one(replicas.sample(self._keyspace, values))
+        if at_ms and at_ms % replicas.MINUTE_MS == 0:
+            recent = await replicas.history(
+                self._router.redis, self._keyspace, at_ms - replicas.MINUTE_MS
+            )
+            mean = means(values for _, values in recent)
+            await self._runner.one(replicas.sample(self._keyspace, mean, minute=True))
+
+
+def sampled(together: Together, view: View | None) -> dict[str, Any]:
+    """One sample of the history. queues: seconds of prefill, by worker."""
+    queues = {}
+    if view is not None:
+        queues = {
+            str(info.key): round(load.queue_s(view.now_ms), 2)
+            for info, load in zip(view.infos, view.loads, strict=True)
+        }
+    series = together.series() | {
+        "workers": float(len(queues)),
+        "queue_s": sum(queues.values()) / len(queues) if queues else None,
+    }
+    longest = sorted(queues, key=lambda name: -queues[name])[:MAX_QUEUES]
+    return {name: short(value) for name, value in series.items()} | {
+        "queues": {name: queues[name] for name in longest}
+    }
+
+
+def means(samples: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The mean of each series where it is known; queues are left out."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            column = values.setdefault(name, []) if name != "queues" else []
+            if isinstance(value, int | float):
+                column.append(value)
+    return {
+        name: short(sum(column) / len(column)) if column else None
+        for name, column in values.items()
+    }
+
+
+def short(value: float | None) -> float | None:
+    """Four digits of it: answers are read by eye."""
+    return None if value is None else float(f"{value:.4g}")
