@@ -43,20 +43,14 @@ from app.state.connect import deadline
 @on_redis
 async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_json: bool) -> None:
     """Explain why a request went where it went, while the decision is kept."""
-    async for record in decisions.read(redis, keyspace):
-        if record.request_id == request_id:
-            break
-    else:
+    record = await find(redis, keyspace, request_id)
+    if record is None:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"no decision about {request_id!r} is kept (any longer)")
-    rows, terms = _scored(record)
     if as_json:
-        plain = {k: v for k, v in asdict(record).items() if k not in ("seen", "blocks")}
-        plain["best"], plain["best_overlap"] = record.best
-        head = ("worker", "eligible", "requests", "overlap_blocks", "cost", *terms)
-        plain["candidates"] = [dict(zip(head, row, strict=True)) for row in rows]
-        click.echo(json_text(plain))
+        click.echo(json_text(explanation(record)))
         return
+    rows, terms = _scored(record)
     o = record.overlap
     click.echo(
         f"{request_id}: {counted(record.isl_tokens, 'token')} to {record.worker} by "
@@ -82,6 +76,26 @@ async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_js
         return
     shown = [[_short(cell) for cell in row] for row in rows]
     click.echo(text_table(("worker", "eligible", "requests", "overlap", "cost", *terms), shown))
+
+
+async def find(redis: RedisClient, keyspace: Keyspace, request_id: str) -> DecisionRecord | None:
+    """The newest decision about a request; None: none is kept. Raises RedisUnavailable."""
+    async for record in decisions.read(redis, keyspace):
+        if record.request_id == request_id:
+            return record
+    return None
+
+
+def explanation(record: DecisionRecord) -> dict[str, Any]:
+    """All of a decision, with every candidate's cost and terms where they are kept, the cheapest
+    first."""
+    rows, terms = _scored(record)
+    head = ("worker", "eligible", "requests", "overlap_blocks", "cost", *terms)
+    plain = {k: v for k, v in asdict(record).items() if k not in ("seen", "blocks")}
+    plain["best"], plain["best_overlap"] = record.best
+    plain["locality_text"], plain["terms"] = record.locality.text, terms
+    plain["candidates"] = [dict(zip(head, row, strict=True)) for row in rows]
+    return plain
 
 
 _FORMS = {"split": "computes the prompt", "fetch": "hands on what it holds of the prompt"}
