@@ -70,6 +70,7 @@ ROOMS = frozenset(
         "http",
         "door",
         "edge",
+        "console",
         "ops",
         "local",
         "options",
@@ -139,10 +140,20 @@ BOUNDARIES = [
         | beyond("core", "policy", "state", "router", "http", "door"),
     ),
     Boundary("app.http", frozenset({"fastapi", "redis", "torch"}) | beyond("core", "http")),
+    # Of app.planner it knows nothing: `kvroute whatif` is a process of its own.
+    Boundary(
+        "app.console",
+        WEB
+        | {"aiohttp", "torch"}
+        | beyond("core", "policy", "state", "router", "http", "options", "ops", "console"),
+    ),
     Boundary(
         "app.edge",
         frozenset({"aiohttp", "torch"})
-        | beyond("core", "policy", "state", "router", "http", "door", "edge"),
+        | beyond(
+            *("core", "policy", "state", "router", "http", "door", "options", "ops", "console"),
+            "edge",
+        ),
     ),
     Boundary("app.door.tokens", WEB | {"redis", "click", "huggingface_hub"}),
     Boundary("app.options", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),

@@ -79,9 +79,7 @@ ALERTS = (
         _count("reservations:expired", "{:.0f} reservations of the last minute were never ended"),
         "do clients of /v1/route end their requests? Do answers outlast --reservation-ttl-s?",
     ),
-    Alert(
-        "KvrouteIndexOverfull", _overfull, "start the workers anew with a larger --index-blocks"
-    ),
+    Alert("KvrouteIndexOverfull", _overfull, "start the workers anew with a larger --index-blocks"),
     Alert("KvrouteRedisMayEvict", _may_evict, "CONFIG SET maxmemory-policy noeviction"),
     Alert(
         "KvrouteSlowFirstTokens",
@@ -100,9 +98,7 @@ def statuses(view: View) -> list[WorkerStatus]:
             current=True,
             lease_ms=1,
             load=load,
-            metrics_age_s=(
-                max(0, view.now_ms - measured.at_ms) / 1000 if measured.at_ms else None
-            ),
+            metrics_age_s=(max(0, view.now_ms - measured.at_ms) / 1000 if measured.at_ms else None),
             gpu=measured.gpu,
             blocks={},
             cache_usage=measured.metrics.gpu_cache_usage_perc,

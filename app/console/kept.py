@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import orjson
@@ -39,7 +40,7 @@ class KeptAnswers:
     def __init__(self, now_ms: Callable[[], int | None]) -> None:
         self._now_ms = now_ms
         self._answers: OrderedDict[str, Answer] = OrderedDict()
-        self._making: dict[str, asyncio.Task[Answer]] = {}
+        self._making: dict[str, Kept[Answer]] = {}
 
     async def of(
         self, question: str, make: Callable[[], Awaitable[object]], kept_s: float = KEPT_S
@@ -51,17 +52,15 @@ class KeptAnswers:
         kept = self._answers.get(question)
         if kept is not None and time.monotonic() - kept.made_s < kept_s:
             return kept
-        task = self._making.get(question)
-        if task is None:
-            task = self._making[question] = asyncio.create_task(self._make(question, make))
-            task.add_done_callback(lambda _: self._making.pop(question, None))
+        making = self._making.setdefault(question, Kept(lambda: self._make(question, make), 0.0))
         try:
-            # Whoever asked first may hang up; the others still wait.
-            return await asyncio.shield(task)
+            return await making.now()
         except RedisUnavailable as error:
             if kept is None or time.monotonic() - kept.made_s > STALE_S:
                 raise
-            return Answer(kept.body, kept.etag, kept.at_ms, kept.made_s, str(error))
+            return replace(kept, stale=str(error))
+        finally:
+            self._making.pop(question, None)
 
     async def _make(self, question: str, make: Callable[[], Awaitable[object]]) -> Answer:
         try:
@@ -80,16 +79,24 @@ class KeptAnswers:
 
 
 class Kept(Generic[T]):
-    """A value that is made again at most every `for_s`."""
+    """What one question has as its answer, asked again at most every `for_s`, and once at a time
+    however many wait for it."""
 
-    def __init__(self, make: Callable[[], Awaitable[T]], for_s: float) -> None:
-        self._make = make
+    def __init__(self, ask: Callable[[], Awaitable[T]], for_s: float) -> None:
+        self._ask = ask
         self._for_s = for_s
-        self._made: tuple[float, T] | None = None
+        self._asking: asyncio.Task[T] | None = None
+        self._made_s = -math.inf
 
     async def now(self) -> T:
-        """Raises what making it raises."""
-        now_s = time.monotonic()
-        if self._made is None or now_s - self._made[0] >= self._for_s:
-            self._made = now_s, await self._make()
-        return self._made[1]
+        """Raises what asking raises."""
+        task = self._asking
+        if task is None or (task.done() and time.monotonic() - self._made_s >= self._for_s):
+            task = self._asking = asyncio.create_task(self._made())
+        # Whoever asked first may hang up; the others still wait.
+        return await asyncio.shield(task)
+
+    async def _made(self) -> T:
+        answer = await self._ask()
+        self._made_s = time.monotonic()
+        return answer

@@ -46,8 +46,8 @@ class DecisionTail:
         self._key = keyspace["decisions"]
         self._last = ""
         self.entries: deque[Entry] = deque(maxlen=KEPT)
-        self.gap_after = ""
-        """The last entry behind which some were left out; "": none."""
+        self._read_from = ""
+        """Before this entry some may be missing; "": none has been read."""
 
     async def follow(self) -> None:
         """Read what has been added since. Raises RedisUnavailable."""
@@ -66,10 +66,16 @@ class DecisionTail:
                 is_all = False
                 break
         if newest:
-            if not is_all and self._last:
-                self.gap_after = self._last
             self._last = newest
+        if found and not is_all:
+            self._read_from = found[-1].id
         self.entries.extend(reversed(found))
+
+    def lacks(self, after: str) -> bool:
+        """Whether decisions that followed `after` may be missing here."""
+        is_full = len(self.entries) == KEPT
+        begins = max(place(self._read_from), place(self.entries[0].id) if is_full else (0, 0))
+        return place(after) < begins
 
     def hits(self) -> dict[str, float]:
         """Share of the blocks of each worker's prompts that it was predicted to hold."""
@@ -79,6 +85,13 @@ class DecisionTail:
             sums[0] += record.overlap.total
             sums[1] += record.full_blocks
         return {w: round(part / whole, 4) for w, (part, whole) in held.items() if whole}
+
+
+def place(entry_id: str) -> tuple[int, int]:
+    """Where an entry is in its stream; an id that is none is before all."""
+    ms, _, number = entry_id.partition("-")
+    number = number or "0"
+    return (int(ms), int(number)) if ms.isdecimal() and number.isdecimal() else (0, 0)
 
 
 def entries(page: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[Entry]:

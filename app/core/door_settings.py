@@ -29,7 +29,8 @@ class DoorSettings(CommonSettings):
     api_key_file: str = setting(
         "",
         "File with further keys: one on each line, `NAME KEY` or only the key; `NAME KEY metrics` "
-        "is one as --metrics-key. It is read again when it changes, and on SIGHUP.",
+        "is one as --metrics-key, and `NAME KEY operator` opens the console too. "
+        "It is read again when it changes, and on SIGHUP.",
     )
     metrics_key: str = setting(
         "", "Key that opens /metrics and nothing else. Once there is one, /metrics needs a key."
@@ -38,6 +39,12 @@ class DoorSettings(CommonSettings):
         False,
         "Listen on addresses other than loopback although no key is set: a proxy in front "
         "checks keys.",
+        bool,
+    )
+    console: bool = setting(
+        True,
+        "Serve the console at /console/, and tell other replicas what this one measures. Where "
+        "keys are on, its data opens to --api-key and to operators' keys.",
         bool,
     )
     worker_key: str = setting("", "Key that is sent to workers, which require it.")

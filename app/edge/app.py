@@ -18,13 +18,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.console.console import Console
 from app.core.config import RouterSettings
 from app.core.keys import Keyspace
 from app.core.settings import parse_origins
+from app.core.types import random_hex
 from app.door.asked import is_of_door
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
-from app.edge import docs, native, openai
+from app.edge import console, docs, native, openai
 from app.edge.client import Client
 from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
@@ -64,6 +66,8 @@ class Services:
     door: FrontDoor
     keys: Keys
     bodies: BodyReader
+    console: Console | None
+    """None: it is off."""
 
     @property
     def router(self) -> Router:
@@ -142,7 +146,13 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
     routers = Routers(settings.namespace, redis, partial(_router, settings))
     door = FrontDoor(settings, routers, tracing or Tracing(None))
     bodies = BodyReader(settings.max_prompt_tokens)
-    return Application(Services(settings, routers, door, keys, bodies))
+    console = _console(settings, routers) if settings.console else None
+    return Application(Services(settings, routers, door, keys, bodies, console))
+
+
+def _console(settings: RouterSettings, routers: Routers) -> Console:
+    address = f"{socket.gethostname()}:{settings.port}"
+    return Console(routers.own, settings.redis_url, random_hex(4), address, version("kvroute"))
 
 
 def _router(settings: RouterSettings, namespace: str, redis: RedisClient) -> Router:
@@ -170,6 +180,8 @@ class Application(FastAPI):
                     tasks.create_task(replica.routers.run()),
                     tasks.create_task(replica.keys.run()),
                 ]
+                if replica.console is not None:
+                    running.append(tasks.create_task(replica.console.run()))
                 yield
                 for task in running:
                     task.cancel()
@@ -184,7 +196,7 @@ class Application(FastAPI):
             redoc_url=None,
         )
         self.replica = replica
-        routes = [*native.ROUTES, *openai.ROUTES, *docs.ROUTES]
+        routes = [*native.ROUTES, *openai.ROUTES, *docs.ROUTES, *console.ROUTES]
         self.router.routes[:0] = routes
         self._at = {
             (method, route.path): route.app for route in routes for method in route.methods or ()

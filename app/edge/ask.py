@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.datastructures import QueryParams
 
 from app.core.errors import InvalidRequest, shown
@@ -18,7 +19,7 @@ from app.http import numbers
 from app.policy.decision import RouteRequest
 from app.router.prompt import Prompt, check_length
 
-M = TypeVar("M", schemas.RouteBody, schemas.FindBestWorker)
+M = TypeVar("M", bound=BaseModel)
 
 
 def parse(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
@@ -67,7 +68,7 @@ def _fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
         raise ValueError("there are other arrays in arrays")
     body = model.model_validate(fields)
     if hashes is not None:
-        body.local_hashes = hashes
+        setattr(body, "local_hashes", hashes)  # noqa: B010 - models have it, their base has not
     return body, tokens
 
 

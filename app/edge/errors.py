@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from app.console.whatif import Busy
 from app.core.errors import (
     AllWorkersBusy,
     BodiesTooLarge,
@@ -72,6 +73,7 @@ ERRORS: Mapping[type[Exception], Meaning] = {
     UnknownModel: Meaning(404, "model_not_found", _INVALID),
     BodyTimeout: Meaning(408, "body_timeout", _INVALID),
     Superseded: Meaning(409, "superseded", _INVALID),
+    Busy: Meaning(409, "busy", _OVERLOADED),
     BodyTooLarge: Meaning(413, "body_too_large", _INVALID),
     AllWorkersBusy: Meaning(429, "all_workers_busy", _OVERLOADED),
     RouterOverloaded: Meaning(429, "router_overloaded", _OVERLOADED),

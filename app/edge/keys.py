@@ -7,6 +7,7 @@ import ipaddress
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from app.core.errors import ConfigError
 from app.door.errors import Unauthorized
@@ -16,10 +17,14 @@ from app.http.bearer import authorization_in, digest_of, name_of
 log = logging.getLogger(__name__)
 
 MAX_KEYS_BYTES = 1024 * 1024
-OPEN = ("/health", "/readiness")
+OPEN = ("/health", "/readiness", "/console")
 """Paths that need no key."""
 METRICS = "/metrics"
 """The path that a key of its own may open, and no other."""
+CONSOLE, CONSOLE_DATA = "/console/", "/console/api/"
+"""Below the first is the page, which needs no key; below the second what it shows, for which a key
+must be an operator's."""
+ROLES = ("metrics", "operator")
 
 Digests = list[tuple[str, bytes]]
 """Of keys, with their names."""
@@ -30,7 +35,8 @@ class Keys:
 
     api_key: one of them. path: a file with others, one on each line, `<name> <key>` or only the
     key; empty lines, and those that begin with #, count for nothing. metrics_key: opens METRICS
-    alone, as do keys of the file with the word `metrics` behind them. "" for none.
+    alone, as do keys of the file with the word `metrics` behind them. CONSOLE_DATA opens to api_key
+    and to keys with the word `operator`. "" for none.
     """
 
     def __init__(self, api_key: str, path: str = "", metrics_key: str = "") -> None:
@@ -42,10 +48,15 @@ class Keys:
         stays as it was."""
         stamp = stamp_of(path)
         own, readers = _one("api-key", api_key), _one("metrics-key", metrics_key)
-        read, more_readers = _read(path)
-        self._digests, self._readers = own + read, readers + more_readers
+        read = _read(path)
         self._own, self._own_readers = own, readers
+        self._take(read)
         self._path, self._stamp = path, stamp
+
+    def _take(self, read: _KeyFile) -> None:
+        self._digests = self._own + read.named + read.operators
+        self._readers = self._own_readers + read.readers
+        self._operators = self._own + read.operators
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -63,9 +74,7 @@ class Keys:
             return
         self._stamp = stamp_of(self._path)
         try:
-            read, readers = _read(self._path)
-            self._digests = self._own + read
-            self._readers = self._own_readers + readers
+            self._take(_read(self._path))
         except ConfigError as error:
             log.error("the keys stay as they were: %s", error)
         else:
@@ -81,7 +90,13 @@ class Keys:
             allowed = allowed + self._readers
         if not allowed or path in OPEN:
             return ""
-        name = name_of(authorization_in(headers), allowed)
+        is_data = path.startswith(CONSOLE_DATA)
+        if path.startswith(CONSOLE) and not is_data:
+            return ""
+        given = authorization_in(headers)
+        name = name_of(given, self._operators if is_data else allowed)
+        if name is None and is_data and name_of(given, allowed) is not None:
+            raise Unauthorized("This key does not open the console: it is no operator's.")
         if name is None:
             raise Unauthorized("No valid API key was given: Authorization: Bearer KEY.")
         return name
@@ -91,11 +106,19 @@ def _one(name: str, key: str) -> Digests:
     return [(name, digest_of(key.encode()))] if key else []
 
 
-def _read(path: str) -> tuple[Digests, Digests]:
-    """The keys in a file, and those of them that open METRICS alone; "": none. Raises
-    ConfigError."""
+class _KeyFile(NamedTuple):
+    """The keys of a file, by what they open."""
+
+    named: Digests
+    readers: Digests
+    operators: Digests
+
+
+def _read(path: str) -> _KeyFile:
+    """The keys in a file; "": none. Raises ConfigError."""
+    found = _KeyFile([], [], [])
     if not path:
-        return [], []
+        return found
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(MAX_KEYS_BYTES + 1)
@@ -103,23 +126,22 @@ def _read(path: str) -> tuple[Digests, Digests]:
         raise ConfigError(f"api_key_file {path}: {error}") from None
     if len(text) > MAX_KEYS_BYTES:
         raise ConfigError(f"api_key_file {path}: over {MAX_KEYS_BYTES} bytes")
-    named: Digests = []
-    readers: Digests = []
+    by_role = dict(zip(("", *ROLES), found, strict=True))
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) > 3 or (len(words) == 3 and words[2] != "metrics"):
+        if len(words) > 3 or (len(words) == 3 and words[2] not in ROLES):
             raise ConfigError(
                 f"api_key_file {path}: line {number} has {len(words)} words, not `<name> <key>`, "
-                "`<name> <key> metrics` or a key"
+                "`<name> <key> metrics`, `<name> <key> operator` or a key"
             )
         name = words[0] if len(words) > 1 else f"line-{number}"
-        keys = readers if len(words) == 3 else named
+        keys = by_role[words[2] if len(words) == 3 else ""]
         keys.append((name, digest_of(words[min(len(words), 2) - 1].encode())))
-    if not named and not readers:
+    if not any(found):
         raise ConfigError(f"api_key_file {path}: no key in it")
-    return named, readers
+    return found
 
 
 def check_open(host: str, keys: Keys, *, no_auth: bool) -> None:

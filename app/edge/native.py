@@ -52,11 +52,12 @@ async def route(client: Client) -> None:
             options = ask.options_in_query(client.query_params)
         prompt = ask.of_tokens(options, raw, settings.max_prompt_tokens)
     else:
-        options, tokens = await replica.bodies.read(schemas.RouteBody, raw, replica.block_size)
+        body, tokens = await replica.bodies.read(schemas.RouteBody, raw, replica.block_size)
+        options = body
         if client.scope["query_string"]:
             query = shown(client.url.query)
             raise InvalidRequest("query", f"with JSON, options belong in the body, got {query}")
-        prompt = ask.of_body(options, tokens, settings.max_prompt_tokens)
+        prompt = ask.of_body(body, tokens, settings.max_prompt_tokens)
     request = ask.request_of(
         headers,
         options.policy or settings.policy,

@@ -45,7 +45,11 @@ async def drain(
     """
     loop = asyncio.get_running_loop()
     ends_s = loop.time() + deadline_s
-    keys = await _patiently(lambda: _named(redis, keyspace, name), ends_s)
+    keys = await _patiently(lambda: named(redis, keyspace, name), ends_s)
+    if not keys:
+        raise click.ClickException(
+            f"worker {name!r} does not exist in namespace {keyspace.namespace!r}"
+        )
     runner = ScriptRunner(redis, TIMEOUT_S)
     calls = [leases.drain(keyspace, key, undo=undo) for key in keys]
     shown, was_known, counts_from_s = -1, True, 0.0
@@ -87,8 +91,9 @@ async def _patiently(ask: Callable[[], Awaitable[T]], ends_s: float) -> T:
         await asyncio.sleep(POLL_S)
 
 
-async def _named(redis: RedisClient, keyspace: Keyspace, name: str) -> list[WorkerKey]:
-    """The workers that are routed to, or drain, of that id or key. Raises WrongVersion."""
+async def named(redis: RedisClient, keyspace: Keyspace, name: str) -> list[WorkerKey]:
+    """The workers that are routed to, or drain, of that id or key. Raises WrongVersion,
+    RedisUnavailable."""
     keys = []
     for text in (await read_control(redis, keyspace)).current:
         try:
@@ -97,8 +102,4 @@ async def _named(redis: RedisClient, keyspace: Keyspace, name: str) -> list[Work
             continue
         if name in (key.worker_id, str(key)):
             keys.append(key)
-    if not keys:
-        raise click.ClickException(
-            f"worker {name!r} does not exist in namespace {keyspace.namespace!r}"
-        )
     return sorted(keys)

@@ -211,6 +211,8 @@ def _type(schema: Mapping[str, Any]) -> str:
     options = [_type(option) for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     if options:
         return " or ".join(options)
+    if "type" not in schema:
+        return "any"
     if schema["type"] == "array":
         return f"list of {_type(schema['items'])}"
     if schema["type"] == "object":

@@ -1,0 +1,269 @@
+"""What the console of one replica shows, from what it knows and what Redis has."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from app.console import findings, history, roster
+from app.console.figures import LONG_WINDOW_S, WINDOW_S, Together
+from app.console.history import Curves
+from app.console.kept import Kept, KeptAnswers
+from app.console.sampler import SPOKE_MS, Sampler, short
+from app.console.tail import COLUMNS, DecisionTail, Entry, place
+from app.console.whatif import WhatIf
+from app.core.check import Check
+from app.core.errors import NamespaceMissing, RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.types import Incarnation
+from app.ops import checks
+from app.ops.drain import named
+from app.ops.explain import explanation, find
+from app.ops.usage import usages
+from app.ops.waiting import flows
+from app.ops.workers import requests_on
+from app.policy.view import View
+from app.router.router import Router
+from app.state import leases, models, planner, replicas
+from app.state.connect import deadline
+from app.state.scripts import ScriptRunner
+
+TIMEOUT_S = 2.0
+FOLLOW_S = 0.25
+SERVER_S = 5.0
+CHECKS_S = 15.0
+"""How long what is known of Redis, and what its checks found, is kept."""
+LATE_MS = 2000
+"""Loads are looked up four times a second."""
+MAX_ROWS = 200
+WORKERS_DECISIONS = 20
+REPLICA_COLUMNS = (
+    *("replica", "address", "age_s", "uptime_s", "version", "decisions_per_s", "decision_p99_s"),
+    *("redis_p99_s", "waiting", "degraded_per_s", "this"),
+)
+
+
+class Console:
+    """Answers, while `run` runs.
+
+    replica: a name that no other one has. address: where it listens, for people.
+    """
+
+    def __init__(
+        self, router: Router, redis_url: str, replica: str, address: str, version: str
+    ) -> None:
+        self.whatif = WhatIf(redis_url, router.namespace)
+        self._router = router
+        self._redis = router.redis
+        self._keyspace = keyspace = Keyspace(router.namespace)
+        self._replica = replica
+        self._version = version
+        self._sampler = Sampler(router, replica, address, version)
+        self._tail = DecisionTail(router.redis, keyspace)
+        self._followed = Kept(self._tail.follow, FOLLOW_S)
+        self._hour = Curves(router.redis, keyspace, minute=False)
+        self._day = Curves(router.redis, keyspace, minute=True)
+        self._server = Kept(self._ask_server, SERVER_S)
+        self._checks = Kept(self._check, CHECKS_S)
+        self._values = Kept(lambda: planner.values(self._redis, keyspace), SERVER_S)
+        self.answers = KeptAnswers(lambda: router.fleet.redis_now_ms)
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        await self._sampler.run()
+
+    async def _view(self) -> View | None:
+        """The workers as they were a moment ago; None: there has never been one. Raises
+        RedisUnavailable."""
+        view, now_ms = self._router.fleet.last_view, self._router.fleet.redis_now_ms
+        if view is None:
+            with suppress(NamespaceMissing):
+                return await self._router.refresh()
+        if view is not None and now_ms is not None and now_ms - view.now_ms > LATE_MS:
+            age_s = (now_ms - view.now_ms) / 1000
+            raise RedisUnavailable(f"Redis last told of workers {age_s:.0f} s ago")
+        return view
+
+    async def overview(self) -> dict[str, Any]:
+        """All at a glance. Raises RedisUnavailable."""
+        view = await self._view()
+        now_ms, said = await replicas.read(self._redis, self._keyspace)
+        there = {
+            name: (at_ms, figures)
+            for name, (at_ms, figures) in sorted(said.items())
+            if now_ms - at_ms <= SPOKE_MS
+        }
+        together = Together(figures for _, figures in there.values())
+        found = await self._checks.now()
+        return {
+            "namespace": self._router.namespace,
+            "version": self._version,
+            "window_s": WINDOW_S,
+            "tiles": _tiles(together, view),
+            "replicas": {
+                "columns": REPLICA_COLUMNS,
+                "rows": [
+                    self._replica_row(name, now_ms - at_ms, figures)
+                    for name, (at_ms, figures) in there.items()
+                ],
+            },
+            "redis": await self._server.now(),
+            "localities": together.localities(),
+            "localities_window_s": LONG_WINDOW_S,
+            "findings": findings.shown(found, findings.firing(together)),
+        }
+
+    def _replica_row(self, name: str, age_ms: int, figures: dict[str, Any]) -> list[Any]:
+        alone = Together([figures])
+        return [
+            name,
+            figures.get("address"),
+            round(max(0, age_ms) / 1000),
+            figures.get("uptime_s"),
+            figures.get("version"),
+            short(alone.per_s["decisions:routed"]),
+            short(alone.quantile("decision", 0.99)),
+            short(alone.quantile("redis", 0.99)),
+            alone.gauges.get("waiting"),
+            short(alone.per_s["degraded"]),
+            name == self._replica,
+        ]
+
+    async def _ask_server(self) -> dict[str, Any]:
+        node = self._redis.node_of(self._keyspace["meta"]).client
+        began_s = time.perf_counter()
+        async with deadline(TIMEOUT_S):
+            await node.ping()
+            rtt_s = time.perf_counter() - began_s
+            server: Any = await node.info("server")
+            memory: Any = await node.info("memory")
+        return {
+            "version": str(server.get("redis_version", "")),
+            "used_bytes": memory.get("used_memory"),
+            "max_bytes": memory.get("maxmemory"),
+            "rtt_s": round(rtt_s, 6),
+        }
+
+    async def _check(self) -> list[Check]:
+        found = [check async for check in checks.of_server(self._redis)]
+        view = await self._view()
+        if view is not None:
+            holders = await models.directory(self._redis)
+            await self._followed.now()
+            records = [entry.record for entry in reversed(self._tail.entries)]
+            found += findings.of_workers(view, self._router.namespace, holders, records)
+        return found
+
+    async def workers(self) -> dict[str, Any]:
+        """All workers, as columns. Raises RedisUnavailable."""
+        return roster.table(await self._rows())
+
+    async def _rows(self) -> list[dict[str, Any]]:
+        view = await self._view()
+        if view is None:
+            return []
+        await self._followed.now()
+        rows = self._sampler.roster.see(view)
+        return roster.with_values(rows, await self._values.now(), self._tail.hits())
+
+    async def worker(self, key: str) -> dict[str, Any] | None:
+        """One worker; None: there is none. Raises RedisUnavailable."""
+        row = next((row for row in await self._rows() if row["worker"] == key), None)
+        if row is None:
+            return None
+        own = [e for e in reversed(self._tail.entries) if e.record.worker == key]
+        used = list(usages(entry.record for entry in own))[:WORKERS_DECISIONS]
+        reserved = await requests_on(self._redis, self._keyspace, Incarnation(row["incarnation"]))
+        return {
+            "worker": row,
+            "series": history.of_worker(await self._hour.since(0), key),
+            "prefixes": {
+                "columns": ("block", "num_blocks", "requests"),
+                "rows": [[f"{u.block:016x}", u.num_blocks, u.requests] for u in used],
+            },
+            "decisions": {
+                "columns": COLUMNS,
+                "rows": [entry.row() for entry in own[:WORKERS_DECISIONS]],
+            },
+            "reserved": len(reserved),
+        }
+
+    async def decisions(self, after: str, limit: int, reason: str, worker: str) -> dict[str, Any]:
+        """The newest decisions, the newest first, or those that came `after` one. Raises
+        RedisUnavailable."""
+        await self._followed.now()
+        newer = [e for e in reversed(self._tail.entries) if place(e.id) > place(after)]
+        rows = [
+            entry.row()
+            for entry in newer
+            if reason in ("", entry.record.locality.value)
+            and worker in ("", entry.record.worker, entry.record.worker.rpartition(":")[0])
+        ]
+        return {
+            "last": self._tail.entries[-1].id if self._tail.entries else after,
+            "missed": bool(after) and self._tail.lacks(after),
+            "columns": COLUMNS,
+            "rows": rows[:limit],
+        }
+
+    async def decision(self, request_id: str) -> dict[str, Any] | None:
+        """The newest one about a request, in the form of `decisions`. Raises RedisUnavailable."""
+        await self._followed.now()
+        found = [e.row() for e in reversed(self._tail.entries) if e.record.request_id == request_id]
+        if not found:
+            record = await find(self._redis, self._keyspace, request_id)
+            if record is not None:
+                found = [Entry(f"{record.at_ms}-0", record, record.seen is not None).row()]
+        last = self._tail.entries[-1].id if self._tail.entries else ""
+        return {"last": last, "missed": False, "columns": COLUMNS, "rows": found}
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Why a request went where it went; None: no decision is kept. Raises RedisUnavailable."""
+        record = await find(self._redis, self._keyspace, request_id)
+        return None if record is None else explanation(record)
+
+    async def history(self, window_s: int) -> dict[str, Any]:
+        """Raises RedisUnavailable."""
+        now_ms = self._router.fleet.redis_now_ms or 0
+        is_long = window_s > history.HOUR_S
+        curves = self._day if is_long else self._hour
+        samples = await curves.since(now_ms - 1000 * window_s)
+        step_ms = replicas.MINUTE_MS if is_long else replicas.STEP_MS
+        answer = history.shown(samples, step_ms // 1000)
+        return answer if is_long else answer | {"heat": history.heat(samples)}
+
+    async def drain(self, name: str, *, undo: bool) -> dict[str, Any] | None:
+        """Route nothing more to a worker, or again; None: there is none. Raises
+        RedisUnavailable."""
+        keys = await named(self._redis, self._keyspace, name)
+        if not keys:
+            return None
+        calls = [leases.drain(self._keyspace, key, undo=undo) for key in keys]
+        left = await ScriptRunner(self._redis, TIMEOUT_S).run(calls)
+        return {"worker": name, "draining": not undo, "left": sum(filter(None, left))}
+
+    async def waiting(self) -> dict[str, Any]:
+        """Who waits for a worker, in the order of turns. Raises RedisUnavailable."""
+        found = await flows(self._redis, self._keyspace)
+        return {
+            "flows": {
+                "columns": ("tenant", "priority", "requests", "oldest_s"),
+                "rows": [
+                    [flow.tenant, flow.priority, flow.requests, round(flow.oldest_s, 1)]
+                    for flow in found[:MAX_ROWS]
+                ],
+            },
+        }
+
+
+def _tiles(together: Together, view: View | None) -> dict[str, float | None]:
+    draining = sum(f.drains for i, f in view.failing.items() if i in view.paused) if view else 0
+    queues = [load.queue_s(view.now_ms) for load in view.loads] if view else []
+    tiles = together.series() | {
+        "workers": float(len(queues)),
+        "draining": float(draining),
+        "paused": float(len(view.paused) - draining if view else 0),
+        "queue_s": sum(queues) / len(queues) if queues else None,
+    }
+    return {name: short(value) for name, value in tiles.items()}

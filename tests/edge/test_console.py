@@ -1,0 +1,334 @@
+"""The console's paths over HTTP, on a real Redis with fake workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from app.core.worker_report import ForwardPassMetrics
+from app.edge.console_page import POLICY
+from app.local.redis_server import EmbeddedRedis
+from tests.edge.conftest import StartReplica
+from tests.eventually import eventually
+from tests.fake_worker import KEYS, FakeWorkers
+
+API = "/console/api"
+PROMPT = list(range(8))
+
+
+def objects(table: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+async def answer(client: httpx.AsyncClient, path: str, **params: Any) -> Any:
+    reply = await client.get(f"{API}/{path}", params=params)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+async def route(client: httpx.AsyncClient, request_id: str, **more: Any) -> Any:
+    body = {"token_ids": PROMPT, "request_id": request_id} | more
+    reply = await client.post("/v1/route", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+@pytest.fixture
+async def fleet(workers: FakeWorkers) -> FakeWorkers:
+    """w1 holds all of PROMPT, w2 nothing."""
+    for name in ("w1", "w2"):
+        await workers.register(name, models=("llama",))
+        await workers.report(name, ForwardPassMetrics(gpu_cache_usage_perc=0.25))
+    await workers.publish("w1", PROMPT)
+    return workers
+
+
+async def test_the_overview_counts_what_all_replicas_decided(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, fleet: FakeWorkers
+) -> None:
+    async with replica(one_redis_server.url) as one, replica(one_redis_server.url) as two:
+        for number in range(4):
+            await route(one if number % 2 else two, f"r{number}")
+
+        async def seen() -> dict[str, Any]:
+            return dict(await answer(one, "overview"))
+
+        found = await eventually(seen, lambda o: sum(o["localities"].values()) == 4)
+        assert found["localities"] == {"kept": 4}
+        assert found["tiles"]["workers"] == 2
+        assert found["tiles"]["cached_share"] == 1
+        replicas = objects(found["replicas"])
+        assert len(replicas) == 2
+        assert [r["this"] for r in replicas].count(True) == 1
+        assert found["redis"]["used_bytes"] > 0
+        other = await eventually(
+            lambda: answer(two, "overview"), lambda o: sum(o["localities"].values()) == 4
+        )
+        assert other["localities"] == found["localities"]
+
+
+async def test_a_replica_that_ends_is_not_shown_any_more(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, fleet: FakeWorkers
+) -> None:
+    async with replica(one_redis_server.url) as one:
+        async with replica(one_redis_server.url):
+            await eventually(
+                lambda: answer(one, "overview"), lambda o: len(o["replicas"]["rows"]) == 2
+            )
+        await eventually(lambda: answer(one, "overview"), lambda o: len(o["replicas"]["rows"]) == 1)
+
+
+async def test_workers_are_rows_and_one_that_is_gone_stays_for_a_while(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    await fleet.occupy("w2", "r1", prefill_s=3.0)
+    rows = await eventually(
+        lambda: answer(client, "workers"),
+        lambda t: [r["kv_used"] for r in objects(t)] == [0.25] * 2,
+    )
+    one, two = objects(rows)
+    assert (one["worker"], two["worker"]) == ("w1:0", "w2:0")
+    assert two["queue_s"] > 2
+    assert one["kv_used"] == 0.25
+    assert one["model"] == "llama"
+    await fleet.retire("w2")
+    rows = await eventually(
+        lambda: answer(client, "workers"), lambda t: objects(t)[1]["state"] == "gone"
+    )
+    assert objects(rows)[0]["state"] in ("live", "stale")
+
+
+async def test_a_worker_has_its_decisions_and_the_prefixes_it_was_sent(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    await route(client, "r1")
+    found = await eventually(
+        lambda: answer(client, "workers/w1:0"), lambda w: len(w["decisions"]["rows"]) == 1
+    )
+    assert found["worker"]["worker"] == "w1:0"
+    assert objects(found["decisions"])[0]["request_id"] == "r1"
+    assert objects(found["prefixes"])[0]["num_blocks"] == 2
+    assert found["reserved"] == 1
+    missing = await client.get(f"{API}/workers/w9:0")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_decisions_are_followed_filtered_and_found(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    await route(client, "r1")
+    first = await eventually(lambda: answer(client, "decisions"), lambda d: d["rows"])
+    await route(client, "r2", exclude=["w1"], explain=True)
+    more = await eventually(
+        lambda: answer(client, "decisions", after=first["last"]), lambda d: d["rows"]
+    )
+    [row] = objects(more)
+    assert (row["request_id"], row["worker"], row["locality"]) == ("r2", "w2:0", "excluded")
+    assert row["best_worker"] == "w1:0"
+    assert row["explained"]
+    assert not more["missed"]
+    for params, expected in (
+        ({"reason": "excluded"}, ["r2"]),
+        ({"worker": "w1"}, ["r1"]),
+        ({"request_id": "r1"}, ["r1"]),
+        ({"request_id": "r3"}, []),
+        ({"limit": 1}, ["r2"]),
+    ):
+        found = objects(await answer(client, "decisions", **params))
+        assert [row["request_id"] for row in found] == expected, params
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"limit": "many"}, "limit"),
+        ({"reason": "none of them"}, "reason"),
+        ({"after": "yesterday"}, "after"),
+        ({"unknown": "1"}, "unknown"),
+    ],
+)
+async def test_a_bad_question_names_its_field(
+    client: httpx.AsyncClient, params: dict[str, str], field: str
+) -> None:
+    reply = await client.get(f"{API}/decisions", params=params)
+    assert (reply.status_code, reply.json()["error"]["field"]) == (422, field)
+
+
+async def test_an_explanation_has_every_candidates_terms(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    await route(client, "r1", explain=True)
+    await eventually(lambda: answer(client, "decisions"), lambda d: d["rows"])
+    found = await answer(client, "explain/r1")
+    assert found["locality_text"] == "the worker with the longest overlap was chosen"
+    assert [c["worker"] for c in found["candidates"]] == ["w1:0", "w2:0"]
+    assert all(term in found["candidates"][0] for term in found["terms"])
+    assert (await client.get(f"{API}/explain/r9")).status_code == 404
+
+
+async def test_a_dry_run_says_who_holds_what_and_reserves_nothing(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    reply = await client.post(f"{API}/prefix", json={"token_ids": PROMPT})
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    assert (found["tokens"], found["full_blocks"]) == (8, 2)
+    assert objects(found["holders"]) == [
+        {"worker": "w1:0", "device": 2, "host": 0, "disk": 0, "total": 2}
+    ]
+    assert found["route"]["worker"] == "w1:0"
+    assert [c["worker"] for c in found["route"]["candidates"]] == ["w1:0", "w2:0"]
+    assert await fleet.reserved() == {}
+
+
+async def test_a_dry_run_takes_hashes_and_says_why_nothing_can_be_routed(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1", max_requests=1)
+    await workers.occupy("w1", "r1")
+    reply = await client.post(f"{API}/prefix", json={"hashes": ["00000000000000aa"]})
+    found = reply.json()
+    assert (found["full_blocks"], found["holders"]["rows"], found["route"]) == (1, [], None)
+    assert "w1" in found["route_error"] or "worker" in found["route_error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "text"),
+        ({"token_ids": [1], "text": "a"}, "text"),
+        ({"local_hashes": [1]}, "num_tokens"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids.0"),
+        ({"text": "a"}, "model"),
+    ],
+)
+async def test_a_bad_prompt_names_its_field(
+    client: httpx.AsyncClient, workers: FakeWorkers, body: dict[str, Any], field: str
+) -> None:
+    await workers.register("w1")
+    reply = await client.post(f"{API}/prefix", json=body)
+    assert (reply.status_code, reply.json()["error"]["field"]) == (422, field)
+
+
+async def test_history_is_the_same_at_every_replica(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, fleet: FakeWorkers
+) -> None:
+    async with replica(one_redis_server.url) as one:
+        await eventually(
+            lambda: answer(one, "history"), lambda h: h["heat"]["workers"], within_s=20
+        )
+        async with replica(one_redis_server.url) as two:
+            both = [await answer(client, "history") for client in (two, one)]
+    assert both[0]["at_s"][0] == both[1]["at_s"][0]
+    assert both[0]["series"]["workers"][-1] == 2
+    assert both[0]["heat"]["workers"].keys() == {"w1:0", "w2:0"}
+    assert both[0]["step_s"] == 5
+
+
+async def test_whatif_is_the_commands_answer(client: httpx.AsyncClient, fleet: FakeWorkers) -> None:
+    await route(client, "r1", explain=True)
+    await eventually(lambda: answer(client, "decisions"), lambda d: d["rows"])
+    choices = await answer(client, "whatif")
+    assert "blocks" in choices["policies"]
+    assert (choices["policy"], choices["workers"]) == ("latency", 2)
+    reply = await client.post(f"{API}/whatif", json={"policy": "round_robin"}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["kind"] == "policy"
+    assert reply.json()["decisions"] == 1
+    reply = await client.post(f"{API}/whatif", json={}, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["field"]) == (422, "policy")
+
+
+async def test_a_worker_is_drained_and_taken_back(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    reply = await client.post(f"{API}/drain", json={"worker": "w1"})
+    assert reply.json() == {"worker": "w1", "draining": True, "left": 0}
+    await eventually(
+        lambda: answer(client, "workers"), lambda t: objects(t)[0]["state"] == "draining"
+    )
+    assert (await route(client, "r1"))["worker_id"] == "w2"
+    reply = await client.post(f"{API}/drain", json={"worker": "w1:0", "undo": True})
+    assert reply.json()["draining"] is False
+    reply = await client.post(f"{API}/drain", json={"worker": "w9"})
+    assert reply.status_code == 404
+
+
+async def test_a_form_of_another_site_drains_nothing(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        reply = await client.post(
+            f"{API}/drain", content=b'{"worker": "w1"}', headers={"content-type": kind}
+        )
+        assert reply.status_code == 415
+    assert await fleet.redis.hget(KEYS["failures"], "w1:0") is None
+
+
+async def test_an_answer_that_has_not_changed_is_not_sent_again(client: httpx.AsyncClient) -> None:
+    first = await client.get(f"{API}/waiting")
+    again = await client.get(f"{API}/waiting", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert first.headers["cache-control"] == "no-store"
+    assert int(again.headers["x-kvroute-at-ms"]) >= int(first.headers["x-kvroute-at-ms"])
+
+
+async def test_any_number_of_viewers_ask_redis_once(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    async def commands() -> int:
+        stats: Any = await fleet.redis.info("commandstats")
+        return int(stats.get("cmdstat_xrevrange", {}).get("calls", 0))
+
+    await answer(client, "workers")
+    before = await commands()
+    for _ in range(50):
+        await answer(client, "workers")
+    assert await commands() - before < 25
+
+
+async def test_where_keys_are_on_only_an_operators_key_opens_the_console(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, tmp_path: Any
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("client c\nscraper m metrics\nalice o operator\n")
+    async with replica(one_redis_server.url, api_key="own", api_key_file=str(file)) as client:
+        seen = {}
+        for key in ("own", "o", "c", "m", "wrong"):
+            reply = await client.get(f"{API}/waiting", headers={"authorization": f"Bearer {key}"})
+            seen[key] = reply.status_code
+        assert seen == {"own": 200, "o": 200, "c": 401, "m": 401, "wrong": 401}
+        assert (await client.get(f"{API}/waiting")).status_code == 401
+        headers = {"authorization": "Bearer o"}
+        assert (await client.get("/v1/workers", headers=headers)).status_code == 200
+        assert (await client.get("/console/")).status_code == 200
+        assert (await client.get("/console/static/main.js")).status_code == 200
+
+
+async def test_the_page_is_served_with_a_strict_policy(client: httpx.AsyncClient) -> None:
+    reply = await client.get("/console")
+    assert (reply.status_code, reply.headers["location"]) == (307, "console/")
+    reply = await client.get("/console/")
+    assert reply.headers["content-security-policy"] == POLICY.decode()
+    assert b"unsafe" not in POLICY
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    assert reply.headers["referrer-policy"] == "no-referrer"
+    script = await client.get("/console/static/main.js")
+    assert script.headers["content-type"].startswith("text/javascript")
+    again = await client.get(
+        "/console/static/main.js", headers={"if-none-match": script.headers["etag"]}
+    )
+    assert again.status_code == 304
+    for path in ("../console.py", "vendor/README.md", "%2e%2e/console.py", "none.js"):
+        assert (await client.get(f"/console/static/{path}")).status_code == 404, path
+
+
+async def test_a_console_that_is_off_is_not_there(
+    one_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with replica(one_redis_server.url, console=False) as client:
+        for path in ("/console/", "/console/static/main.js", f"{API}/overview"):
+            assert (await client.get(path)).status_code == 404
