@@ -11,6 +11,7 @@
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
 -- KEYS[10] failures     hash   inc -> count and time of the last; worker -> whether it drains
+-- KEYS[11] versions      zset   inc -> version of its last change
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
@@ -24,13 +25,14 @@
 -- Cost     O(log workers + requests in flight). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local failures = KEYS[10]
+local failures, versions = KEYS[10], KEYS[11]
 local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include clock
 -- @include number
 -- @include writer
 -- @include serving
 -- @include load
+-- @include changed
 -- @include record
 -- @include retire
 -- @include recount
@@ -70,6 +72,7 @@ if old and previous ~= '' then
   take_over(old)
 end
 recount(inc, now)
+changed(inc)
 if old then
   retire(old, worker)
 end

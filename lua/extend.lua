@@ -6,6 +6,7 @@
 -- KEYS[3] expiry         zset   request_id -> expiry, ms
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
+-- KEYS[6] versions       zset   inc -> version of its last change
 -- ARGV[1] carried_ms     int    > 0; from now on they last so long, unless extended again
 -- ARGV[2...]             str    seven per request: id of the reservation; attempt that made it; inc,
 --                               now that of its worker; prefill_tokens, prefill_us and blocks as
@@ -14,9 +15,10 @@
 --                               worker is not routed to, or another try has the reservation now
 -- Cost     O(requests * log reservations). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
-local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
+local requests_prefix, prefills_prefix, versions = KEYS[4], KEYS[5], KEYS[6]
 -- @include clock
 -- @include load
+-- @include changed
 -- @include record
 -- @include promise
 -- @include despite_full

@@ -7,19 +7,20 @@
 -- KEYS[5] workers hash   inc -> info
 -- KEYS[6] failures hash  inc -> count and time of the last; worker -> whether it drains
 -- KEYS[7] current hash   worker -> inc
+-- KEYS[8] versions zset  inc -> version of its last change
 -- ARGV[1] version int    of the data model that the caller speaks
--- Returns  {now_ms, {inc, ...}, {inc, load, ...}, rounds, workers_ms, shards, waiting, failing}
---                        live leases; loads of routable incarnations; rounds of reservations so
---                        far, in millionths; anything else known of workers
+-- ARGV[2] since   int    the caller knows what changed up to that version; 0: it knows nothing
+-- Returns  {snapshot, workers_ms, shards, waiting, failing}
+--                        snapshot: see lib/snapshot; anything else known of workers
 --                        remains valid as long as workers_ms is the same; waiting is 1 if any
 --                        request waits, else 0; failing, of each worker that failed requests: inc,
 --                        how many, and until when it is paused, ms; -1: it drains
 --          {version}     of the namespace's data model, which the caller does not speak
 --          nil           there is no such namespace, or Redis has just lost it: workers that have
 --                        registered again are not routable yet
--- Cost     O(workers). Reads only.
+-- Cost     O(workers), or of those that changed or lapsed. Reads only.
 local meta, leases, load, flows, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local failures, current = KEYS[6], KEYS[7]
+local failures, current, versions = KEYS[6], KEYS[7], KEYS[8]
 -- @include clock
 -- @include number
 -- @include meta
@@ -37,11 +38,11 @@ if not shards then
   return false
 end
 local now = now_ms()
-local found = snapshot(now)
-if #found[2] > 0 and #found[3] == 0 then
+local found = snapshot(now, ARGV[2])
+local is_everything = #found == 5
+if is_everything and #found[3] > 0 and #found[4] == 0 then
   return false
 end
-found[5], found[6], found[7] = workers_ms, shards, redis.call('EXISTS', flows)
 local failing = {}
 local function add(inc, count, until_ms)
   failing[#failing + 1], failing[#failing + 2], failing[#failing + 3] = inc, count, until_ms
@@ -58,5 +59,4 @@ for inc in pairs(drains) do
   local count = failures_of(inc, now)
   add(inc, count, -1)
 end
-found[8] = failing
-return found
+return {found, workers_ms, shards, redis.call('EXISTS', flows), failing}

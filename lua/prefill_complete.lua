@@ -7,6 +7,7 @@
 -- KEYS[3] expiry         zset   request_id -> expiry, ms
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
+-- KEYS[6] versions       zset   inc -> version of its last change
 -- ARGV[1] id             str    of the reservation, or of the request
 -- ARGV[2] ttl_ms         int    > 0; how much longer the reservation lasts, if it is not released
 -- ARGV[3] began_by_ms    int    only one whose try began by then, as for `release`. -1: any
@@ -16,9 +17,10 @@
 --          nil                  there is no such reservation
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
-local requests_prefix, prefills_prefix = KEYS[4], KEYS[5]
+local requests_prefix, prefills_prefix, versions = KEYS[4], KEYS[5], KEYS[6]
 -- @include clock
 -- @include load
+-- @include changed
 -- @include record
 -- @include request
 
@@ -48,6 +50,7 @@ if request and l and request.state == 'p' then
     redis.call('ZADD', expiry, 'XX', 'GT', ends, request_id)
   end
   redis.call('HSET', load, inc, format_load(l))
+  changed(inc)
   if request.has_source then
     unreserve(source_of(request_id), now)
     request.has_source = false

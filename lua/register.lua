@@ -9,6 +9,7 @@
 -- KEYS[6] load          hash   inc -> load
 -- KEYS[7] reservations  hash   request_id -> inc
 -- KEYS[8] expiry        zset   request_id -> expiry, ms
+-- KEYS[9] versions      zset   inc -> version of its last change
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] nonce         str    distinguishes this process from any other
 -- ARGV[3] ttl_ms        int    > 0
@@ -24,7 +25,7 @@
 --          {-1}                another process has taken over the worker, and is alive
 -- Cost     O(log workers). Writes.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local load, reservations, expiry = KEYS[6], KEYS[7], KEYS[8]
+local load, reservations, expiry, versions = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local worker, nonce, ttl_ms, info = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local block_size, shards, previous, version = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 -- @include clock
@@ -32,6 +33,7 @@ local block_size, shards, previous, version = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 -- @include meta
 -- @include writer
 -- @include serving
+-- @include changed
 -- @include despite_full
 
 despite_full(meta)
@@ -67,4 +69,5 @@ redis.call('HSET', meta, 'workers_ms', string.format('%d', now))
 redis.call('HSET', workers, inc, info)
 redis.call('HSET', writers, inc, nonce)
 redis.call('ZADD', leases, string.format('%d', now + ttl_ms), inc)
+changed(inc)
 return {1, inc, lives and 1 or 0, known_shards or shards}

@@ -6,6 +6,7 @@
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- KEYS[6] failures       hash   inc -> count and time of the last
+-- KEYS[7] versions       zset   inc -> version of its last change
 -- ARGV[1] id             str    of the reservation, or of the request
 -- ARGV[2] attempt        str    only the reservation made with this attempt; '': any
 -- ARGV[3] began_by_ms    int    only one whose try began by then: if a release comes late, the id may
@@ -18,10 +19,12 @@
 -- Cost     O(prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix, failures = KEYS[4], KEYS[5], KEYS[6]
+local versions = KEYS[7]
 local attempt, began_by_ms, answered = ARGV[2], tonumber(ARGV[3]), ARGV[4]
 -- @include clock
 -- @include number
 -- @include load
+-- @include changed
 -- @include record
 -- @include request
 -- @include failures

@@ -16,6 +16,7 @@
 -- KEYS[9] requests:     hashes inc -> its requests
 -- KEYS[10] prefills:    lists  inc -> its requests still prefilling
 -- KEYS[11] failures     hash   inc -> count and time of the last; worker -> whether it drains
+-- KEYS[12] versions      zset   inc -> version of its last change
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
@@ -34,7 +35,7 @@
 -- Cost     O(log workers); a count O(requests of the worker), 4 us each. Writes. Safe to retry.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry, requests_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local prefills_prefix, failures = KEYS[10], KEYS[11]
+local prefills_prefix, failures, versions = KEYS[10], KEYS[11], KEYS[12]
 local worker, inc, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local info, block_size, shards = ARGV[5], ARGV[6], ARGV[7]
 local staged, thorough, version = ARGV[8] == '1', ARGV[9] == '1', ARGV[10]
@@ -44,6 +45,7 @@ local staged, thorough, version = ARGV[8] == '1', ARGV[9] == '1', ARGV[10]
 -- @include writer
 -- @include serving
 -- @include load
+-- @include changed
 -- @include record
 -- @include recount
 -- @include failures
@@ -89,4 +91,7 @@ end
 local drains = keep_draining(worker, ARGV[11] == '1', now)
 local ends_ms = (drains or is_paused(inc, now)) and now or now + ttl_ms
 redis.call('ZADD', leases, string.format('%d', ends_ms), inc)
+if not redis.call('ZSCORE', versions, inc) then
+  changed(inc)
+end
 return {redis.call('ZCARD', leases), drains and 1 or 0}

@@ -7,12 +7,14 @@
 -- KEYS[5] requests:      hashes inc -> its requests
 -- KEYS[6] prefills:      lists  inc -> its requests still prefilling
 -- KEYS[7] meta           hash   rounds, in millionths: each reservation adds 1 / leases
+-- KEYS[8] versions       zset   inc -> version of its last change
 -- ARGV[1] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
 -- ARGV[2] prefill_ttl_ms int    > 0; forgotten after that, plus four times what the worker's queue of
 --                               prefills is predicted to last, unless the first token is out by
 --                               then; never later than after ttl_ms
 -- ARGV[3] carried_ms     int    > 0; what a door carries is forgotten after that, unless extended
--- ARGV[4...]             str    eleven per request, decided one after another:
+-- ARGV[4] since          int    as for `loads`
+-- ARGV[5...]             str    eleven per request, decided one after another:
 --                               inc, the chosen worker's; request_id, the reservation's key,
 --                               or, if another tag has that, `<request_id>~<tag>`; what is there
 --                               is given back first, unless a later try made it; prefill_tokens
@@ -32,15 +34,16 @@
 --                               with no tokens it only holds blocks, and takes no request's place
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"; "superseded" if a later try holds the reservation
---          {{outcome, ...}, now_ms, {inc, ...}, {inc, load, ...}, rounds}   if any was refused: also
---                               fresh loads, as of after the last request, to decide again from
--- Cost     O(requests * log reservations); a refusal O(workers). Writes. Safe to retry.
+--          {{outcome, ...}, fresh}   if any was refused: also loads as of after the last request,
+--                               to decide again from; see lib/snapshot
+-- Cost     O(requests * log reservations); a refusal as `loads`. Writes. Safe to retry.
 local leases, load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local requests_prefix, prefills_prefix, meta = KEYS[5], KEYS[6], KEYS[7]
+local requests_prefix, prefills_prefix, meta, versions = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local ttl_ms, prefill_ttl_ms, carried_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 -- @include clock
 -- @include number
 -- @include load
+-- @include changed
 -- @include record
 -- @include request
 -- @include promise
@@ -50,7 +53,7 @@ local ttl_ms, prefill_ttl_ms, carried_ms = tonumber(ARGV[1]), tonumber(ARGV[2]),
 despite_full(load)
 local now = now_ms()
 -- Two for each request: more than come in, and few enough for one call.
-unreserve_expired(now, 2 * (#ARGV - 3) / 11)
+unreserve_expired(now, 2 * (#ARGV - 4) / 11)
 local overtaken = {}
 local rounds, share = rounds_so_far(), math.floor(1e6 / math.max(1, redis.call('ZCARD', leases)))
 local MEMORY = 4e6 -- rounds in which what was routed to a worker fades by a factor of e
@@ -126,7 +129,7 @@ local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_
 end
 
 local outcomes, refused = {}, false
-for i = 4, #ARGV, 11 do
+for i = 5, #ARGV, 11 do
   local outcome = reserve(unpack(ARGV, i, i + 10))
   outcomes[#outcomes + 1] = outcome
   refused = refused or outcome ~= 1
@@ -135,5 +138,4 @@ redis.call('HSET', meta, 'rounds', string.format('%d', rounds))
 if not refused then
   return {outcomes}
 end
-local fresh = snapshot(now)
-return {outcomes, unpack(fresh)}
+return {outcomes, snapshot(now, ARGV[4])}

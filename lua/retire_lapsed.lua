@@ -10,6 +10,7 @@
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
 -- KEYS[10] failures     hash   inc -> count and time of the last
+-- KEYS[11] versions      zset   inc -> version of its last change
 -- ARGV[1] grace_ms      int    a lease that lapsed more recently may still be renewed: nobody is
 --                              routed there meanwhile, but its requests and blocks are kept
 -- ARGV[2] heard_ms      int    when Redis last answered, by its clock. Nobody could renew since,
@@ -18,7 +19,7 @@
 -- Cost     O(16 * log workers + requests of a worker). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local failures = KEYS[10]
+local failures, versions = KEYS[10], KEYS[11]
 local grace_ms, heard_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include writer

@@ -104,6 +104,17 @@ KEYSPACE = (
         "retired",
     ),
     Key(
+        "versions",
+        "zset",
+        "`<inc>` by version: of the last change of its load or registration. Routers ask for what"
+        " changed since the last version that they know",
+        (
+            *("register", "activate", "renew", "reserve", "extend", "prefill_complete"),
+            *("release", "expire"),
+        ),
+        "retired",
+    ),
+    Key(
         "failures",
         "hash",
         "`<inc>` → `count last_ms`: requests that its worker failed, less those that it answered "

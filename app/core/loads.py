@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.core.types import Incarnation
 
@@ -58,6 +63,49 @@ class Load:
         self.prefill_tokens += reservation.prefill_tokens
         self.prefill_us += reservation.prefill_us
         self.requests += 1
+
+
+LOAD_FIELDS = tuple(f.name for f in fields(Load))
+_numbers = attrgetter(*LOAD_FIELDS)
+
+
+class Loads(Mapping[Incarnation, Load]):
+    """The loads of many workers. columns: (LOAD_FIELDS, workers), each worker's in its place among
+    `incarnations`."""
+
+    __slots__ = ("columns", "incarnations")
+
+    def __init__(self, incarnations: list[Incarnation], columns: NDArray[np.float64]) -> None:
+        self.incarnations = incarnations
+        self.columns = columns
+
+    @classmethod
+    def of(cls, loads: Mapping[Incarnation, Load]) -> Loads:
+        rows = np.array([_numbers(load) for load in loads.values()], np.float64)
+        return cls(list(loads), rows.reshape(len(loads), len(LOAD_FIELDS)).T.copy())
+
+    def of_those(self, some: Container[Incarnation]) -> Loads:
+        """Those of `some` alone."""
+        places = [i for i, inc in enumerate(self.incarnations) if inc in some]
+        return Loads([self.incarnations[i] for i in places], self.columns[:, places])
+
+    def at(self, position: int) -> Load:
+        return Load(*map(int, self.columns[:, position].tolist()))
+
+    def put(self, position: int, load: Load) -> None:
+        self.columns[:, position] = _numbers(load)
+
+    def __getitem__(self, inc: Incarnation) -> Load:
+        try:
+            return self.at(self.incarnations.index(inc))
+        except ValueError:
+            raise KeyError(inc) from None
+
+    def __iter__(self) -> Iterator[Incarnation]:
+        return iter(self.incarnations)
+
+    def __len__(self) -> int:
+        return len(self.incarnations)
 
 
 def fading(rounds: int) -> float:
@@ -135,7 +183,7 @@ class Snapshot:
     """Loads of the live, routable incarnations at one moment of the Redis clock."""
 
     now_ms: int
-    loads: dict[Incarnation, Load]
+    loads: Loads
     rounds: int = 0
     """Of reservations made in the namespace so far, in millionths."""
     workers_ms: int | None = None
@@ -160,7 +208,7 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class Refused:
     """reason: `lapsed`, `full`, `changed` or `superseded`. fresh: loads to decide again from; they
-    include everything that the same call reserved."""
+    include everything that the same call reserved. None: they have to be asked for."""
 
     reason: str
-    fresh: Snapshot
+    fresh: Snapshot | None

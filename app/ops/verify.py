@@ -23,6 +23,7 @@ from app.core.worker_report import decode_info
 from app.ops.terminal import counted
 from app.state import models
 from app.state.client import RedisClient
+from app.state.columns import parse_load
 from app.state.connect import deadline
 from app.state.reading import (
     BUCKET_BITS,
@@ -38,7 +39,6 @@ from app.state.reading import (
     readable,
     scan,
 )
-from app.state.reservations import parse_load
 
 OWNERS = re.compile(rb"(?:[1-9]\d{0,9}[dhk])+")
 REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pdh]) \S+( s)?")

@@ -20,9 +20,9 @@ from app.core.worker_report import (
 )
 from app.ops.holders import held_blocks
 from app.state.client import RedisClient
+from app.state.columns import parse_load
 from app.state.connect import deadline
 from app.state.reading import STEP_TIMEOUT_S, Control, read_control, readable
-from app.state.reservations import parse_load
 from app.state.streams import id_ms, pages_backwards
 
 STEP_ENTRIES = 512

@@ -302,7 +302,7 @@ def _promise(query: Query, view: View, at: int, what: Owed) -> Wish:
         carried=query.request.carried,
     )
     return Wish(
-        view.incarnations[at], reservation, view.infos[at].max_requests, view.loads[at].total
+        view.incarnations[at], reservation, view.infos[at].max_requests, view.load(at).total
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from app.core.chains import Overlaps
 from app.core.keys import metrics_interval_s
-from app.core.loads import ROUND, Load, Reservation, Snapshot, fading
+from app.core.loads import MEMORY_ROUNDS, ROUND, Load, Loads, Reservation, Snapshot, fading
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -23,7 +23,7 @@ from app.core.worker_report import (
     Speed,
     WorkerInfo,
 )
-from app.policy.cost import Candidates
+from app.policy.cost import Candidates, Floats
 from app.policy.sources import roles_of
 
 STALE_AFTER_INTERVALS = 10
@@ -38,7 +38,9 @@ LOAD_ROWS = (
     "max_requests",
     "routed_s",
 )
-ROUTED = len(OVERLAP_ROWS) + LOAD_ROWS.index("routed_s")
+QUEUE, REQUESTS, ROUTED = (
+    len(OVERLAP_ROWS) + LOAD_ROWS.index(row) for row in ("prefill_s", "active_requests", "routed_s")
+)
 METRICS_ROWS = {
     "kv_active_blocks": "kv_active_blocks",
     "kv_total_blocks": "kv_total_blocks",
@@ -69,6 +71,21 @@ def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[
         load.decoding,
         max_requests,
         load.routed_s(rounds),
+    )
+
+
+def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Floats:
+    """The same of all workers, below OVERLAP_ROWS of zeros."""
+    tokens, us, head_us, head_since_ms, blocks, requests, decoding, _, routed_us, routed_at = (
+        loads.columns
+    )
+    drained_us = np.minimum((now_ms - head_since_ms) * 1000.0, head_us)
+    queue_s = (us - np.maximum(drained_us, 0.0)) / 1e6
+    fading = np.exp(np.maximum(rounds - routed_at, 0.0) / -(MEMORY_ROUNDS * ROUND))
+    none = np.zeros(tokens.size)
+    routed_s = routed_us / 1e6 * fading
+    return np.array(
+        (none, none, none, tokens, queue_s, blocks, requests, decoding, max_requests, routed_s)
     )
 
 
@@ -118,6 +135,7 @@ class Workers:
         registered = np.array([info.kv_total_blocks for info in self.infos], dtype=np.float64)
         np.copyto(totals, registered, where=totals == 0)
         self.kv_total_blocks = totals
+        self.max_requests = np.array([info.max_requests for info in self.infos], dtype=np.float64)
 
 
 class View:
@@ -141,14 +159,18 @@ class View:
         self.everybody = workers.everybody
         self.roles = workers.roles
         """None: each worker does all of a request, and KV travels between none."""
-        self.loads = [snapshot.loads[inc] for inc in self.incarnations]
+        self._loads = snapshot.loads
         self._workers = workers
-        loads = zip(self.infos, self.loads, strict=True)
-        rows = [
-            (0.0, 0.0, 0.0, *load_rows(load, self.now_ms, info.max_requests, self.rounds))
-            for info, load in loads
-        ]
-        self._rows = _matrix(rows, len(OVERLAP_ROWS) + len(LOAD_ROWS))
+        self._rows = rows_of(self._loads, self.now_ms, workers.max_requests, self.rounds)
+
+    @property
+    def loads(self) -> list[Load]:
+        """Of each worker, in a copy."""
+        return list(map(self._loads.at, range(len(self.incarnations))))
+
+    def load(self, position: int) -> Load:
+        """That of the worker at `position`."""
+        return self._loads.at(position)
 
     @property
     def is_short(self) -> bool:
@@ -163,7 +185,7 @@ class View:
     @property
     def shortest_queue_s(self) -> float:
         """Predicted prefill still to do on the worker with the least; 0 without workers."""
-        return min((load.queue_s(self.now_ms) for load in self.loads), default=0.0)
+        return float(self._rows[QUEUE].min()) if self.infos else 0.0
 
     def openings(self, max_queue_s: float) -> int:
         """How many requests workers with a queue of at most `max_queue_s` take at once.
@@ -171,12 +193,9 @@ class View:
         If that is finite, any request may be the last that its worker takes, so each worker counts
         as one opening.
         """
-        free = [
-            info.max_requests - load.requests
-            for info, load in zip(self.infos, self.loads, strict=True)
-            if load.requests < info.max_requests and load.queue_s(self.now_ms) <= max_queue_s
-        ]
-        return sum(free) if math.isinf(max_queue_s) else len(free)
+        free = self._workers.max_requests - self._rows[REQUESTS]
+        free = free[(free > 0) & (self._rows[QUEUE] <= max_queue_s)]
+        return int(free.sum()) if math.isinf(max_queue_s) else free.size
 
     def all_hold(self, num_blocks: int) -> bool:
         """Whether no worker reports fewer KV blocks than this in total."""
@@ -209,10 +228,11 @@ class View:
 
     def add(self, position: int, reservation: Reservation) -> None:
         """Count a reservation made, or about to be made, on the worker at `position`."""
-        load = self.loads[position]
+        load = self._loads.at(position)
         share = ROUND // len(self.infos)
         self.rounds += share
         load.add(reservation, self.now_ms, self.rounds)
+        self._loads.put(position, load)
         self._rows[ROUTED] *= fading(share)
         max_requests = self.infos[position].max_requests
         rows = load_rows(load, self.now_ms, max_requests, self.rounds)

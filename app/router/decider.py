@@ -146,10 +146,13 @@ class Decider:
                     self._complained = False
                     log.info("deciding with Redis again")
                 undecided, fresh = self._answer_reserved(plans, replies)
-                if fresh is None:
+                if not undecided:
                     return
-                view = await self._replica.fleet.view(fresh)
-            except RedisUnavailable as error:
+                if fresh is None:
+                    view = await self._look_up.workers()
+                else:
+                    view = await self._replica.fleet.view(fresh)
+            except (RedisUnavailable, NamespaceMissing) as error:
                 self._replica.fleet.note(error)
                 lost = [pending for pending, _ in plans if not pending.decided]
                 # Redis may still run what it was sent, also for callers who have gone since.
@@ -276,13 +279,14 @@ class Decider:
                 wishes,
                 ttl_ms=self._ttl_ms,
                 prefill_ttl_ms=self._prefill_ttl_ms,
+                columns=self._look_up.columns,
             )
         )
 
     def _answer_reserved(
         self, plans: list[Planned], replies: list[Refused | None]
     ) -> tuple[list[Pending], Snapshot | None]:
-        """Answer what was reserved; returns the rest, and fresh loads if any was refused."""
+        """Answer what was reserved; returns the rest, and fresh loads, if they are known."""
         left: list[Pending] = []
         fresh: Snapshot | None = None
         for (pending, plan), refused in zip(plans, replies, strict=True):

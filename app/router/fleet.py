@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -59,6 +60,9 @@ class Fleet:
         """The time of the last entry read from the metrics stream."""
         self._workers: Workers | None = None
         """That of the last view, until anything new is learnt."""
+        self._met: list[Incarnation] | None = None
+        """The live incarnations of a snapshot, if all of them are known: usually those of the next,
+        too."""
         self._workers_ms: int | None = None
         """`Snapshot.workers_ms` as of what is known about the incarnations."""
         self.shards: int | None = None
@@ -137,21 +141,32 @@ class Fleet:
         self._missed = frozenset()
         self.wrong_version = None
         self._redis_ahead_ms = self._ahead_ms(snapshot.now_ms - time.monotonic() * 1000)
-        # The unreadable as well: theirs may be workers of another release, to be named.
-        shown = [*snapshot.loads, *snapshot.paused, *snapshot.unreadable]
-        if snapshot.workers_ms not in (None, self._workers_ms):
-            await self._learn(shown)
-            self.forget_except(shown)
-            self._workers_ms = snapshot.workers_ms
         self.shards = snapshot.shards or self.shards
-        known = self._infos.keys() | self.strangers.keys()
-        await self._learn([inc for inc in shown if inc not in known])
-        live = [inc for inc in snapshot.loads if inc in self._infos]
-        if self._workers is None or self._workers.incarnations != live:
-            self._workers = Workers([(inc, self._infos[inc], self.measured(inc)) for inc in live])
+        await self._meet(snapshot)
+        loads = snapshot.loads
+        if loads.incarnations is not self._met:
+            loads = loads.of_those(self._infos)
+        if self._workers is None or not _same(self._workers.incarnations, loads.incarnations):
+            self._workers = Workers(
+                [(inc, self._infos[inc], self.measured(inc)) for inc in loads.incarnations]
+            )
         paused = {inc: self._infos[inc] for inc in snapshot.paused if inc in self._infos}
-        self.last_view = View(snapshot, self._workers, paused)
+        self.last_view = View(replace(snapshot, loads=loads), self._workers, paused)
         return self.last_view
+
+    async def _meet(self, snapshot: Snapshot) -> None:
+        """Learn what is not known of the incarnations in a snapshot."""
+        live = snapshot.loads.incarnations
+        # The unreadable as well: theirs may be workers of another release, to be named.
+        others = [*snapshot.paused, *snapshot.unreadable]
+        if snapshot.workers_ms not in (None, self._workers_ms):
+            await self._learn([*live, *others])
+            self.forget_except([*live, *others])
+            self._workers_ms = snapshot.workers_ms
+        new = others if live is self._met else [*live, *others]
+        await self._learn([i for i in new if i not in self._infos and i not in self.strangers])
+        if live is not self._met:
+            self._met = live if all(inc in self._infos for inc in live) else None
 
     async def _learn(self, incarnations: list[Incarnation]) -> None:
         if not incarnations:
@@ -185,7 +200,7 @@ class Fleet:
         self.strangers[inc] = what
         self._infos.pop(inc, None)
         self._texts.pop(inc, None)
-        self._workers = None
+        self._workers = self._met = None
 
     def name_of(self, incarnation: Incarnation) -> str:
         """The worker it is of, for a log."""
@@ -274,3 +289,8 @@ class Fleet:
             return False
         self._workers = None
         return True
+
+
+def _same(some: list[Incarnation], others: list[Incarnation]) -> bool:
+    """Equal. The two are mostly one list, and lists do not look for that."""
+    return some is others or some == others

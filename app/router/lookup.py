@@ -15,6 +15,7 @@ from app.router.history import History
 from app.router.recent import Recent
 from app.router.replica import Replica
 from app.state import overlap, reservations
+from app.state.columns import Columns
 
 
 class LookUp:
@@ -30,6 +31,8 @@ class LookUp:
         self._history = history
         self._recent = recent
         self._loads = reservations.loads(replica.keyspace)
+        self.columns = Columns()
+        """The loads that are known, for those alone who decide."""
         self._boundaries = overlap.Boundaries()
 
     async def workers(self) -> View:
@@ -46,34 +49,31 @@ class LookUp:
 
         Raises RedisUnavailable, NamespaceMissing, WrongVersion.
         """
-        runner, fleet, telemetry = (
-            self._replica.runner,
-            self._replica.fleet,
-            self._replica.telemetry,
-        )
+        runner, fleet, keyspace = self._replica.runner, self._replica.fleet, self._replica.keyspace
         chains = [query.request.chain for query in queries]
         sessions = [query.request.session for query in queries]
         while True:
             shards = fleet.shards or (await runner.one(self._loads)).shards or 1
             recall = self._history.recall(sessions)
             foresee = self._history.foresee(chains, shards)
-            with telemetry.seconds_of("look_up").time():
+            with self._replica.telemetry.seconds_of("look_up").time():
                 overlaps, (snapshot, *others) = await overlap.match(
                     runner,
-                    self._replica.keyspace,
+                    keyspace,
                     chains if self._replica.settings.kv_events else [],
                     shards,
-                    along=[self._loads, *recall, *foresee],
+                    along=[reservations.changes(keyspace, self.columns), *recall, *foresee],
                     boundaries=self._boundaries,
                 )
             recalled, foreseen = others[: len(recall)], others[len(recall) :]
             if isinstance(snapshot, RedisUnavailable):
                 raise snapshot
+            snapshot = snapshot or await runner.one(self._loads)
             view = await fleet.view(snapshot)
             # Otherwise the namespace was recreated, and the blocks are elsewhere.
             if snapshot.shards == shards:
                 break
-        telemetry.blind.inc(overlaps.count(None))
+        self._replica.telemetry.blind.inc(overlaps.count(None))
         for query, found, ahead in zip_longest(queries, overlaps, foreseen):
             query.is_short = isinstance(found, overlap.LowerBound) or (
                 self._replica.settings.kv_events and (found is None or view.is_short)

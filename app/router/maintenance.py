@@ -19,6 +19,7 @@ from app.core.types import Incarnation
 from app.router.history import History
 from app.router.replica import Replica
 from app.state import index, leases, predictions, reading, reservations
+from app.state.columns import Columns
 from app.state.connect import danger_of_eviction
 from app.state.predictions import PredictionSettings
 from app.state.scripts import Call
@@ -55,7 +56,7 @@ class Maintenance:
         self._fleet = replica.fleet
         self._telemetry = replica.telemetry
         self._history = history
-        self._loads = reservations.loads(replica.keyspace)
+        self._columns = Columns()
         # Beyond the limit, the oldest are left to expire.
         self._reports: deque[Call[str | None]] = deque(maxlen=MAX_REPORTS)
         self.danger_of_eviction = ""
@@ -93,7 +94,8 @@ class Maintenance:
         settled_s = time.monotonic() + RETIRE_GRACE_MS / 1000
         while True:
             reports = list(islice(self._reports, EXPIRE_LIMIT))
-            calls: list[Call[Any]] = [expire, self._loads, *reports]
+            changes = reservations.changes(self._keyspace, self._columns)
+            calls: list[Call[Any]] = [expire, changes, *reports]
             # Nobody could renew a lease while Redis was unreachable.
             if not self._fleet.recovers and time.monotonic() >= settled_s:
                 calls.append(leases.retire_lapsed(self._keyspace, RETIRE_GRACE_MS, heard_ms))
@@ -101,9 +103,10 @@ class Maintenance:
             try:
                 if self._fleet.last_view is None:
                     # Nothing may be written in a namespace of another version.
-                    await self._fleet.view(await self._runner.one(self._loads))
+                    await self._fleet.view(
+                        await self._runner.one(reservations.loads(self._keyspace))
+                    )
                 expired, snapshot, *others = await self._runner.run(calls)
-                heard_ms = snapshot.now_ms
                 for sent in reports:
                     # It may have had to make room for a new one meanwhile.
                     if self._reports[0] is sent:
@@ -117,7 +120,9 @@ class Maintenance:
                         event = "released" if is_end else "prefill_complete"
                         self._telemetry.reservations_of(event).inc()
                 self._telemetry.reservations_of("expired").inc(expired)
-                await self._fleet.view(snapshot)
+                if snapshot is not None:
+                    heard_ms = snapshot.now_ms
+                    await self._fleet.view(snapshot)
             except (RedisUnavailable, NamespaceMissing, WrongVersion) as error:
                 self._fleet.note(error)
                 log.debug("maintenance: %s", error)

@@ -27,6 +27,7 @@ from app.router.pending import Pending, Queued
 from app.router.replica import Replica
 from app.router.wait_queue import WaitQueue
 from app.state import reservations, waiting
+from app.state.columns import Columns
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Waiting:
         self._queue = WaitQueue(settings.wait_queue)
         self._name = secrets.token_hex(4)
         self._numbers = count(1)
-        self._loads = reservations.loads(replica.keyspace)
+        self._columns = Columns()
         self._left: list[tuple[str, str, bool]] = []
         """Tickets still to be taken out of the queue: see `waiting.leave`."""
         self._wake = asyncio.Event()
@@ -197,7 +198,9 @@ class Waiting:
                     kept_ms=TICKET_KEPT_MS,
                 )
             )
-        *_, snapshot = await self._runner.run([*calls, self._loads])
+        changes = reservations.changes(self._keyspace, self._columns)
+        *_, snapshot = await self._runner.run([*calls, changes])
+        snapshot = snapshot or await self._runner.one(reservations.loads(self._keyspace))
         del self._left[: len(left)]
         for queued in named:
             queued.name_at_s = now_s + NAME_S

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import lru_cache
 from typing import Any
 
 from app.core.errors import NamespaceMissing, WrongVersion
 from app.core.keys import DATA_VERSION, Keyspace
-from app.core.loads import Failing, Load, Refused, Reservation, Snapshot, Wish
+from app.core.loads import Failing, Refused, Reservation, Snapshot, Wish
 from app.core.types import Incarnation, parse_incarnation
+from app.state.columns import Columns
 from app.state.scripts import Call, call
 
 CARRIED_MS = 10_000
 """How long what a door carries stays reserved after the door was last heard of."""
-_LOAD = re.compile(b" ".join([rb"(\d{1,15})"] * 10))
-
-
-def parse_load(text: bytes) -> Load | None:
-    """The load in a field of `load`; None: it cannot be read."""
-    numbers = _numbers(text)
-    return Load(*numbers) if numbers else None
 
 
 def loads(keyspace: Keyspace) -> Call[Snapshot]:
@@ -31,18 +23,21 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
     WrongVersion if another release wrote it."""
 
     def parse(reply: list[Any] | None) -> Snapshot:
-        if reply is None:
-            raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
-        if len(reply) == 1:
-            raise WrongVersion(keyspace.namespace, reply[0], DATA_VERSION)
-        *loads_now, workers_ms, shards, waiting, failing = reply
-        snapshot = _snapshot(loads_now, workers_ms, shards, waiting)
-        for text, failures, until_ms in zip(*[iter(failing)] * 3, strict=True):
-            if inc := parse_incarnation(text):
-                snapshot.failing[inc] = Failing(failures, until_ms)
+        snapshot = _snapshot(keyspace, reply, Columns())
+        assert snapshot is not None
         return snapshot
 
-    return call("loads", keyspace, DATA_VERSION, parse=parse)
+    return call("loads", keyspace, DATA_VERSION, 0, parse=parse)
+
+
+def changes(keyspace: Keyspace, columns: Columns) -> Call[Snapshot | None]:
+    """The same, by what has changed since `columns` were last taken. None: Redis lost some of what
+    they hold; ask again, for everything."""
+
+    def parse(reply: list[Any] | None) -> Snapshot | None:
+        return _snapshot(keyspace, reply, columns)
+
+    return call("loads", keyspace, DATA_VERSION, columns.ask(), parse=parse)
 
 
 def reserve(
@@ -51,23 +46,26 @@ def reserve(
     *,
     ttl_ms: int,
     prefill_ttl_ms: int | None = None,
+    columns: Columns | None = None,
 ) -> Call[list[Refused | None]]:
     """Promise capacity to each wish in turn, unless its worker has changed; None: promised.
 
     Ends after ttl_ms. If no first token is reported, it ends prefill_ttl_ms and four times the
     predicted queue of the worker later, if that is earlier; None: after ttl_ms all the same.
-    One that is carried ends after CARRIED_MS, unless it is extended.
+    One that is carried ends after CARRIED_MS, unless it is extended. columns: what is known of the
+    loads; the answer says what has changed, if a wish is refused. None: it says everything.
     """
+    known = columns or Columns()
 
     def parse(reply: list[Any]) -> list[Refused | None]:
-        outcomes, *loads_now = reply
-        if not loads_now:
+        outcomes, *rows = reply
+        if not rows:
             return [None] * len(outcomes)
-        fresh = _snapshot(loads_now)
+        fresh = known.take(rows[0])
         return [None if why == 1 else Refused(why.decode(), fresh) for why in outcomes]
 
     args: list[int | str] = [ttl_ms, ttl_ms if prefill_ttl_ms is None else prefill_ttl_ms]
-    args.append(CARRIED_MS)
+    args += (CARRIED_MS, known.ask())
     for wish in wishes:
         promised, seen_total = wish.reservation, wish.seen_total
         args += (
@@ -189,28 +187,24 @@ def _attempt(reply: bytes | None) -> str | None:
     return None if reply is None else reply.decode()
 
 
-def _snapshot(
-    reply: list[Any], workers_ms: int | None = None, shards: int | None = None, waiting: int = 0
-) -> Snapshot:
-    now_ms, live, pairs, rounds = reply
-    by_inc = dict(zip(pairs[::2], pairs[1::2], strict=True))
-    load_of = {}
-    unreadable = set()
-    for text in live:
-        inc, load = parse_incarnation(text), parse_load(by_inc.pop(text, b""))
-        if inc and load:
-            load_of[inc] = load
-        elif inc:
-            # Not routed to until its worker has noticed.
-            unreadable.add(inc)
-    lapsed = frozenset(filter(None, map(parse_incarnation, by_inc)))
-    return Snapshot(
-        now_ms, load_of, rounds, workers_ms, shards, bool(waiting), lapsed, frozenset(unreadable)
+def _snapshot(keyspace: Keyspace, reply: list[Any] | None, columns: Columns) -> Snapshot | None:
+    if reply is None:
+        raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
+    if len(reply) == 1:
+        raise WrongVersion(keyspace.namespace, reply[0], DATA_VERSION)
+    rows, workers_ms, shards, waiting, failing = reply
+    snapshot = columns.take(rows)
+    if snapshot is None:
+        return None
+    failures = {
+        inc: Failing(count, until_ms)
+        for text, count, until_ms in zip(*[iter(failing)] * 3, strict=True)
+        if (inc := parse_incarnation(text))
+    }
+    return replace(
+        snapshot,
+        workers_ms=workers_ms,
+        shards=shards,
+        somebody_waits=bool(waiting),
+        failing=failures,
     )
-
-
-@lru_cache(maxsize=4096)
-def _numbers(load: bytes) -> tuple[int, ...] | None:
-    """Cached, because the loads of only a few workers change between two decisions."""
-    found = _LOAD.fullmatch(load)
-    return tuple(map(int, found.groups())) if found else None

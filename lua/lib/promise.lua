@@ -1,5 +1,6 @@
 -- promise(l, inc, request_id, request, now, ends_ms): reserves on `inc`, whose load is `l`.
--- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record,
+-- changed.
 local function promise(l, inc, request_id, request, now, ends_ms)
   if request.state == 'd' then
     l.decoding = l.decoding + 1
@@ -17,6 +18,7 @@ local function promise(l, inc, request_id, request, now, ends_ms)
   end
   l.total = l.total + 1
   redis.call('HSET', load, inc, format_load(l))
+  changed(inc)
   redis.call('HSET', reservations, request_id, inc)
   redis.call('ZADD', expiry, string.format('%d', ends_ms), request_id)
   redis.call('HSET', requests_prefix .. inc, request_id, format_request(request))

@@ -2,7 +2,8 @@
 -- request of which Redis has lost the record, the reservation or the expiry is forgotten. Writes
 -- only what differs. Bounded by the requests of a worker; by all reservations, if some of them have
 -- lost their expiry.
--- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record,
+-- changed.
 local function forget(inc, request_id, owner)
   redis.call('HDEL', requests_prefix .. inc, request_id)
   if owner == inc or not owner then
@@ -104,5 +105,6 @@ local function recount(inc, now)
   end
   if format_load(counted) ~= text then
     redis.call('HSET', load, inc, format_load(counted))
+    changed(inc)
   end
 end

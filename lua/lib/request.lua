@@ -1,5 +1,6 @@
 -- Taking a reservation back.
--- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record.
+-- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record,
+-- changed.
 -- Takes a request's prefill out of `l`, its worker's load; the next one in line becomes the head.
 local function end_prefill(l, inc, request_id, request, now)
   local prefills = prefills_prefix .. inc
@@ -46,6 +47,7 @@ local function unreserve_one(request_id, now)
     l.requests = l.requests - 1
   end
   redis.call('HSET', load, inc, format_load(l))
+  changed(inc)
   return true, request
 end
 

@@ -2,7 +2,7 @@
 -- it; its blocks are left to the sweep. Returns how many requests were on it. Bounded by the
 -- requests a worker may hold.
 -- Wants locals: workers, current, leases, writers, load, reservations, expiry, requests_prefix,
--- prefills_prefix, failures.
+-- prefills_prefix, failures, versions.
 local function retire(inc, worker)
   if worker and redis.call('HGET', current, worker) == inc then
     redis.call('HDEL', current, worker)
@@ -11,6 +11,7 @@ local function retire(inc, worker)
   redis.call('HDEL', workers, inc)
   redis.call('HDEL', writers, inc)
   redis.call('HDEL', load, inc)
+  redis.call('ZREM', versions, inc)
   redis.call('HDEL', failures, inc)
   local request_ids = redis.call('HKEYS', requests_prefix .. inc)
   for _, request_id in ipairs(request_ids) do

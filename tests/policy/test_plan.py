@@ -9,7 +9,7 @@ import pytest
 from app.core.chains import Overlaps
 from app.core.config import RouterSettings
 from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
-from app.core.loads import Load, Snapshot
+from app.core.loads import Load, Loads, Snapshot
 from app.core.rate_limit import RateLimit
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
@@ -39,7 +39,9 @@ def view_of(*loads: Load, max_requests: int = 4, now_ms: int = 5000) -> View:
         (inc, info(name, max_requests), measured)
         for inc, name in zip(incarnations, "abc", strict=False)
     ]
-    return View(Snapshot(now_ms, dict(zip(incarnations, loads, strict=True))), Workers(workers))
+    return View(
+        Snapshot(now_ms, Loads.of(dict(zip(incarnations, loads, strict=True)))), Workers(workers)
+    )
 
 
 def query(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.core.errors import NoWorkers
-from app.core.loads import Load, Snapshot
+from app.core.loads import Load, Loads, Snapshot
 from app.core.types import TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Role, Speed, WorkerInfo
 from app.policy.plan import Plan
@@ -35,7 +35,9 @@ def fleet(*infos: WorkerInfo, loads: list[Load] | None = None, speed: Speed = LI
     incarnations = [ONE, TWO, THREE][: len(infos)]
     known = [(inc, one, measured) for inc, one in zip(incarnations, infos, strict=True)]
     given = loads or [Load() for _ in infos]
-    return View(Snapshot(5000, dict(zip(incarnations, given, strict=True))), Workers(known))
+    return View(
+        Snapshot(5000, Loads.of(dict(zip(incarnations, given, strict=True)))), Workers(known)
+    )
 
 
 def queue(seconds: float, requests: int = 1) -> Load:

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from app.core.loads import ROUND, Load, Reservation, Snapshot
+from app.core.loads import ROUND, Load, Loads, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.cost import Candidates
@@ -57,7 +57,7 @@ def test_every_column_shows_what_its_name_says() -> None:
         routed_at=2 * ROUND,
     )
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b", 6), measured(reported))])
-    view = View(Snapshot(11_000, {ONE: Load(), TWO: load}, rounds=6 * ROUND), workers)
+    view = View(Snapshot(11_000, Loads.of({ONE: Load(), TWO: load}), rounds=6 * ROUND), workers)
     seen = view.candidates({TWO: TierOverlap(5, 3, 1), THREE: TierOverlap(9)})
     assert column(seen, 1) == {
         "overlap_device": 5,
@@ -85,7 +85,7 @@ def test_every_column_shows_what_its_name_says() -> None:
 
 def test_a_reservation_counts_for_later_decisions_but_not_for_earlier_ones() -> None:
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b"), UNMEASURED)])
-    view = View(Snapshot(1000, {ONE: Load(), TWO: Load()}), workers)
+    view = View(Snapshot(1000, Loads.of({ONE: Load(), TWO: Load()})), workers)
     before = view.candidates({})
     view.add(1, Reservation("r1", prefill_tokens=48, prefill_us=300_000, blocks=3))
     assert before.active_requests.tolist() == [0, 0]
@@ -97,18 +97,20 @@ def test_a_reservation_counts_for_later_decisions_but_not_for_earlier_ones() -> 
 
 def test_what_was_routed_to_a_worker_fades_as_reservations_follow() -> None:
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b"), UNMEASURED)])
-    view = View(Snapshot(0, {ONE: Load(), TWO: Load()}), workers)
+    view = View(Snapshot(0, Loads.of({ONE: Load(), TWO: Load()})), workers)
     view.add(0, Reservation("r", prefill_tokens=1, prefill_us=1_000_000, blocks=1))
     for n in range(8):
         view.add(1, Reservation(f"r{n}", prefill_tokens=1, prefill_us=0, blocks=1))
     # Eight reservations among two workers are four rounds.
     assert view.candidates({}).routed_s == pytest.approx([1 / math.e, 0])
-    again = View(Snapshot(0, {ONE: view.loads[0], TWO: view.loads[1]}, rounds=view.rounds), workers)
+    again = View(
+        Snapshot(0, Loads.of({ONE: view.loads[0], TWO: view.loads[1]}), rounds=view.rounds), workers
+    )
     assert again.candidates({}).routed_s == pytest.approx([1 / math.e, 0])
 
 
 def test_a_view_without_workers_has_no_block_size_and_no_openings() -> None:
-    view = View(Snapshot(0, {}), Workers([]))
+    view = View(Snapshot(0, Loads.of({})), Workers([]))
     assert view.block_size is None
     assert (view.openings(math.inf), view.shortest_queue_s) == (0, 0.0)
     assert view.candidates({ONE: TierOverlap(1)}).max_requests.size == 0
@@ -117,16 +119,17 @@ def test_a_view_without_workers_has_no_block_size_and_no_openings() -> None:
 def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others() -> None:
     known = Workers([(inc, info(str(inc)), UNMEASURED) for inc in (ONE, TWO, THREE)])
     loads = {ONE: Load(requests=256), TWO: Load(requests=300), THREE: Load(requests=250)}
-    view = View(Snapshot(now_ms=0, loads=loads), known)
+    view = View(Snapshot(now_ms=0, loads=Loads.of(loads)), known)
     assert (view.openings(math.inf), view.openings(10.0)) == (6, 1)
     loads[THREE].prefill_us = 10_000_000
+    view = View(Snapshot(now_ms=0, loads=Loads.of(loads)), known)
     assert (view.openings(10.0), view.openings(9.9)) == (1, 0)
 
 
 def test_a_prompt_may_fill_a_whole_worker_and_one_of_unknown_size_holds_any() -> None:
     sized, unknown = info("a"), replace(info("b"), kv_total_blocks=0)
     known = Workers([(ONE, sized, UNMEASURED), (TWO, unknown, UNMEASURED)])
-    view = View(Snapshot(now_ms=0, loads={ONE: Load(), TWO: Load()}), known)
+    view = View(Snapshot(now_ms=0, loads=Loads.of({ONE: Load(), TWO: Load()})), known)
     assert [view.all_hold(blocks) for blocks in (1000, 1001)] == [True, False]
 
 
@@ -143,7 +146,7 @@ def test_the_spread_of_load_is_a_sample_standard_deviation() -> None:
 
     def at(now_ms: int) -> tuple[float, float]:
         loads = {inc: Load() for inc, _, _ in workers}
-        return load_statistics(View(Snapshot(now_ms, loads), Workers(workers)))
+        return load_statistics(View(Snapshot(now_ms, Loads.of(loads)), Workers(workers)))
 
     mean, std = at(10_000)
     assert mean == pytest.approx(0.3)
@@ -153,14 +156,14 @@ def test_the_spread_of_load_is_a_sample_standard_deviation() -> None:
 
 def test_one_worker_has_a_mean_load_but_no_spread() -> None:
     report = ForwardPassMetrics(kv_active_blocks=250, kv_total_blocks=1000)
-    view = View(Snapshot(0, {ONE: Load()}), Workers([(ONE, info("a"), measured(report))]))
+    view = View(Snapshot(0, Loads.of({ONE: Load()})), Workers([(ONE, info("a"), measured(report))]))
     assert load_statistics(view) == (0.25, 0.0)
-    assert load_statistics(View(Snapshot(0, {}), Workers([]))) == (0.0, 0.0)
+    assert load_statistics(View(Snapshot(0, Loads.of({})), Workers([]))) == (0.0, 0.0)
 
 
 def view_of(*infos: WorkerInfo) -> View:
     known = [(Incarnation(n), info, UNMEASURED) for n, info in enumerate(infos, 1)]
-    return View(Snapshot(0, {inc: Load() for inc, _, _ in known}), Workers(known))
+    return View(Snapshot(0, Loads.of({inc: Load() for inc, _, _ in known})), Workers(known))
 
 
 @pytest.mark.parametrize(

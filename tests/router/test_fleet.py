@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from app.core import worker_report
 from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
-from app.core.loads import Load, Reservation, Snapshot
+from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.local.redis_server import EmbeddedRedis
@@ -176,7 +176,7 @@ async def test_without_redis_a_view_with_new_workers_raises_redis_unavailable(
         fleet = fleet_of(space)
         own_redis_server.kill()
         with pytest.raises(RedisUnavailable, match="ConnectionError"):
-            await fleet.view(Snapshot(now_ms=0, loads={ONE: Load()}))
+            await fleet.view(Snapshot(now_ms=0, loads=Loads.of({ONE: Load()})))
 
 
 async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout(
@@ -184,7 +184,7 @@ async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout(
 ) -> None:
     fleet = Fleet(space.redis, space.keys, timeout_s=0.02)
     queries = (
-        fleet.view(Snapshot(now_ms=0, loads={ONE: Load()})),
+        fleet.view(Snapshot(now_ms=0, loads=Loads.of({ONE: Load()}))),
         fleet._poll(None),
         fleet._poll(b"1-0"),
     )

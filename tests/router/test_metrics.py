@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from app.core.loads import Load, Snapshot
+from app.core.loads import Load, Loads, Snapshot
 from app.core.types import Incarnation
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -74,7 +74,7 @@ def gauges_of(readings: GpuReadings, now_ms: int) -> dict[str, float]:
     inc = Incarnation(1)
     telemetry = Telemetry()
     telemetry.view = View(
-        Snapshot(now_ms=now_ms, loads={inc: Load(requests=3, blocks=5)}),
+        Snapshot(now_ms=now_ms, loads=Loads.of({inc: Load(requests=3, blocks=5)})),
         Workers([(inc, info("a"), measured)]),
     )
     names = {family.name for family in WORKER_FAMILIES.values()}

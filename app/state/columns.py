@@ -1,0 +1,171 @@
+"""The loads of all workers as one caller knows them, kept current by what has changed since.
+
+Each change of a worker's load or registration has a version (lua/lib/changed.lua). Who knows all of
+them up to one version asks for those after it, and for the leases that have lapsed. The answer also
+says how many workers and loads there are, and which change is the last that it leaves out: where
+that is not what the caller knows, Redis has lost something, and the caller asks for everything.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from app.core.loads import LOAD_FIELDS, Load, Loads, Snapshot
+from app.core.types import Incarnation, parse_incarnation
+
+_LOAD = re.compile(b" ".join([rb"(?:0|[1-9]\d{0,14})"] * len(LOAD_FIELDS)))
+
+
+AUDIT_S = 1.0
+
+
+class Columns:
+    """What is known of each incarnation, in ascending order, written in place.
+
+    For one caller that asks again only once it has the answer. It asks for everything after AUDIT_S
+    at most: somebody may have written in Redis by hand, or a worker of an earlier release, which
+    gives no versions.
+    """
+
+    def __init__(self) -> None:
+        self._incarnations: list[Incarnation] = []
+        self._row: dict[bytes, int] = {}
+        self._loads = np.empty((len(LOAD_FIELDS), 0))
+        self._has_load = self._is_readable = self._is_alive = np.empty(0, np.bool_)
+        self._versions = np.empty(0)
+        """0 where it is not known."""
+        self._num_loads = 0
+        self._lapsed: list[bytes] | None = None
+        self._shown: Snapshot | None = None
+        """The last answer, while it still is right about who is live."""
+        self._since = 0
+        self._everything_s = 0.0
+
+    def ask(self) -> int:
+        """The version since when changes are to be told; 0: everything is."""
+        now_s = time.monotonic()
+        if now_s - self._everything_s > AUDIT_S:
+            self._since, self._everything_s = 0, now_s
+        return self._since
+
+    def take(self, reply: Sequence[Any]) -> Snapshot | None:
+        """What a snapshot of lua/lib/snapshot.lua says, with what is known; None: ask again."""
+        now_ms, rounds, leases, loads, versions, *rest = reply
+        if not rest:
+            self._take_everything(leases, loads, versions)
+        elif not self._take_changes(leases, loads, versions, *rest):
+            self._since = 0
+            return None
+        return self._snapshot(now_ms, rounds)
+
+    def _take_everything(
+        self, live: Collection[bytes], pairs: list[bytes], versions: list[bytes]
+    ) -> None:
+        texts = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        version_of = dict(zip(versions[::2], map(float, versions[1::2]), strict=True))
+        names = {parse_incarnation(name): name for name in (*live, *texts, *version_of)}
+        names.pop(None, None)
+        self._incarnations = sorted(inc for inc in names if inc is not None)
+        ordered = [names[inc] for inc in self._incarnations]
+        self._row = {name: row for row, name in enumerate(ordered)}
+        self._loads = np.zeros((len(LOAD_FIELDS), len(ordered)))
+        self._has_load, self._is_readable, self._is_alive = np.zeros((3, len(ordered)), np.bool_)
+        self._write(list(range(len(ordered))), [texts.get(name) for name in ordered])
+        self._num_loads = len(texts)
+        self._versions = np.array([version_of.get(name, 0.0) for name in ordered])
+        self._is_alive[[self._row[name] for name in live if name in self._row]] = True
+        self._lapsed = self._shown = None
+        is_complete = len(version_of) > 0 and bool(self._versions[self._is_alive].all())
+        self._since = int(self._versions.max()) if is_complete else 0
+
+    def _take_changes(
+        self,
+        lapsed: list[bytes],
+        loads: list[bytes | None],
+        pairs: list[bytes],
+        num: int,
+        num_loads: int,
+        last: list[bytes],
+    ) -> bool:
+        """False: they are not all that is new to the caller."""
+        names = pairs[::2]
+        if not self._row.keys() >= {*names, *lapsed, *last[:1]}:
+            return False
+        unchanged = self._versions.copy()
+        if names:
+            rows = [self._row[name] for name in names]
+            had_load = int(np.count_nonzero(self._has_load[rows]))
+            self._write(rows, loads)
+            self._num_loads += int(np.count_nonzero(self._has_load[rows])) - had_load
+            self._versions[rows] = orjson.loads(b"[%b]" % b",".join(pairs[1::2]))
+            unchanged[rows] = 0.0
+            self._since = int(pairs[-1])
+        if lapsed != self._lapsed or self._shown is None:
+            self._lapsed, self._shown = lapsed, None
+            self._is_alive = self._versions > 0.0
+            ended = [self._row[name] for name in lapsed]
+            # There are as many leases as versions, and so they are of the same incarnations, unless
+            # one has lost the one and another the other.
+            if not self._is_alive[ended].all():
+                return False
+            self._is_alive[ended] = False
+        version_of_last = float(last[1]) if last else 0.0
+        return (
+            num == np.count_nonzero(self._versions)
+            and num_loads == self._num_loads
+            and version_of_last == unchanged.max(initial=0.0)
+            and (not last or version_of_last == unchanged[self._row[last[0]]])
+        )
+
+    def _write(self, rows: list[int], texts: Sequence[bytes | None]) -> None:
+        loads, is_readable = parse_loads(texts)
+        self._loads[:, rows] = loads
+        if not (self._is_readable[rows] == is_readable).all():
+            self._shown = None
+        self._is_readable[rows] = is_readable
+        self._has_load[rows] = [text is not None for text in texts]
+
+    def _snapshot(self, now_ms: int, rounds: int) -> Snapshot:
+        shown = self._shown
+        if shown is None:
+            live = self._is_alive & self._is_readable
+            shown = self._shown = Snapshot(
+                now_ms,
+                Loads(self._of(live), self._loads),
+                lapsed=frozenset(self._of(self._has_load & ~self._is_alive)),
+                unreadable=frozenset(self._of(self._is_alive & ~self._is_readable)),
+            )
+            self._live = live
+        incarnations = shown.loads.incarnations
+        is_all = len(incarnations) == len(self._incarnations)
+        loads = self._loads.copy() if is_all else self._loads[:, self._live]
+        return replace(shown, now_ms=now_ms, rounds=rounds, loads=Loads(incarnations, loads))
+
+    def _of(self, rows: NDArray[np.bool_]) -> list[Incarnation]:
+        return [self._incarnations[row] for row in rows.nonzero()[0].tolist()]
+
+
+def parse_load(text: bytes) -> Load | None:
+    """The load in a field of `load`; None: it cannot be read."""
+    return Load(*map(int, text.split())) if _LOAD.fullmatch(text) else None
+
+
+def parse_loads(texts: Sequence[bytes | None]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """The same of many, as columns, which are 0 where one cannot be read, and which can be."""
+    loads = np.zeros((len(texts), len(LOAD_FIELDS)))
+    good = [text for text in texts if text is not None and _LOAD.fullmatch(text)]
+    numbers = np.array(orjson.loads(b"[%b]" % b",".join(good).replace(b" ", b",")), np.float64)
+    numbers = numbers.reshape(len(good), len(LOAD_FIELDS))
+    if len(good) == len(texts):
+        return numbers.T, np.ones(len(texts), np.bool_)
+    is_readable = np.array([text is not None and bool(_LOAD.fullmatch(text)) for text in texts])
+    loads[is_readable] = numbers
+    return loads.T, is_readable
