@@ -27,8 +27,8 @@ announced there, seconds since 1970 by the Redis clock>`."""
 METRICS_MAXLEN = 4096
 METRICS_INTERVAL_S = 0.1
 METRICS_WORKERS = 256
-"""More workers than this publish less often: every router reads all of their entries, and an entry
-takes it 40 µs, and Redis 4 µs."""
+"""More workers than this publish less often: an entry takes each router that reads it 40 µs, and
+Redis 4 µs."""
 
 
 def metrics_interval_s(workers: int) -> float:

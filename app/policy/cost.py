@@ -357,17 +357,19 @@ class Policy:
     """How workers are compared. narrow: which of those with room are compared; None: all.
 
     narrow takes their indices, which decision of the router's this is, and its random generator.
+    reads_reports: by the load that workers report, which changes within a moment.
     """
 
     cost: CostFunction
     narrow: Callable[[Indices, int, Generator], Indices] | None = None
+    reads_reports: bool = False
 
 
 POLICIES: Mapping[str, Policy] = {
     "latency": Policy(latency),
     "blocks": Policy(blocks),
-    "balance": Policy(balance),
-    "logit": Policy(logit),
+    "balance": Policy(balance, reads_reports=True),
+    "logit": Policy(logit, reads_reports=True),
     "least_loaded": Policy(least_loaded),
     "power_of_two": Policy(fewest_requests, two_at_random),
     "round_robin": Policy(no_preference, one_after_another),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from types import MappingProxyType
@@ -51,6 +52,7 @@ METRICS_ROWS = {
     "kv_idle_before_evict_s": "kv_idle_before_evict_s",
 }
 """Rows of Candidates, and the fields of ForwardPassMetrics that they show."""
+KV_TOTAL = list(METRICS_ROWS).index("kv_total_blocks")
 SPEED_ROWS = tuple(f.name for f in fields(Speed))
 
 _of_metrics = attrgetter(*METRICS_ROWS.values())
@@ -126,16 +128,33 @@ class Workers:
             inc: info for inc, info, _ in workers if info.reuse_blocks > 1 or info.recomputed_blocks
         }
         """Those whose engines do not reuse each block that they hold."""
-        self.rows = _matrix(
-            [measured_rows(m.metrics, m.speed) for m in self.measured],
-            len(METRICS_ROWS) + len(SPEED_ROWS),
-        )
-        # As registered, until the worker has reported it.
-        totals = self.rows[list(METRICS_ROWS).index("kv_total_blocks")]
-        registered = np.array([info.kv_total_blocks for info in self.infos], dtype=np.float64)
-        np.copyto(totals, registered, where=totals == 0)
-        self.kv_total_blocks = totals
+        self.rows = np.empty((len(METRICS_ROWS) + len(SPEED_ROWS), len(workers)))
+        self._show(range(len(workers)))
         self.max_requests = np.array([info.max_requests for info in self.infos], dtype=np.float64)
+
+    @property
+    def kv_total_blocks(self) -> Floats:
+        totals: Floats = self.rows[KV_TOTAL]
+        return totals
+
+    def with_measured(self, measured: Mapping[Incarnation, Measured]) -> Workers:
+        """The same workers, of which some have been measured anew."""
+        workers = copy(self)
+        workers.measured, workers.rows = self.measured.copy(), self.rows.copy()
+        places = [self.position[inc] for inc in measured if inc in self.position]
+        for place in places:
+            workers.measured[place] = measured[self.incarnations[place]]
+        workers._show(places)
+        return workers
+
+    def _show(self, places: Sequence[int]) -> None:
+        """Write what was measured at some places into the rows."""
+        some = [self.measured[place] for place in places]
+        rows = _matrix([measured_rows(m.metrics, m.speed) for m in some], len(self.rows))
+        # As registered, until the worker has reported it.
+        registered = np.array([self.infos[place].kv_total_blocks for place in places], np.float64)
+        np.copyto(rows[KV_TOTAL], registered, where=rows[KV_TOTAL] == 0)
+        self.rows[:, places] = rows
 
 
 class View:

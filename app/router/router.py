@@ -17,6 +17,7 @@ from app.core.errors import (
 )
 from app.core.keys import Keyspace
 from app.core.types import random_hex
+from app.policy.cost import POLICIES
 from app.policy.decision import Decision, Query, RouteRequest
 from app.policy.view import View
 from app.router.decider import MAX_QUEUED, Decider
@@ -38,6 +39,9 @@ from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
 
+REPORTS_EVERY = 3
+"""Of so many reports of a worker, one is read, unless the policy goes by the load in them. The
+others see in them what changes within minutes: speeds, capacities, how long blocks stay."""
 GONE = "gone"
 """What a decision counts as whose caller hung up."""
 
@@ -60,6 +64,7 @@ class Router:
         telemetry.decisions_of(settings.policy, RoutingError.outcome)
         for outcome in (GONE, *(error.outcome for error in RoutingError.__subclasses__())):
             telemetry.decisions_of(settings.policy, outcome)
+        self._reports_every = 1 if POLICIES[settings.policy].reads_reports else REPORTS_EVERY
         self.namespace = keyspace.namespace
         self.redis = runner.redis
         self._runner = runner
@@ -83,7 +88,7 @@ class Router:
                 tasks.create_task(self._maintenance.run())
                 tasks.create_task(self._history.run())
                 tasks.create_task(self._reports.run())
-                tasks.create_task(self.fleet.follow())
+                tasks.create_task(self.fleet.follow(self._reports_every))
         finally:
             await self._reports.finish()
 

@@ -16,6 +16,7 @@ from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.local.redis_server import EmbeddedRedis
+from app.policy.cost import POLICIES
 from app.policy.view import Measured
 from app.router import fleet as fleets
 from app.router.fleet import Fleet
@@ -351,19 +352,15 @@ async def test_the_stream_is_read_back_only_while_pages_name_further_workers(
         else:
             await publish(space, Incarnation(int(inc)), waiting(number))
     await space.redis.config_resetstat()
-
-    async def calls() -> dict[str, Any]:
-        return await space.redis.info("commandstats")
-
-    async with following(fleet):
-        stats = await eventually(calls, lambda found: "cmdstat_xread" in found)
+    await fleet._poll(None)
+    stats: Any = await space.redis.info("commandstats")
     assert stats["cmdstat_xrevrange"]["calls"] == pages
     for inc in (1, 2, 3):
         measured = fleet.measured(Incarnation(inc))
         assert measured.metrics == (waiting(known[inc]) if inc in known else waiting(0))
 
 
-async def test_all_entries_since_the_last_poll_are_read_however_many(
+async def test_the_newest_entry_of_each_worker_since_the_last_poll_is_read_however_many(
     space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleets, "PAGE", 2)
@@ -371,8 +368,13 @@ async def test_all_entries_since_the_last_poll_are_read_however_many(
     await publish(space, Incarnation(1), waiting(1))
     position = await fleet._poll(None)
     for inc in range(2, 7):
+        await publish(space, Incarnation(inc), waiting(0))
         await publish(space, Incarnation(inc), waiting(inc))
-    await fleet._poll(position)
+    await space.redis.config_resetstat()
+    position = await fleet._poll(position)
+    assert await fleet._poll(position) == position
+    stats: Any = await space.redis.info("commandstats")
+    assert stats["cmdstat_xrevrange"]["calls"] == 7
     for inc in range(1, 7):
         assert fleet.measured(Incarnation(inc)).metrics == waiting(inc)
 
@@ -387,6 +389,23 @@ async def test_the_next_view_shows_what_was_measured_since(space: Namespace) -> 
     view = await fleet.view(await space.loads())
     assert view.measured[0].metrics == waiting(7)
     assert view.candidates({}).num_requests_waiting.tolist() == [7]
+
+
+async def test_of_known_workers_only_every_third_report_is_read_unless_the_policy_goes_by_them(
+    space: Namespace,
+) -> None:
+    fleet = fleet_of(space)
+    a, b = await space.worker("a"), await space.worker("b")
+    await fleet.view(await space.loads())
+    await publish(space, a, waiting(1))
+    await fleet._poll(None)
+    assert (fleet._pause_s(1), fleet._pause_s(3)) == (0.1, 0.1)
+    await publish(space, b, waiting(1))
+    await fleet._poll(None)
+    assert (fleet._pause_s(1), fleet._pause_s(3)) == (0.1, pytest.approx(0.3))
+    assert {name for name, policy in POLICIES.items() if policy.reads_reports} == {
+        *("balance", "logit")
+    }
 
 
 async def test_a_metrics_entry_that_makes_no_sense_is_skipped_and_logged(
