@@ -101,7 +101,7 @@ class DoorSettings(CommonSettings):
     )
     show_decision: bool = setting(
         False,
-        "Answers name their worker and its overlap (x-kvroute-worker, x-kvroute-overlap).",
+        "Answers name their worker and its overlap (x-kvroute-worker, -overlap, -trust).",
         bool,
     )
     access_log: bool = setting(

@@ -145,6 +145,7 @@ class Explanation(BaseModel):
     policy: str
     locality: str
     locality_text: str
+    trust: str
     isl_tokens: int
     full_blocks: int
     best: str

@@ -167,6 +167,7 @@ class _Shown:
                 overlap += f"; bound={decision.bound_blocks}"
             shown.append((b"x-kvroute-worker", str(decision.worker.key).encode()))
             shown.append((b"x-kvroute-overlap", overlap.encode()))
+            shown.append((b"x-kvroute-trust", decision.trust.encode()))
             if decision.source is not None:
                 shown.append((b"x-kvroute-source", str(decision.source.worker.key).encode()))
         return shown

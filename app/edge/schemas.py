@@ -20,6 +20,7 @@ from app.core.types import REQUEST_ID, TENANT_ID
 from app.core.worker_report import GPU, INFO, MAX_CONTEXT, METRICS, Item, Role
 from app.policy.cost import POLICIES
 from app.policy.locality import Locality
+from app.policy.trust import Trust
 
 T = TypeVar("T")
 
@@ -230,6 +231,7 @@ class Routed(BaseModel):
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
     degraded: bool = Field(description=DEGRADED)
+    trust: str = Field(description="; ".join(f"{word}: {word.text}" for word in Trust))
     reserved: bool = Field(description="whether the decision must be released")
     waited_ms: int | None = Field(
         default=None, description="how long the request waited for a worker, if it had to"

@@ -34,6 +34,7 @@ def routed(decision: Decision) -> dict[str, Any]:
         "isl_blocks": decision.isl_blocks,
         "policy": decision.policy,
         "degraded": decision.degraded,
+        "trust": decision.trust,
         "reserved": decision.reserved,
     }
     if decision.reserved:

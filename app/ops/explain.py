@@ -67,6 +67,7 @@ async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_js
         form, _, source = record.source.partition(" ")
         click.echo(f"{form}: {source} {_FORMS[form]}; the overlap is that one's")
     click.echo(f"{record.locality.text}{longest}; decided on try {record.tries}")
+    click.echo(f"{record.trust}: {record.trust.text}")
     if record.waited_ms:
         click.echo(
             f"the request waited {record.waited_ms / 1000:.2f} s for a worker that could take it"

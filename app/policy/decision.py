@@ -10,6 +10,7 @@ from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import WorkerInfo
 from app.policy.locality import Best, Locality
 from app.policy.sources import Form
+from app.policy.trust import Trust
 
 
 @dataclass(slots=True)
@@ -57,6 +58,8 @@ class Query:
     """How many blocks of the overlaps are not published: see Decision.bound_blocks."""
     is_short: bool = False
     """Whether Redis did not tell all of the overlaps."""
+    trust: Trust = Trust.EXACT
+    """In what it told."""
     session_at: Incarnation | None = None
     """Where its session last went."""
     tries: int = 0
@@ -136,6 +139,7 @@ class Decision:
     tied: bool
     tries: int
     degraded: bool
+    trust: Trust
     reservation: Reservation | None
     reservation_id: str
     locality: Locality

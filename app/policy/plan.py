@@ -20,6 +20,7 @@ from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
 from app.policy.sources import Form, Owed, Roles, Route, owed, routes_with_source
+from app.policy.trust import Trust
 from app.policy.view import View
 
 MAX_PREFILL_S = 86_400.0
@@ -88,6 +89,7 @@ class Plan:
             worker=str(decision.worker.key),
             source=_source_text(decision.source),
             policy=decision.policy,
+            trust=decision.trust,
             locality=decision.locality,
             isl_tokens=decision.isl_tokens,
             full_blocks=len(request.chain),
@@ -242,18 +244,20 @@ def _decision(
     overlap = query.overlaps.get(source, NO_OVERLAP)
     if route.form is Form.FETCH:
         overlap = overlap.first(overlap.device)
+    bound = min(overlap.total, query.bound.get(source, 0))
     return Decision(
         request_id=query.request.request_id,
         worker=view.infos[route.target],
         incarnation=view.incarnations[route.target],
         overlap=overlap,
-        bound_blocks=min(overlap.total, query.bound.get(source, 0)),
+        bound_blocks=bound,
         isl_tokens=query.request.isl_tokens,
         isl_blocks=size.isl_blocks,
         policy=policy,
         tied=tied,
         tries=query.tries,
         degraded=degraded or query.is_short,
+        trust=_trust(query, bound, degraded=degraded),
         reservation=wish.reservation if reserves else None,
         reservation_id=query.reservation_id,
         locality=locality,
@@ -263,6 +267,12 @@ def _decision(
         forms={},
         candidates=[],
     )
+
+
+def _trust(query: Query, bound: int, *, degraded: bool) -> Trust:
+    if degraded:
+        return Trust.DEGRADED
+    return Trust.BOUND if bound and query.trust is Trust.EXACT else query.trust
 
 
 def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:

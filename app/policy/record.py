@@ -16,6 +16,7 @@ from app.core.types import SequenceHash, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.cost import POLICIES, Candidates, CostFunction, RequestSize
 from app.policy.locality import Best, Locality
+from app.policy.trust import Trust
 
 ROWS = tuple(f.name for f in fields(Candidates))
 
@@ -59,6 +60,7 @@ class DecisionRecord:
     waited_ms: int
     blocks: Blocks
     seen: ChoiceInputs | None = None
+    trust: Trust = Trust.EXACT
     source: str = ""
     """`<form> <worker key>`: where the worker gets blocks of the prompt from; "": from nowhere."""
 
@@ -142,6 +144,7 @@ CODECS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
     str: (str, str),
     int: (int, int),
     Locality: (str, {reason.value: reason for reason in Locality}.__getitem__),
+    Trust: (str, Trust),
     TierOverlap: (
         lambda o: f"{o.device} {o.host} {o.disk}",
         lambda text: TierOverlap(*map(int, text.split())),

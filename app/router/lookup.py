@@ -10,6 +10,7 @@ from app.core.chains import Overlaps
 from app.core.errors import RedisUnavailable, WrongVersion
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.decision import Query
+from app.policy.trust import Trust
 from app.policy.view import View
 from app.router.history import History
 from app.router.recent import Recent
@@ -78,6 +79,7 @@ class LookUp:
             query.is_short = isinstance(found, overlap.LowerBound) or (
                 self._replica.settings.kv_events and (found is None or view.is_short)
             )
+            query.trust = _trust(found, query.is_short)
             known = ahead if isinstance(ahead, dict) else {}
             overlaps_now = with_predicted(found or {}, known)
             if self._replica.settings.kv_events:
@@ -94,6 +96,14 @@ class LookUp:
                 for query, visit in zip(queries, visits, strict=True):
                     query.session_at = self._history.session_at(visit, snapshot.now_ms)
         return view
+
+
+def _trust(found: Overlaps | None, is_short: bool) -> Trust:
+    """found: by the index; None: by a replica without one, it is foreseen."""
+    if found is None:
+        return Trust.BLIND if is_short else Trust.BOUND
+    is_bound = is_short or isinstance(found, overlap.Rough)
+    return Trust.BOUND if is_bound else Trust.EXACT
 
 
 def with_predicted(overlaps: Overlaps, foreseen: dict[Incarnation, int]) -> Overlaps:

@@ -47,3 +47,5 @@ async def test_a_prompt_just_answered_is_held_by_its_worker_though_no_event_has_
         second = await client.post("/v1/completions", json=asked)
         full = TOKENS // size
         assert second.headers["x-kvroute-overlap"] == shown.format(full, full + 1)
+        trust = "bound" if "bound" in shown else "exact"
+        assert second.headers["x-kvroute-trust"] == trust

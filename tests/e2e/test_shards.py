@@ -62,6 +62,7 @@ async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_
             servers.masters[1].kill()
             during = await look_up(router)
             assert [n for n, decision in enumerate(during) if decision.degraded] == lost
+            assert [n for n, decision in enumerate(during) if decision.trust == "blind"] == lost
             assert [
                 n for n, decision in enumerate(during) if decision.overlap == TierOverlap()
             ] == lost

@@ -58,6 +58,7 @@ async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(
         "isl_blocks": 3,
         "policy": "latency",
         "degraded": False,
+        "trust": "exact",
         "reserved": True,
     }
     assert (await routed(client, token_ids=OTHER))["worker_id"] == "w2"
@@ -478,6 +479,7 @@ class TestWithoutRedis:
                 "isl_blocks": 3,
                 "policy": "least_loaded",
                 "degraded": True,
+                "trust": "degraded",
                 "reserved": False,
             }
             # w1 had two requests. r1 and the first of these make two on w2; then they alternate.

@@ -16,6 +16,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
 from app.policy.record import ENTRY, ROWS, ChoiceInputs, DecisionRecord, encode
+from app.policy.trust import Trust
 from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.test_explain import record
 
@@ -58,21 +59,25 @@ def decided(request_id: str, seen: ChoiceInputs | None = None, **others: Any) ->
 async def test_explain_says_what_was_decided_and_why(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
-    await keep(redis, decided("r1"), decided("r2", best=Best("", 0), waited_ms=0))
+    await keep(
+        redis, decided("r1"), decided("r2", best=Best("", 0), waited_ms=0, trust=Trust.BLIND)
+    )
     assert (await kvroute(one_redis_server, "explain", "r1")).output.splitlines() == [
         "r1: 41 tokens to w1:0 by latency; the worker held 6 of 10 full blocks (3 on its device, "
         "2 in host memory, 1 on disk)",
         "another worker was cheaper, counting overlap and load; w2:0 held the most, 9; decided on "
         "try 2",
+        "exact: overlap is what engines had published",
         "the request waited 1.50 s for a worker that could take it",
         "the candidates of this decision were not kept: see --details-per-s",
     ]
     assert (await kvroute(one_redis_server, "explain", "r2")).output.splitlines()[1:] == [
         "another worker was cheaper, counting overlap and load; decided on try 2",
+        "blind: the prompt's shard of the index was unreachable, so no overlap was known",
         "the candidates of this decision were not kept: see --details-per-s",
     ]
     found = await as_json(one_redis_server, "explain", "r1")
-    assert found["candidates"] == []
+    assert (found["candidates"], found["trust"]) == ([], "exact")
     assert not {"blocks", "seen"} & found.keys()
 
 

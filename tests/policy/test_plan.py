@@ -16,6 +16,7 @@ from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
 from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
 from app.policy.plan import Plan, WorkerSelector
+from app.policy.trust import Trust
 from app.policy.view import Measured, View, Workers
 from tests.policy.test_view import ONE, THREE, TWO, info
 
@@ -175,6 +176,18 @@ def test_without_redis_the_least_loaded_worker_is_taken_however_full_it_looks() 
         True,
         False,
     )
+    assert decision.trust is Trust.DEGRADED
+
+
+def test_an_overlap_that_is_not_all_published_is_a_bound() -> None:
+    view = view_of(Load())
+    [holder] = view.incarnations
+    asked = query({holder: TierOverlap(2)})
+    assert plan(asked, view).decision.trust is Trust.EXACT
+    asked.bound = {holder: 1}
+    assert plan(asked, view).decision.trust is Trust.BOUND
+    asked.trust = Trust.BLIND
+    assert plan(asked, view).decision.trust is Trust.BLIND
 
 
 def test_round_robin_takes_turns_that_only_reservations_use_up() -> None:

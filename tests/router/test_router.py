@@ -1106,7 +1106,7 @@ class TestPredictions:
         prompt = list(range(4 * 2000))
         await workers.publish("w1", prompt[: 4 * 1005])
         whole = await router.route(request("r1", prompt=prompt, reserve=False))
-        assert (whole.overlap.total, whole.degraded) == (1005, False)
+        assert (whole.overlap.total, whole.degraded, whole.trust) == (1005, False, "exact")
 
         async def spoil() -> None:
             async for bucket in redis.scan_iter(match=KEYS.of_shard(0)["blocks:"] + "*"):
@@ -1118,7 +1118,7 @@ class TestPredictions:
             fresh.runner.after_look_up = spoil
             short = await fresh.route(request("r2", prompt=prompt))
         assert 0 < short.overlap.total < 1005
-        assert (short.degraded, short.reserved) == (True, True)
+        assert (short.degraded, short.reserved, short.trust) == (True, True, "bound")
 
     async def test_answers_fall_short_while_a_worker_has_yet_to_publish(
         self, router: Replica, workers: FakeWorkers

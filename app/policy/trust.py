@@ -1,0 +1,25 @@
+"""How far what a decision knew of overlap can be relied on, in one word."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Trust(StrEnum):
+    EXACT = "exact"
+    BOUND = "bound"
+    DEGRADED = "degraded"
+    BLIND = "blind"
+
+    @property
+    def text(self) -> str:
+        """The same as a sentence."""
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    Trust.EXACT: "overlap is what engines had published",
+    Trust.BOUND: "overlap is what was proved or foreseen, and workers may hold more",
+    Trust.DEGRADED: "Redis was unreachable, so no overlap was known",
+    Trust.BLIND: "the prompt's shard of the index was unreachable, so no overlap was known",
+}
