@@ -30,7 +30,8 @@
 --                               the request_id, whichever tag has it; carried, 0 or 1: by a door;
 --                               source, '' or what is promised of a second worker that computes or
 --                               holds the prompt for the first, both or neither: inc, tokens, us,
---                               blocks, max_requests, seen_total, as above, with spaces between;
+--                               blocks, max_requests, seen_total, as above, and for how many ms
+--                               handing its KV on keeps its link busy, with spaces between;
 --                               with no tokens it only holds blocks, and takes no request's place
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"; "superseded" if a later try holds the reservation
@@ -111,8 +112,8 @@ local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_
   end
   local request = {tokens = tokens, us = tonumber(us), blocks = blocks, state = 'p', attempt = attempt}
   if source ~= '' then
-    local source_inc, s_tokens, s_us, s_blocks, s_max, s_total =
-      string.match(source, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%-?%d+)$')
+    local source_inc, s_tokens, s_us, s_blocks, s_max, s_total, s_sending_ms =
+      string.match(source, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%-?%d+) (%d+)$')
     local state = s_tokens == '0' and 'h' or 'p'
     local source_l
     source_l, why = room_on(source_inc, state == 'p' and s_max, s_total)
@@ -120,6 +121,7 @@ local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_
       return why
     end
     request.has_source = true
+    source_l.sending_until_ms = math.max(source_l.sending_until_ms, now) + tonumber(s_sending_ms)
     promise_on(source_l, source_inc, source_of(request_id), {
       tokens = s_tokens, us = tonumber(s_us), blocks = s_blocks, state = state, attempt = attempt,
     }, carried)

@@ -17,7 +17,7 @@ NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _KEY = re.compile(
     r"kvroute:1:\{(?P<namespace>[^#}]+)(?:#(?P<shard>\d{1,9}))?\}:(?P<name>.*)", re.DOTALL
 )
-DATA_VERSION = 3
+DATA_VERSION = 4
 """Of what keys hold, as `meta` records it. Parts of other versions write there what this one cannot
 read, or reads wrongly: raise it with the first such change after a release. Version 1
 recorded none."""
@@ -99,7 +99,7 @@ KEYSPACE = (
         "load",
         "hash",
         "`<inc>` → `prefill_tokens prefill_us head_us head_since_ms blocks requests "
-        "decoding total routed_us routed_at`",
+        "decoding total routed_us routed_at sending_until_ms`",
         ("activate", "renew", "reserve", "extend", "prefill_complete", "release", "expire"),
         "retired",
     ),

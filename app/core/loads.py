@@ -23,7 +23,7 @@ class Load:
     """Reservations on one incarnation. A router adds its own decisions to its copy.
 
     head_*: of the request prefilling now, which is the oldest one without a first token.
-    routed_*: history, not promises, and so not compared.
+    routed_*, sending_*: history that fades or passes, never given back, and so not compared.
     """
 
     prefill_tokens: int = 0
@@ -39,6 +39,8 @@ class Load:
     """Predicted prefill of those, which fades as others follow; as of `routed_at`."""
     routed_at: int = field(default=0, compare=False)
     """`Snapshot.rounds` at the last of those."""
+    sending_until_ms: int = field(default=0, compare=False)
+    """When all KV that it has promised to hand on will have left, one transfer after another."""
 
     def queue_s(self, now_ms: int) -> float:
         """Predicted seconds of prefill still to do; the head's share drains with time."""
@@ -49,6 +51,10 @@ class Load:
         """Predicted seconds of prefill routed here lately, as of `rounds`."""
         return self.routed_us / 1e6 * fading(rounds - self.routed_at)
 
+    def sending_s(self, now_ms: int) -> float:
+        """Predicted seconds for which what it hands on keeps its link busy."""
+        return max(0, self.sending_until_ms - now_ms) / 1000
+
     def add(self, reservation: Reservation, now_ms: int, rounds: int) -> None:
         """Count one more reservation, which completes `rounds`, as lua/reserve.lua does."""
         self.routed_us = int(self.routed_us * fading(rounds - self.routed_at))
@@ -56,6 +62,8 @@ class Load:
         self.routed_at = rounds
         self.blocks += reservation.blocks
         self.total += 1
+        if reservation.sending_ms:
+            self.sending_until_ms = max(self.sending_until_ms, now_ms) + reservation.sending_ms
         if reservation.only_holds:
             return
         if self.requests == self.decoding:
@@ -131,6 +139,8 @@ class Reservation:
     """Whether it takes the place of what earlier tries of the request hold."""
     carried: bool = False
     """Whether a door carries the request, and extends what is reserved for it."""
+    sending_ms: int = 0
+    """Predicted time for which handing its KV on to another worker keeps the link busy."""
 
     @property
     def only_holds(self) -> bool:

@@ -74,6 +74,8 @@ class Candidates:
     """A worker with this many active_requests is full."""
     routed_s: Floats
     """Predicted prefill seconds routed there, which fade as requests follow, to any worker."""
+    sending_s: Floats
+    """Predicted seconds for which KV that it hands on to others keeps its link busy."""
     kv_active_blocks: Floats
     """This and the next six: as the worker last reported."""
     kv_total_blocks: Floats

@@ -54,6 +54,8 @@ class Query:
     began_ms: int | None = None
     """When it came in, by the Redis clock; None: that is not known yet."""
     overlaps: Overlaps = field(default_factory=dict)
+    published: Overlaps | None = None
+    """Those that workers have published, without what they are foreseen to hold; None: all."""
     bound: dict[Incarnation, int] = field(default_factory=dict)
     """How many blocks of the overlaps are not published: see Decision.bound_blocks."""
     is_short: bool = False

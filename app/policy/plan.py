@@ -12,10 +12,10 @@ from app.core.config import RouterSettings
 from app.core.errors import NoWorkers
 from app.core.loads import Reservation, Wish
 from app.core.rate_limit import RateLimit
-from app.core.types import NO_OVERLAP, TierOverlap
+from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose
-from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
+from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted_prefill_s
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
@@ -50,6 +50,13 @@ class Plan:
         self.view.add(self.position, self.wish.reservation)
         if self.wish.source is not None and self.source_position is not None:
             self.view.add(self.source_position, self.wish.source.reservation)
+
+    @property
+    def holder(self) -> Incarnation | None:
+        """The worker that computes the whole prompt; None: some of it comes from another one."""
+        if self.wish.source is None:
+            return self.wish.incarnation
+        return None if self.wish.source.reservation.only_holds else self.wish.source.incarnation
 
     @property
     def saved_s(self) -> float:
@@ -145,7 +152,10 @@ class WorkerSelector:
         self._decisions += request.reserve
         routes = [Route(Form.LOCAL, choice.index, choice.index, choice.costs.cost[choice.index])]
         if roles is not None and not degraded and not request.local_only:
-            routes = self._routes(policy, candidates, size, choice, eligible, roles)
+            held = candidates.overlap_device
+            if query.published is not None:
+                held = np.minimum(held, view.candidates(query.published).overlap_device)
+            routes = self._routes(policy, candidates, size, choice, eligible, roles, held)
         route = min(routes, key=lambda one: one.cost)
         wish = _wish(query, view, size, route, candidates, choice)
         if wish.source is not None:
@@ -190,13 +200,14 @@ class WorkerSelector:
         choice: Choice,
         eligible: NDArray[np.bool_],
         roles: Roles,
+        published: Floats,
     ) -> list[Route]:
         """The cheapest route of each form. Raises NoWorkers if there is none."""
         room = candidates.active_requests < candidates.max_requests
         pool = candidates.kv_total_blocks
         room &= (pool >= size.isl_blocks) | (pool <= 0.0)
         routes = routes_with_source(
-            policy, candidates, size, choice.costs, eligible, room, roles, self._rng
+            policy, candidates, size, choice.costs, eligible, room, roles, published, self._rng
         )
         # Other policies do not count in seconds: where a request can be split, it is.
         if policy == "latency" or not routes:
@@ -243,7 +254,7 @@ def _decision(
     source = view.incarnations[route.source]
     overlap = query.overlaps.get(source, NO_OVERLAP)
     if route.form is Form.FETCH:
-        overlap = overlap.first(overlap.device)
+        overlap = overlap.first(route.held)
     bound = min(overlap.total, query.bound.get(source, 0))
     return Decision(
         request_id=query.request.request_id,
@@ -307,6 +318,7 @@ def _promise(query: Query, view: View, at: int, what: Owed) -> Wish:
         prefill_tokens=what.prefill_tokens,
         prefill_us=round(1e6 * min(what.prefill_s, MAX_PREFILL_S)),
         blocks=what.blocks,
+        sending_ms=round(1e3 * min(what.sending_s, MAX_PREFILL_S)),
         attempt=query.attempt,
         retry=query.request.retry,
         carried=query.request.carried,

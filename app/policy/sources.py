@@ -20,6 +20,9 @@ from app.core.worker_report import Role, WorkerInfo
 from app.policy.cost import Candidates, Costs, Floats, RequestSize, predicted_prefill_s
 
 Mask = NDArray[np.bool_]
+SENDING_WEIGHT = 2.0
+"""Of the wait for a source's link: the request's own, and that of those that will queue behind it,
+as more will come where some wait."""
 OWN_TRANSFER = "kvroute"
 """The way in which KV travels between our own engines."""
 
@@ -87,18 +90,22 @@ class Owed(NamedTuple):
     """0: only to hold blocks."""
     prefill_s: float
     blocks: int
+    sending_s: float = 0.0
+    """For how long handing them on keeps its link busy."""
 
 
 class Route(NamedTuple):
     """Workers by their place in the candidates, and what the request costs there, in seconds.
 
-    source: the target's own place if that computes the prompt itself.
+    source: the target's own place if that computes the prompt itself. held: leading blocks that it
+    hands on, of a fetch.
     """
 
     form: Form
     target: int
     source: int
     cost: float
+    held: int = 0
 
 
 def routes_with_source(
@@ -109,13 +116,16 @@ def routes_with_source(
     eligible: Mask,
     room: Mask,
     roles: Roles,
+    published: Floats,
     rng: Generator,
 ) -> list[Route]:
     """The cheapest route of each form but LOCAL; forms without a pair of workers are left out.
 
     eligible: those that the request allows. room: those that can take it. costs: the policy's.
-    Policies other than `latency` do not count in seconds: by them a request is split wherever there
-    is a worker for nothing but prefill, between the cheapest of those and of the others.
+    published: leading blocks that each has on its device, (workers,), without those that it is only
+    foreseen to have. Policies other than `latency` do not count in seconds: by them a request is
+    split wherever there is a worker for nothing but prefill, between the cheapest of those and of
+    the others.
     """
     owners, targets = eligible & roles.sources, eligible & room & roles.receivers
     if not owners.any() or not targets.any():
@@ -129,7 +139,7 @@ def routes_with_source(
         return [Route(Form.SPLIT, target, source, float(costs.cost[target]))]
     routes = [_split(candidates, size, costs, owners & room, targets, rng)]
     if roles.fetches:
-        routes.append(_fetch(candidates, size, costs, owners, targets, rng))
+        routes.append(_fetch(candidates, size, costs, owners, targets, published, rng))
     return [route for route in routes if route is not None]
 
 
@@ -143,13 +153,16 @@ def _split(
 ) -> Route | None:
     """The cheapest pair of a source that computes the prompt and a target that decodes.
 
-    costs: of `latency`. The source costs what it would for the whole request, but for its decode.
-    The target costs its transfer, its queue, its memory and its decode: nothing of the prefill
-    delays what it decodes. What travels depends on the target alone, so that the two are found
-    apart. None: there is no such pair.
+    costs: of `latency`. The source costs what it would for the whole request, but for its decode,
+    and the wait for its link, if that is busy until after its prefill. The target costs its
+    transfer, its queue, its memory and its decode: nothing of the prefill delays what it decodes.
+    What travels depends on the target alone, so that the two are found apart. None: there is no
+    such pair.
     """
     terms = costs.terms
-    computing = costs.cost - terms["decode_s"]
+    computed_s = candidates.prefill_s + terms["prefill_s"]
+    waiting_s = np.maximum(candidates.sending_s - computed_s, 0.0)
+    computing = costs.cost - terms["decode_s"] + SENDING_WEIGHT * waiting_s
     lacking = size.isl_tokens - candidates.overlap * size.block_size
     decoding = (
         transfer_s(candidates, lacking)
@@ -177,18 +190,19 @@ def _fetch(
     costs: Costs,
     sources: Mask,
     targets: Mask,
+    published: Floats,
     rng: Generator,
 ) -> Route | None:
     """The cheapest target for what the source with the longest overlap holds.
 
-    costs: of `latency`. Of the longest overlaps, the one with the shortest queue is taken. None: no
-    target lacks what a source holds.
+    costs: of `latency`. Of the longest overlaps, the one that is free to send first is taken. None:
+    no target lacks what a source holds.
     """
-    held = np.where(sources, candidates.overlap_device, 0.0)
+    held = np.where(sources, published, 0.0)
     longest = held.max()
     if longest == 0.0:
         return None
-    source = _cheapest(candidates.prefill_s, sources & (held == longest), rng)[0]
+    source = _cheapest(candidates.sending_s, sources & (held == longest), rng)[0]
     gained = np.maximum(longest - candidates.overlap, 0.0)
     gaining = targets & (gained > 0.0)
     gaining[source] = False
@@ -203,9 +217,10 @@ def _fetch(
     # memory.
     growing = terms["prefill_s"] + terms["blocking_s"] + terms["interference_s"]
     total = costs.cost - (1.0 - left) * growing
+    total += SENDING_WEIGHT * candidates.sending_s[source]
     total += transfer_s(candidates, gained * size.block_size)
     target = _cheapest(total, gaining, rng)[0]
-    return Route(Form.FETCH, target, source, float(total[target]))
+    return Route(Form.FETCH, target, source, float(total[target]), int(longest))
 
 
 def owed(
@@ -222,18 +237,24 @@ def owed(
         if route.form is Form.LOCAL:
             return computing, None
         last_s = float(last_token_s(candidates, size)[target])
+        lacking = size.isl_tokens - candidates.overlap[target] * size.block_size
+        computing = computing._replace(sending_s=_sending_s(candidates, target, lacking))
         return Owed(1, last_s, size.isl_blocks), computing
-    # The source hands on what is on its device.
-    held = candidates.overlap_device[source]
     device = candidates.overlap_device.copy()
-    device[target] += held - candidates.overlap[target]
+    gained = route.held - candidates.overlap[target]
+    device[target] += gained
     rest_s = predicted_prefill_s(replace(candidates, overlap_device=device), size)
-    rest = Owed(_uncached(size, held), float(rest_s[target]), size.isl_blocks)
-    return rest, Owed(0, 0.0, int(held))
+    rest = Owed(_uncached(size, route.held), float(rest_s[target]), size.isl_blocks)
+    sending_s = _sending_s(candidates, target, gained * size.block_size)
+    return rest, Owed(0, 0.0, route.held, sending_s)
 
 
 def _uncached(size: RequestSize, overlap: float) -> int:
     return max(1, size.isl_tokens - int(overlap) * size.block_size)
+
+
+def _sending_s(candidates: Candidates, target: int, tokens: float) -> float:
+    return float(candidates.transfer_s_per_token[target]) * tokens
 
 
 def transfer_s(candidates: Candidates, tokens: Floats) -> Floats:

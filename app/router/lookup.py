@@ -81,6 +81,7 @@ class LookUp:
             )
             query.trust = _trust(found, query.is_short)
             known = ahead if isinstance(ahead, dict) else {}
+            query.published = (found or {}) if known else None
             overlaps_now = with_predicted(found or {}, known)
             if self._replica.settings.kv_events:
                 chain, now_s = query.request.chain, time.monotonic()

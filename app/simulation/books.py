@@ -44,10 +44,12 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A reservation, and what it was made for."""
+    """A reservation, and what it was made for. counts_blocks: whether the prompt's blocks count as
+    the worker's from now on: not where they have yet to arrive from another one."""
 
     reservation: Reservation
     request: SimRequest
+    counts_blocks: bool = True
 
 
 class Books:
@@ -77,7 +79,7 @@ class Books:
             self._holding.add(request_id)
         else:
             self._prefilling[request_id] = None
-        if self._counts_blocks:
+        if self._counts_blocks and promise.counts_blocks:
             self.in_flight.add(promise.request)
 
     def prefill_complete(self, request_id: str, now_s: float) -> None:
@@ -103,7 +105,7 @@ class Books:
             self.load.requests -= 1
         promise = self._promises.pop(request_id)
         self.load.blocks -= promise.reservation.blocks
-        if self._counts_blocks:
+        if self._counts_blocks and promise.counts_blocks:
             self.in_flight.remove(promise.request)
 
     def _leave_prefills(self, request_id: str, now_s: float) -> None:

@@ -13,7 +13,7 @@ from app.core.errors import NoWorkers
 from app.core.loads import Load, Reservation
 from app.core.worker_report import Role
 from app.policy.choose import Choice, choose
-from app.policy.cost import Candidates, RequestSize, predicted_prefill_s
+from app.policy.cost import Candidates, Floats, RequestSize, predicted_prefill_s
 from app.policy.sources import OWN_TRANSFER, Form, Owed, Roles, Route, owed, routes_with_source
 from app.simulation.books import Books, Promise
 from app.simulation.flights import Flight
@@ -73,6 +73,12 @@ class Decider:
         candidates = self._candidates(request, flight.replica.books, loads, rounds, now_s)
         size = RequestSize(request.prompt_tokens, self._setting.block_size)
         roles = self._roles()
+        published = candidates.overlap_device
+        if self._setting.count_in_flight:
+            published = np.array(
+                [self._workers[at].holdings.overlap(request.blocks, now_s)[0] for at in self._live],
+                dtype=np.float64,
+            )
         choice = choose(
             self._policy.key,
             candidates,
@@ -83,13 +89,15 @@ class Decider:
             cost=self._policy.cost,
         )
         flight.replica.decisions += 1
-        route = self._route(choice, candidates, size, roles)
-        owes = owed(route, candidates, size, predicted_prefill_s(candidates, size))
-        target, source = (
-            what and self._share(self._live[at], request, what, loads)
-            for at, what in zip((route.target, route.source), owes, strict=True)
+        route = self._route(choice, candidates, size, roles, published)
+        of_target, of_source = owed(route, candidates, size, predicted_prefill_s(candidates, size))
+        # Blocks that travel count once they have arrived, as in app.router.history.
+        target = self._share(
+            route.target, request, of_target, loads, counts_blocks=of_source is None
         )
-        assert target is not None
+        source = of_source and self._share(
+            route.source, request, of_source, loads, counts_blocks=route.form is Form.SPLIT
+        )
         return Plan(flight, route.form, target, source, int(candidates.overlap.max()))
 
     def _candidates(
@@ -129,7 +137,12 @@ class Decider:
         )
 
     def _route(
-        self, choice: Choice, candidates: Candidates, size: RequestSize, roles: Roles | None
+        self,
+        choice: Choice,
+        candidates: Candidates,
+        size: RequestSize,
+        roles: Roles | None,
+        published: Floats,
     ) -> Route:
         """The cheapest of all forms, or what the fixed rule says."""
         at = choice.index
@@ -147,6 +160,7 @@ class Decider:
             np.ones(len(room), dtype=bool),
             room,
             roles,
+            published,
             self._rng,
         )
         if above is not None:
@@ -155,11 +169,16 @@ class Decider:
             return routes[0]
         return min([local, *routes], key=lambda route: route.cost)
 
-    def _share(self, place: int, request: SimRequest, what: Owed, loads: list[Load]) -> Share:
+    def _share(
+        self, at: int, request: SimRequest, what: Owed, loads: list[Load], *, counts_blocks: bool
+    ) -> Share:
+        place = self._live[at]
         reservation = Reservation(
             request.request_id,
             prefill_tokens=what.prefill_tokens,
             prefill_us=round(1e6 * what.prefill_s),
             blocks=what.blocks,
+            sending_ms=round(1e3 * what.sending_s),
         )
-        return Share(place, loads[place].total, Promise(reservation, request))
+        promise = Promise(reservation, request, counts_blocks or self.counts_once)
+        return Share(place, loads[place].total, promise)

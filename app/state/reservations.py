@@ -90,7 +90,7 @@ def _source_text(wish: Wish | None) -> str:
     promised, seen_total = wish.reservation, wish.seen_total
     return (
         f"{wish.incarnation} {promised.prefill_tokens} {promised.prefill_us} {promised.blocks} "
-        f"{wish.max_requests} {-1 if seen_total is None else seen_total}"
+        f"{wish.max_requests} {-1 if seen_total is None else seen_total} {promised.sending_ms}"
     )
 
 

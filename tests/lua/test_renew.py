@@ -134,12 +134,12 @@ async def test_more_requests_than_one_command_takes_are_counted(space: Namespace
         "spoilt",
         "160 7000 5000 0 13 3 1",
         "-160 7000 5000 0 13 3 1 3 0 0",
-        "99 7000 5000 0 13 3 1 3 0 0",
-        "160 7001 5000 0 13 3 1 3 0 0",
-        "160 7000 4999 0 13 3 1 3 0 0",
-        "160 7000 5000 0 14 3 1 3 0 0",
-        "160 7000 5000 0 13 9 1 3 0 0",
-        "160 7000 5000 0 13 3 0 3 0 0",
+        "99 7000 5000 0 13 3 1 3 0 0 0",
+        "160 7001 5000 0 13 3 1 3 0 0 0",
+        "160 7000 4999 0 13 3 1 3 0 0 0",
+        "160 7000 5000 0 14 3 1 3 0 0 0",
+        "160 7000 5000 0 13 9 1 3 0 0 0",
+        "160 7000 5000 0 13 3 0 3 0 0 0",
     ],
 )
 async def test_a_load_that_does_not_match_the_requests_is_recounted(
@@ -162,7 +162,7 @@ async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(
     space: Namespace,
 ) -> None:
     inc = await busy_worker(space)
-    for load, tokens in (("99 0 0 0 0 0 0 0 0 0", 99), ("spoilt", 160)):
+    for load, tokens in (("99 0 0 0 0 0 0 0 0 0 0", 99), ("spoilt", 160)):
         await space.redis.hset(space.key("load"), str(inc), load)
         call = leases.renew(space.keys, info("a"), inc, "nonce-a", ttl_ms=LONG_MS, thorough=False)
         assert await space.do(call)

@@ -56,6 +56,27 @@ async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(
     assert 0 < snapshot.loads[a].routed_s(rounds) < 0.6 < snapshot.loads[b].routed_s(rounds)
 
 
+async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    source = Reservation("r", prefill_tokens=0, prefill_us=0, blocks=9, sending_ms=30_000)
+    wish = Wish(b, source, 8, None)
+    before_ms = await space.now_ms()
+    for name in ("r1", "r2"):
+        assert await space.reserve(a, name, source=wish) is None
+    after_ms = await space.now_ms()
+    loads = (await space.loads()).loads
+    assert before_ms + 60_000 <= loads[b].sending_until_ms <= after_ms + 60_000
+    assert loads[a].sending_until_ms == 0
+    router = Load()
+    router.add(source, before_ms, 0)
+    router.add(source, after_ms, 0)
+    assert router.sending_until_ms == before_ms + 60_000
+    assert router.sending_s(before_ms + 20_000) == 40.0
+    assert router.sending_s(before_ms + 60_001) == 0.0
+
+
 async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.redis.hset(space.key("meta"), "rounds", 10**9)

@@ -137,6 +137,40 @@ def test_a_prefix_is_fetched_where_its_owner_is_busy_and_can_hand_it_on(
         assert (its.reservation.prefill_tokens, its.reservation.blocks) == (0, 59)
         planned.count()
         assert planned.view.loads[0] == replace(owner, blocks=59, total=1)
+        # Of the view's time, 5,000 ms: 944 tokens of a tenth of a millisecond.
+        assert planned.view.loads[0].sending_until_ms == 5094
+
+
+def test_transfers_to_come_delay_the_next_from_the_same_source() -> None:
+    """A second's wait for the link of `a`, and whoever holds as much and is free is taken."""
+    full = Load(requests=8)
+    sending = replace(full, sending_until_ms=6000)
+    infos = [able(name, BOTH, "kvroute") for name in "abc"]
+    held = {ONE: TierOverlap(59), TWO: TierOverlap(59)}
+    view = fleet(*infos, loads=[sending, full, Load()])
+    assert route(plan(query(held, **LONG), view)) == ("c", "b", "fetch")
+    alone = {ONE: TierOverlap(59)}
+    planned = plan(query(alone, **LONG), view)
+    assert route(planned) == ("c", None, "local")
+    free = plan(query(alone, **LONG), fleet(*infos, loads=[full, full, Load()]))
+    waits = planned.decision.forms[Form.FETCH] - free.decision.forms[Form.FETCH]
+    assert waits == pytest.approx(2 * 1.0)
+
+
+def test_nothing_is_fetched_from_a_worker_that_is_only_foreseen_to_hold_it() -> None:
+    view = fleet(
+        able("a", BOTH, "kvroute"), able("b", BOTH, "kvroute"), loads=[Load(requests=8), Load()]
+    )
+    asked = query({ONE: TierOverlap(59)}, **LONG)
+    for published, form in ((None, "fetch"), ({}, "local"), ({ONE: TierOverlap(40)}, "fetch")):
+        asked.published = published
+        planned = plan(asked, view)
+        assert route(planned)[2] == form
+        if published:
+            its = planned.wish.source
+            assert its is not None
+            assert (its.reservation.blocks, planned.decision.overlap.device) == (40, 40)
+            assert planned.wish.reservation.prefill_tokens == 20 * 16
 
 
 @pytest.mark.parametrize("policy", ["blocks", "least_loaded", "round_robin"])
@@ -198,6 +232,7 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int) -> None:
                 requests=decoding + waits,
                 decoding=decoding,
                 blocks=10 * decoding,
+                sending_until_ms=5000 + int(rng.integers(0, 4000)),
             )
         )
     speed = replace(LINK, decode_s_per_seq=0.0001, mean_output_tokens=100.0)
@@ -209,7 +244,9 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int) -> None:
     for s, t in ((s, t) for s in range(3) for t in range(3) if s != t):
         lacking = 960 - 16 * local[t].overlap.total
         moves = LINK.transfer_s + LINK.transfer_s_per_token * lacking
-        cost = local[s].cost - terms[s]["decode_s"] + moves + 0.001
+        computed_s = local[s].queue_s + terms[s]["prefill_s"]
+        waits = max(0.0, local[s].load.sending_s(5000) - computed_s)
+        cost = local[s].cost - terms[s]["decode_s"] + 2 * waits + moves + 0.001
         names = ("queue_s", "memory_wait_s", "eviction_s", "decode_s")
         pairs.append(cost + sum(terms[t][name] for name in names))
     forms = planned.decision.forms

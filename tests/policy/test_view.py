@@ -55,6 +55,7 @@ def test_every_column_shows_what_its_name_says() -> None:
         total=9,
         routed_us=7_000_000,
         routed_at=2 * ROUND,
+        sending_until_ms=11_250,
     )
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b", 6), measured(reported))])
     view = View(Snapshot(11_000, Loads.of({ONE: Load(), TWO: load}), rounds=6 * ROUND), workers)
@@ -70,6 +71,7 @@ def test_every_column_shows_what_its_name_says() -> None:
         "decoding_requests": 1,
         "max_requests": 6,
         "routed_s": pytest.approx(7 / math.e),
+        "sending_s": 0.25,
         "kv_active_blocks": 70,
         "kv_total_blocks": 900,
         "num_requests_waiting": 2,

@@ -24,7 +24,7 @@ from app.core.errors import (
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
 from app.core.types import TierOverlap
-from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Speed
+from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Role, Speed
 from app.edge.app import create_app
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.policy.cost import POLICIES
@@ -1097,6 +1097,22 @@ class TestPredictions:
                 return await replica.route(request("look", "latency", reserve=False))
 
             await eventually(look, lambda seen: seen.overlap == TierOverlap(device=2))
+
+    async def test_a_split_prompt_in_flight_counts_as_its_source_s_alone(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("p", role=Role.PREFILL, kv_transfer="nixl")
+        await workers.register("d", role=Role.DECODE, kv_transfer="nixl")
+        async with running(
+            one_redis_server.url, count_in_flight=True, strict_roles=True
+        ) as replica:
+            assert (await replica.route(request("r1", "latency"))).source is not None
+
+            async def look() -> dict[str, int]:
+                seen = await replica.route(request("look", "latency", reserve=False, explain=True))
+                return {one.info.key.worker_id: one.overlap.total for one in seen.candidates}
+
+            await eventually(look, lambda overlaps: overlaps == {"p": 2, "d": 0})
 
     async def test_an_answer_whose_overlap_fell_short_says_so(
         self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis

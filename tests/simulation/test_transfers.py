@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from app.core.loads import Load
+from app.core.types import SequenceHash
 from app.core.worker_report import Role
 from app.policy.sources import Form
 from app.simulation.engine import Received, SimEngine
@@ -107,6 +109,36 @@ def test_a_prefix_is_fetched_from_a_busy_worker_and_the_rest_computed() -> None:
     assert answer.cached_tokens == 40 * 256
     for worker in played.fleet.workers:
         worker.engine.check()
+
+
+def test_a_prefix_that_many_ask_for_spreads_from_its_one_holder() -> None:
+    """8,192 tokens, asked for 200 times within 2 s: fetches give 0.6 of the p99 of TTFT."""
+
+    def p99_s(link: Link | None) -> float:
+        played = Played(Setting(link=link, count_in_flight=True), "latency")
+        played.fleet.warm(0, request("hot", blocks=32))
+        for i in range(200):
+            prompt = request(f"r{i}", blocks=33, output_tokens=100)
+            own = SequenceHash(1000 + i)
+            played.ask(i / 100, replace(prompt, blocks=(*prompt.blocks[:-1], own)))
+        played.fleet.run()
+        waits = [
+            first_token_s(played, name) - one.arrival_s for name, one in played.answers.items()
+        ]
+        return float(np.percentile(waits, 99))
+
+    assert p99_s(Link(50e9)) < 0.6 * p99_s(None)
+
+
+def test_blocks_that_travel_are_not_counted_on_before_they_arrive() -> None:
+    played = Played(replace(PAIR, count_in_flight=True), "latency")
+    asked = request("r", blocks=8)
+    played.ask(0.0, asked)
+    (books,) = (replica.books for replica in played.fleet.replicas)
+    played.fleet.run(until_s=0.1)
+    assert [one.in_flight.overlap(asked.blocks) for one in books] == [8, 0]
+    played.fleet.run()
+    assert [one.in_flight.overlap(asked.blocks) for one in books] == [0, 0]
 
 
 def test_received_tokens_are_of_no_use_behind_a_gap() -> None:
