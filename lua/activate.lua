@@ -12,6 +12,7 @@
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
 -- KEYS[10] failures     hash   inc -> count and time of the last; worker -> whether it drains
 -- KEYS[11] versions      zset   inc -> version of its last change
+-- KEYS[12] events       stream kind, subject, text
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
@@ -25,7 +26,7 @@
 -- Cost     O(log workers + requests in flight). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local failures, versions = KEYS[10], KEYS[11]
+local failures, versions, events = KEYS[10], KEYS[11], KEYS[12]
 local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include clock
 -- @include number
@@ -39,6 +40,7 @@ local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include failures
 -- @include pause
 -- @include keep_draining
+-- @include event
 
 local function take_over(old)
   for _, request_id in ipairs(redis.call('HKEYS', requests_prefix .. old)) do
@@ -83,4 +85,5 @@ end
 if keep_draining(worker, ARGV[5] == '1', now) or is_paused(inc, now) then
   redis.call('ZADD', leases, string.format('%d', now), inc)
 end
+note_event(previous == '' and 'joined' or 'resynced', worker, 'incarnation ' .. inc)
 return 1

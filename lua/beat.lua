@@ -1,27 +1,32 @@
 -- beat: a router replica says that it is there, and what it measured lately. Those that have said
 -- nothing for 15 s are forgotten.
 --
--- KEYS[1] replicas  hash  replica -> when, ms, and what it measured
+-- KEYS[1] replicas  hash    replica -> when, ms, and what it measured
+-- KEYS[2] events    stream  kind, subject, text
 -- ARGV[1] replica   str
 -- ARGV[2] figures   JSON  '': it ends
 -- Returns  ms             the Redis clock
 -- Cost     O(replicas). Writes. Safe to retry.
-local replicas = KEYS[1]
+local replicas, events = KEYS[1], KEYS[2]
 local replica, figures = ARGV[1], ARGV[2]
 -- @include clock
 -- @include despite_full
+-- @include event
 
 despite_full(replicas)
 local now = now_ms()
 if figures == '' then
-  redis.call('HDEL', replicas, replica)
-else
-  redis.call('HSET', replicas, replica, string.format('%d ', now) .. figures)
+  if redis.call('HDEL', replicas, replica) == 1 then
+    note_event('replica_left', replica)
+  end
+elseif redis.call('HSET', replicas, replica, string.format('%d ', now) .. figures) == 1 then
+  note_event('replica_joined', replica)
 end
 for _, name in ipairs(redis.call('HKEYS', replicas)) do
   local said = string.match(redis.call('HGET', replicas, name), '^%d+')
   if math.abs(now - (tonumber(said) or 0)) > 15000 then
     redis.call('HDEL', replicas, name)
+    note_event('replica_lost', name)
   end
 end
 return now

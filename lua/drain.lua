@@ -6,17 +6,19 @@
 -- KEYS[2] leases    zset  inc -> expiry, ms
 -- KEYS[3] load      hash  inc -> load
 -- KEYS[4] failures  hash  worker -> "draining" and since when
+-- KEYS[5] events    stream  kind, subject, text
 -- ARGV[1] worker    str   "<worker_id>:<dp_rank>"
 -- ARGV[2] drains    0|1   0: undo it; routers see that once the worker has renewed its lease
 -- Returns  n              requests that are reserved on it now
 --          nil            there is no such worker
 -- Cost     O(workers that drain or failed requests). Writes. Safe to retry.
-local current, leases, load, failures = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local current, leases, load, failures, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local worker, drains = ARGV[1], ARGV[2] == '1'
 -- @include clock
 -- @include load
 -- @include draining
 -- @include despite_full
+-- @include event
 
 despite_full(current)
 local inc = redis.call('HGET', current, worker)
@@ -27,6 +29,7 @@ if drains then
   local now = now_ms()
   if not is_draining(worker) then
     redis.call('HSET', failures, worker, string.format('draining %d', now))
+    note_event('drain', worker)
   end
   redis.call('ZADD', leases, string.format('%d', now), inc)
   for _, name in ipairs(redis.call('HKEYS', failures)) do
@@ -37,6 +40,7 @@ if drains then
   end
 elseif is_draining(worker) then
   redis.call('HSET', failures, worker, 'undone')
+  note_event('undrain', worker)
 end
 local l = parse_load(redis.call('HGET', load, inc))
 return l and l.requests or 0

@@ -11,6 +11,7 @@
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
 -- KEYS[10] failures     hash   inc -> count and time of the last; worker -> whether it drains
 -- KEYS[11] versions      zset   inc -> version of its last change
+-- KEYS[12] events       stream kind, subject, text
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
@@ -19,16 +20,18 @@
 -- Cost     O(log workers + its requests). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local failures, versions = KEYS[10], KEYS[11]
+local failures, versions, events = KEYS[10], KEYS[11], KEYS[12]
 local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
 -- @include writer
 -- @include retire
+-- @include event
 
 if writer_of(inc) ~= nonce then
   return 0
 end
 if redis.call('HGET', current, worker) == inc then
   redis.call('HDEL', failures, worker)
+  note_event('left', worker)
 end
 retire(inc, worker)
 return 1

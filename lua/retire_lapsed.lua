@@ -11,6 +11,7 @@
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
 -- KEYS[10] failures     hash   inc -> count and time of the last
 -- KEYS[11] versions      zset   inc -> version of its last change
+-- KEYS[12] events       stream kind, subject, text
 -- ARGV[1] grace_ms      int    a lease that lapsed more recently may still be renewed: nobody is
 --                              routed there meanwhile, but its requests and blocks are kept
 -- ARGV[2] heard_ms      int    when Redis last answered, by its clock. Nobody could renew since,
@@ -19,13 +20,14 @@
 -- Cost     O(16 * log workers + requests of a worker). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local failures, versions = KEYS[10], KEYS[11]
+local failures, versions, events = KEYS[10], KEYS[11], KEYS[12]
 local grace_ms, heard_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 -- @include clock
 -- @include writer
 -- @include serving
 -- @include retire
 -- @include despite_full
+-- @include event
 
 despite_full(workers)
 local now = now_ms()
@@ -34,7 +36,10 @@ local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0,
 local retired, dropped = 0, 0
 for _, inc in ipairs(lapsed) do
   if dropped < 512 then
-    retired, dropped = retired + 1, dropped + retire(inc, info_of(inc).worker)
+    local worker = info_of(inc).worker
+    local requests = retire(inc, worker)
+    retired, dropped = retired + 1, dropped + requests
+    note_event('lost', worker or inc, requests .. ' requests were on it')
   end
 end
 return retired

@@ -13,6 +13,8 @@
 -- KEYS[4] requests:     hashes inc -> its requests
 -- KEYS[5] failures      hash  inc -> count and time of the last; worker -> whether it drains
 -- KEYS[6] current       hash  worker -> inc
+-- KEYS[7] workers       hash  inc -> info
+-- KEYS[8] events        stream  kind, subject, text
 -- ARGV[1] id            str   of the reservation, or of the request
 -- ARGV[2] of_source     0|1   1: its source has failed it
 -- Returns  inc                the lease of this one lapses now
@@ -20,13 +22,14 @@
 --                             have
 -- Cost     O(log workers + workers that drain or failed requests). Writes. Safe to retry.
 local leases, load, reservations, requests_prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local failures, current = KEYS[5], KEYS[6]
+local failures, current, workers, events = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 -- @include clock
 -- @include number
 -- @include record
 -- @include failures
 -- @include draining
 -- @include despite_full
+-- @include event
 
 despite_full(reservations)
 local now = now_ms()
@@ -51,4 +54,6 @@ local count, last_ms = failures_of(inc, now)
 if count == 0 or request and began_ms_of(request.attempt) > last_ms then
   redis.call('HSET', failures, inc, string.format('%d %d', math.min(count + 1, 7), now))
 end
+local _, info = pcall(cjson.decode, redis.call('HGET', workers, inc))
+note_event('suspended', type(info) == 'table' and info.worker or inc, 'it failed ' .. ARGV[1])
 return inc

@@ -25,7 +25,7 @@ from app.ops.waiting import flows
 from app.ops.workers import requests_on
 from app.policy.view import View
 from app.router.router import Router
-from app.state import leases, models, planner, replicas
+from app.state import events, leases, models, planner, replicas
 from app.state.connect import deadline
 from app.state.scripts import ScriptRunner
 
@@ -38,6 +38,8 @@ LATE_MS = 2000
 """Loads are looked up four times a second."""
 MAX_ROWS = 200
 WORKERS_DECISIONS = 20
+LEVELS = {"lost": "bad", "suspended": "warn", "replica_lost": "warn", "redis_away": "bad"}
+"""Of events; all others are information."""
 REPLICA_COLUMNS = (
     *("replica", "address", "age_s", "uptime_s", "version", "decisions_per_s", "decision_p99_s"),
     *("redis_p99_s", "waiting", "degraded_per_s", "this"),
@@ -242,6 +244,16 @@ class Console:
         calls = [leases.drain(self._keyspace, key, undo=undo) for key in keys]
         left = await ScriptRunner(self._redis, TIMEOUT_S).run(calls)
         return {"worker": name, "draining": not undo, "left": sum(filter(None, left))}
+
+    async def events(self, after: str, limit: int) -> dict[str, Any]:
+        """What happened, the newest first. Raises RedisUnavailable."""
+        found = await events.read(self._redis, self._keyspace, after, limit)
+        return {
+            "last": found[0].id if found else after,
+            "events": [
+                event._asdict() | {"level": LEVELS.get(event.kind, "info")} for event in found
+            ],
+        }
 
     async def waiting(self) -> dict[str, Any]:
         """Who waits for a worker, in the order of turns. Raises RedisUnavailable."""

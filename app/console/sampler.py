@@ -15,7 +15,7 @@ from app.core.errors import KvrouteError, RedisUnavailable
 from app.core.keys import Keyspace
 from app.policy.view import View
 from app.router.router import Router
-from app.state import replicas
+from app.state import events, replicas
 from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
@@ -40,18 +40,32 @@ class Sampler:
         self._started_s = time.monotonic()
         self._window = Window()
         self._step = 0
+        self._away_s: float | None = None
+        """Since when Redis has not answered; None: it does."""
         self.roster = Roster()
 
     async def run(self) -> None:
         """Run until cancelled; then say that the replica is gone."""
         try:
             while True:
-                with suppress(RedisUnavailable):
+                try:
                     await self._beat()
+                    await self._note_return()
+                except RedisUnavailable as error:
+                    log.debug("no beat: %s", error)
+                    if self._away_s is None:
+                        self._away_s = time.monotonic()
                 await asyncio.sleep(BEAT_S)
         finally:
             with suppress(KvrouteError):
                 await self._runner.one(replicas.beat(self._keyspace, self._replica, None))
+
+    async def _note_return(self) -> None:
+        """Tell that Redis was away: only now can it be told."""
+        if self._away_s is not None:
+            text = f"for {time.monotonic() - self._away_s:.0f} s or more"
+            await self._runner.one(events.record(self._keyspace, "redis_away", self._replica, text))
+            self._away_s = None
 
     async def _beat(self) -> None:
         now_s = time.monotonic()

@@ -268,6 +268,14 @@ KEYSPACE = (
         "trimmed: a day",
     ),
     Key(
+        "events",
+        "stream",
+        "`kind`, `subject` and `text`: workers, replicas and Redis that come and go, drains, and "
+        "what planners propose",
+        ("activate", "retire", "retire_lapsed", "suspend", "drain", "propose", "beat", "record"),
+        "trimmed: about a thousand",
+    ),
+    Key(
         "shard",
         "hash",
         "`bucket_bits`; `swept_ms`, when the last pass ended; `stepped_ms`, when the "

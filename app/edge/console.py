@@ -48,13 +48,15 @@ async def decisions(client: Client) -> None:
     """The newest decisions, or those about one request. Filters look through the last thousand."""
     console = _console(client)
     asked = schemas.DecisionsAsked.model_validate(dict(client.query_params))
-    if asked.request_id:
-        await _answer(client, f"of {asked.request_id}", lambda: console.decision(asked.request_id))
+    if (request_id := asked.request_id) is not None:
+        await _answer(client, f"of {request_id}", lambda: console.decision(request_id))
         return
     await _answer(
         client,
         f"decisions {asked!r}",
-        lambda: console.decisions(asked.after, asked.limit, asked.reason, asked.worker),
+        lambda: console.decisions(
+            asked.after or "", asked.limit, asked.reason or "", asked.worker or ""
+        ),
     )
 
 
@@ -75,6 +77,16 @@ async def history(client: Client) -> None:
     asked = schemas.HistoryAsked.model_validate(dict(client.query_params))
     await _answer(
         client, f"history {asked.window_s}", lambda: console.history(asked.window_s), kept_s=2.0
+    )
+
+
+async def events(client: Client) -> None:
+    """What happened to workers, replicas and Redis, the newest first."""
+    console = _console(client)
+    asked = schemas.EventsAsked.model_validate(dict(client.query_params))
+    after = asked.after or ""
+    await _answer(
+        client, f"events {after} {asked.limit}", lambda: console.events(after, asked.limit)
     )
 
 
@@ -218,6 +230,7 @@ ROUTES = [
     ),
     _get("/explain/" + REQUEST_ID, explain, schemas.Explanation, 404, _REQUEST),
     _get("/history", history, schemas.HistoryShown, 422, parameters_of(schemas.HistoryAsked)),
+    _get("/events", events, schemas.EventsShown, 422, parameters_of(schemas.EventsAsked)),
     _get("/waiting", waiting, schemas.WaitingShown),
     _post("/prefix", prefix, schemas.PrefixAsked, schemas.PrefixShown),
     _get("/whatif", whatif_choices, schemas.WhatIfChoices),

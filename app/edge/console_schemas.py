@@ -7,14 +7,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.core.settings import MOST
-from app.core.types import REQUEST_ID
-from app.edge.schemas import Array, HashValue, PolicyName, Token
+from app.edge.schemas import Array, HashValue, PolicyName, RequestId, Token
 from app.policy.locality import Locality
 
 MAX_LAST = 2000
 DAY_S = 86_400
 WORKER = r"[\x21-\x7e]{1,200}"
 STREAM_ID = r"\d{1,15}(-\d{1,15})?"
+AFTER = "only what came after this one: `last` of an earlier answer"
 
 
 class _Asked(BaseModel):
@@ -22,21 +22,20 @@ class _Asked(BaseModel):
 
 
 class DecisionsAsked(_Asked):
-    after: str = Field(
-        default="",
-        pattern=f"^({STREAM_ID})?$",
-        description="only those that came after this one: `last` of an earlier answer",
-    )
+    after: str | None = Field(default=None, pattern=f"^{STREAM_ID}$", description=AFTER)
     limit: int = Field(default=100, ge=1, le=200)
-    reason: str = Field(
-        default="", pattern=f"^({'|'.join(Locality)})?$", description="only those of this locality"
+    reason: str | None = Field(
+        default=None, pattern=f"^({'|'.join(Locality)})$", description="only those of this locality"
     )
-    worker: str = Field(default="", pattern=f"^({WORKER})?$", description="its id or key")
-    request_id: str = Field(
-        default="",
-        pattern=f"^({REQUEST_ID.pattern})?$",
-        description="the newest decisions about this request, among all that are kept",
+    worker: str | None = Field(default=None, pattern=f"^{WORKER}$", description="its id or key")
+    request_id: RequestId | None = Field(
+        default=None, description="the newest one about this request, of all that are kept"
     )
+
+
+class EventsAsked(_Asked):
+    after: str | None = Field(default=None, pattern=f"^{STREAM_ID}$", description=AFTER)
+    limit: int = Field(default=200, ge=1, le=1000)
 
 
 class HistoryAsked(_Asked):
@@ -189,6 +188,23 @@ class PrefixShown(BaseModel):
     holders: TableOf
     route: RouteShown | None
     route_error: str | None = Field(description="why it would go nowhere")
+
+
+class Event(BaseModel):
+    id: str
+    at_ms: int
+    kind: str = Field(
+        description="joined, resynced, left, lost, suspended, drain, undrain, proposal, "
+        "replica_joined, replica_left, replica_lost, redis_away"
+    )
+    subject: str = Field(description="a worker's key, a replica, or planner")
+    text: str
+    level: str = Field(description="info, warn or bad")
+
+
+class EventsShown(BaseModel):
+    last: str
+    events: list[Event] = Field(description="newest first")
 
 
 class WaitingShown(BaseModel):

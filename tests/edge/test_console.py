@@ -213,6 +213,23 @@ async def test_a_bad_prompt_names_its_field(
     assert (reply.status_code, reply.json()["error"]["field"]) == (422, field)
 
 
+async def test_events_tell_who_came_and_went(client: httpx.AsyncClient, fleet: FakeWorkers) -> None:
+    await client.post(f"{API}/drain", json={"worker": "w1"})
+    await fleet.retire("w2")
+    found = await eventually(
+        lambda: answer(client, "events"), lambda e: e["events"][0]["kind"] == "left"
+    )
+    seen = [(e["kind"], e["subject"]) for e in reversed(found["events"])]
+    assert [event for event in seen if event[0] != "replica_joined"] == [
+        ("joined", "w1:0"),
+        ("joined", "w2:0"),
+        ("drain", "w1:0"),
+        ("left", "w2:0"),
+    ]
+    assert ("replica_joined", "info") in [(e["kind"], e["level"]) for e in found["events"]]
+    assert (await answer(client, "events", after=found["last"]))["events"] == []
+
+
 async def test_history_is_the_same_at_every_replica(
     one_redis_server: EmbeddedRedis, replica: StartReplica, fleet: FakeWorkers
 ) -> None:

@@ -376,6 +376,8 @@ class Namespace:
                     value = await self.redis.zrange(key, 0, -1)
                 case b"set":
                     value = sorted(await self.redis.smembers(key))
+                case b"stream":
+                    value = await self.redis.xrange(key)
                 case _:
                     value = await self.redis.lrange(key, 0, -1)
             lines.append(f"{key!r} {value!r}")

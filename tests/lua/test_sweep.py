@@ -216,6 +216,7 @@ async def test_nothing_is_left_of_dead_incarnations_in_the_end(space: Namespace)
         pass
 
     await space.redis.hdel(space.key("meta"), "incarnations")
+    await space.redis.delete(space.key("events"))  # which tell of what was
     after = await space.contents()
     assert "ghost" not in after
     assert "777777" not in after
