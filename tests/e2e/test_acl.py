@@ -59,6 +59,9 @@ SCRIPTS = {
         "retire",
     },
     "router": {
+        "beat",
+        "drain",
+        "sample",
         "lead",
         "propose",
         "expire",
@@ -88,8 +91,10 @@ TO_RUN_SCRIPTS = {"evalsha", "script|load"}
 OUTSIDE_SCRIPTS = {
     "worker": {"hgetall", "xadd", "zrangebyscore"},
     "router": {
+        "exec",
         "hlen",
         "hmget",
+        "multi",
         "readonly",
         "scan",
         "unlink",
