@@ -9,7 +9,7 @@ import pytest
 
 from app.core.loads import Load
 from app.core.types import SequenceHash
-from app.core.worker_report import Role
+from app.core.worker_report import DEFAULT_SPEED, Role
 from app.policy.sources import Form
 from app.simulation.engine import Received, SimEngine
 from app.simulation.flights import Loss
@@ -128,6 +128,16 @@ def test_a_prefix_that_many_ask_for_spreads_from_its_one_holder() -> None:
         return float(np.percentile(waits, 99))
 
     assert p99_s(Link(50e9)) < 0.6 * p99_s(None)
+
+
+def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are() -> None:
+    played = Played(PAIR, "latency")
+    for i in range(20):
+        played.ask(float(i), request(f"r{i}", first=100 * i, output_tokens=50))
+    played.fleet.run()
+    of_source, of_target = (worker.learner.speed() for worker in played.fleet.workers)
+    assert of_source.mean_output_tokens == DEFAULT_SPEED.mean_output_tokens == 300
+    assert of_target.mean_output_tokens < 150
 
 
 def test_blocks_that_travel_are_not_counted_on_before_they_arrive() -> None:

@@ -23,6 +23,9 @@ IDLE = "vllm:kv_block_idle_before_evict_seconds"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 TRANSFERRED, COMPUTED = f"{BY_SOURCE} external_kv_transfer", f"{BY_SOURCE} local_compute"
 """Two of its lines, by where the KV of prompt tokens came from."""
+OUTPUTS = "vllm:request_generation_tokens_bucket"
+AT_MOST_ONE = f"{OUTPUTS} 1.0"
+"""Its line of the requests that generated at most one token."""
 # For each field the metrics that may be it, the newest name first.
 _VLLM: dict[str, tuple[str, ...]] = {
     "running": ("vllm:num_requests_running",),
@@ -83,7 +86,7 @@ class LoadReader:
         self._kind = kind
         self._has_loads = kind == "sglang"
         self._names = {name: field for field, names in _NAMES[kind].items() for name in names}
-        self._wanted = Wanted((*self._names, SLEEP, STARTED, BY_SOURCE))
+        self._wanted = Wanted((*self._names, SLEEP, STARTED, BY_SOURCE, OUTPUTS))
         self._before: dict[int, _Values] = {}
         self._idle_s: dict[int, float] = {}
         self._hits: defaultdict[int, HitRate] = defaultdict(HitRate)
@@ -117,6 +120,8 @@ class LoadReader:
                 name = sample.name
                 if name == BY_SOURCE:
                     name = f"{BY_SOURCE} {sample.labels.get('source', '')}"
+                elif name == OUTPUTS:
+                    name = f"{OUTPUTS} {sample.labels.get('le', '')}"
                 # One line for each reason why requests ended.
                 values = by_rank[rank]
                 values[name] = values.get(name, 0.0) + sample.value
@@ -148,6 +153,12 @@ class LoadReader:
         if by_name.get(TRANSFERRED) and COMPUTED in by_name:
             # Else what was transferred counts as computed, and the engine seems many times as fast.
             values["prefill_computed_tokens"] = by_name[COMPUTED]
+        if "transfers" in values and AT_MOST_ONE in by_name:
+            # For others it computes prompts, with answers of one token: they say nothing of how
+            # long its own are.
+            for field in ("finished_requests", "generated_tokens"):
+                if field in values:
+                    values[field] = max(0.0, values[field] - by_name[AT_MOST_ONE])
         if "prefill_computed_tokens" not in values and "prefill_prompt_tokens" in values:
             # Hits are counted when a request begins: of many requests it is right.
             prompt = values["prefill_prompt_tokens"]

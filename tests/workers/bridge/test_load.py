@@ -205,3 +205,19 @@ vllm:nixl_xfer_time_seconds_count{engine="0"} 2
     nothing_came = more.replace(b" 960", b" 0")
     load = await load_of("vllm", {"/metrics": nothing_came})
     assert load.prefill_computed_tokens == 1000
+
+
+async def test_answers_of_one_token_are_not_counted_where_kv_travels() -> None:
+    """Such a worker computes prompts for others, with answers that say nothing of its own."""
+    more = b"""
+vllm:generation_tokens_total{engine="0"} 1007
+vllm:request_success_total{engine="0",finished_reason="length"} 7
+vllm:request_success_total{engine="0",finished_reason="stop"} 10
+vllm:request_generation_tokens_bucket{engine="0",le="1.0"} 7
+vllm:request_generation_tokens_bucket{engine="0",le="200.0"} 17
+"""
+    load = await load_of("vllm", {"/metrics": more})
+    assert (load.finished_requests, load.generated_tokens) == (17, 1007)
+    nixl = b'vllm:nixl_xfer_time_seconds_count{engine="0"} 0\n'
+    load = await load_of("vllm", {"/metrics": more + nixl})
+    assert (load.finished_requests, load.generated_tokens) == (10, 1000)
