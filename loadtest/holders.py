@@ -9,8 +9,9 @@ from typing import Any
 import click
 import numpy as np
 
-from app.core.chains import Overlaps, bucket_bits_for, shard_of
+from app.core.chains import bucket_bits_for, shard_of
 from app.core.keys import Keyspace
+from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.state import index, leases

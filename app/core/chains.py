@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from struct import pack
 
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
+from app.core.types import Incarnation, SequenceHash, Tier
 
 BLOCKS_PER_BUCKET = 8
 """On average: half a group. More would make a bucket slower to search, above all when there are
@@ -30,9 +30,6 @@ POSITIONS = [
 ]
 """Of the blocks that stand for a whole chain, counted from 1: each of the first eight, then eight
 for each doubling of the length, so 1 to 16, then 18, 20, ... 32, 36, 40, ... 64, 72, ..."""
-
-Overlaps = dict[Incarnation, TierOverlap]
-"""What each incarnation holds of one chain; those without overlap are absent."""
 
 
 def bucket_bits_for(capacity_blocks: int, per_bucket: int = BLOCKS_PER_BUCKET) -> int:

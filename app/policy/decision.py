@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.core.chains import Overlaps
 from app.core.loads import Load, Reservation
+from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import WorkerInfo
 from app.policy.locality import Best, Locality
@@ -53,7 +53,7 @@ class Query:
     """Tells it from other tries of the same request."""
     began_ms: int | None = None
     """When it came in, by the Redis clock; None: that is not known yet."""
-    overlaps: Overlaps = field(default_factory=dict)
+    overlaps: Overlaps = field(default_factory=Overlaps)
     published: Overlaps | None = None
     """Those that workers have published, without what they are foreseen to hold; None: all."""
     bound: dict[Incarnation, int] = field(default_factory=dict)

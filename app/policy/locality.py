@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.core.chains import Overlaps
-from app.core.types import Incarnation, TierOverlap
+from app.core.overlaps import Overlaps
+from app.core.types import Incarnation
 from app.policy.affinity import Affinity
 from app.policy.choose import Choice
 from app.policy.cost import Candidates, RequestSize
@@ -59,14 +59,9 @@ def locality_of(
     overlap = chosen.total if chosen is not None else 0
     holder: Incarnation | None = None
     longest = overlap
-    last: TierOverlap | None = None
-    for inc, known in overlaps.items():
-        # A thousand workers that hold the same system prompt share one object.
-        if known is last:
-            continue
-        last = known
+    for members, known in overlaps.groups():
         if known.total > longest:
-            holder, longest = inc, known.total
+            holder, longest = next(iter(members)), known.total
     position = choice.index if holder is None else view.position(holder)
     if position is None:
         return Locality.LEASE, Best(f"#{holder}", longest)

@@ -12,9 +12,9 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from app.core.chains import Overlaps
 from app.core.keys import metrics_interval_s
 from app.core.loads import MEMORY_ROUNDS, ROUND, Load, Loads, Reservation, Snapshot, fading
+from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -28,6 +28,8 @@ from app.policy.cost import Candidates, Floats
 from app.policy.sources import roles_of
 
 STALE_AFTER_INTERVALS = 10
+MAX_PLACES = 64
+"""Sets of workers; of 2,000 each they are 1 MB."""
 
 OVERLAP_ROWS = ("overlap_device", "overlap_host", "overlap_disk")
 LOAD_ROWS = (
@@ -123,6 +125,7 @@ class Workers:
         self.measured = [measured for _, _, measured in workers]
         self.everybody = np.ones(len(workers), dtype=np.bool_)
         self.position = {inc: i for i, inc in enumerate(self.incarnations)}
+        self._places: dict[frozenset[Incarnation], NDArray[np.intp]] = {}
         self.roles = roles_of(self.infos)
         self.are_publishing = any(info.publishing for info in self.infos)
         self.reuse_less = {
@@ -137,6 +140,16 @@ class Workers:
     def kv_total_blocks(self) -> Floats:
         totals: Floats = self.rows[KV_TOTAL]
         return totals
+
+    def places_of(self, many: frozenset[Incarnation]) -> NDArray[np.intp]:
+        """Where those are that are routed to. Kept, as many prompts begin alike."""
+        places = self._places.get(many)
+        if places is None:
+            if len(self._places) >= MAX_PLACES:
+                self._places.clear()
+            found = [self.position[inc] for inc in many if inc in self.position]
+            places = self._places[many] = np.array(found, np.intp)
+        return places
 
     def with_measured(self, measured: Mapping[Incarnation, Measured]) -> Workers:
         """The same workers, of which some have been measured anew."""
@@ -226,7 +239,10 @@ class View:
         """The workers as a cost function sees them, for a prompt with these overlaps."""
         # A copy, as overlaps are this prompt's own and later decisions add to the loads.
         device, host, disk, *loads = self._rows.copy()
-        for inc, overlap in overlaps.items():
+        for members, overlap in overlaps.shared:
+            rows = self._workers.places_of(members)
+            device[rows], host[rows], disk[rows] = overlap.device, overlap.host, overlap.disk
+        for inc, overlap in overlaps.own.items():
             position = self.position(inc)
             if position is not None:
                 device[position] = overlap.device
@@ -236,11 +252,13 @@ class View:
 
     def reusable(self, overlaps: Overlaps, isl_tokens: int) -> Overlaps:
         """What the engines would reuse of `overlaps`, those of a prompt of `isl_tokens`."""
-        reused: Overlaps = {}
+        reused: dict[Incarnation, TierOverlap] = {}
         for inc, info in self._workers.reuse_less.items():
             if inc in overlaps:
                 reused[inc] = _reused(overlaps[inc], info, isl_tokens)
-        return {inc: o for inc, o in (overlaps | reused).items() if o.total} if reused else overlaps
+        if not reused:
+            return overlaps
+        return Overlaps({inc: o for inc, o in (overlaps.flat() | reused).items() if o.total})
 
     def position(self, inc: Incarnation) -> int | None:
         """The index of an incarnation in this view; None: it is not routed to."""

@@ -17,6 +17,7 @@ from app.core.errors import (
     WrongVersion,
 )
 from app.core.loads import Refused, Snapshot
+from app.core.overlaps import Overlaps
 from app.core.rate_limit import RateLimit
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import View
@@ -261,7 +262,7 @@ class Decider:
     def _let_wait(self, pending: Pending, view: View) -> None:
         assert self._waiting is not None
         request = pending.request
-        longest = max((o.total for o in pending.query.overlaps.values()), default=0)
+        longest = pending.query.overlaps.longest
         block_size = view.block_size or 1
         self._waiting.enter(
             pending,
@@ -333,7 +334,7 @@ class Decider:
             if view is None:
                 pending.fail(NoWorkers(f"no worker has been seen yet: {reason}"))
                 continue
-            pending.query.overlaps = {}
+            pending.query.overlaps = Overlaps()
             pending.query.waited_ms = pending.waited_ms(time.perf_counter())
             try:
                 plan = self._selector.plan(pending.query, view, degraded=True)

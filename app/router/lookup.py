@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 from itertools import zip_longest
 
-from app.core.chains import Overlaps
 from app.core.errors import RedisUnavailable, WrongVersion
+from app.core.overlaps import Overlaps
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.decision import Query
 from app.policy.trust import Trust
@@ -81,8 +81,9 @@ class LookUp:
             )
             query.trust = _trust(found, query.is_short)
             known = ahead if isinstance(ahead, dict) else {}
-            query.published = (found or {}) if known else None
-            overlaps_now = with_predicted(found or {}, known)
+            overlaps_now = Overlaps() if found is None else found
+            query.published = overlaps_now if known else None
+            overlaps_now = with_predicted(overlaps_now, known)
             if self._replica.settings.kv_events:
                 chain, now_s = query.request.chain, time.monotonic()
                 held = self._recent.held(chain, overlaps_now, now_s)
@@ -109,9 +110,11 @@ def _trust(found: Overlaps | None, is_short: bool) -> Trust:
 
 def with_predicted(overlaps: Overlaps, foreseen: dict[Incarnation, int]) -> Overlaps:
     """`overlaps`, longer on the device where more blocks are foreseen than published."""
-    merged = dict(overlaps)
+    if not foreseen:
+        return overlaps
+    own = dict(overlaps.own)
     for inc, blocks in foreseen.items():
         known = overlaps.get(inc, NO_OVERLAP)
         if blocks > known.total:
-            merged[inc] = replace(known, device=known.device + blocks - known.total)
-    return merged
+            own[inc] = replace(known, device=known.device + blocks - known.total)
+    return Overlaps(own, overlaps.shared)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from app.core.chains import Overlaps
-from app.core.types import NO_OVERLAP, Incarnation, SequenceHash
+from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, TierOverlap
 
 KEPT_S = 1.0
 """An engine whose events have not come by then publishes nothing of the prompt."""
@@ -47,7 +47,7 @@ class Recent:
             del self._by_root[root]
 
     def held(
-        self, chain: list[SequenceHash], published: Overlaps, now_s: float
+        self, chain: list[SequenceHash], published: Mapping[Incarnation, TierOverlap], now_s: float
     ) -> dict[Incarnation, int]:
         """Leading blocks of `chain` that workers hold, where that is more than is published."""
         while self._answered and now_s - self._answered[0].at_s > KEPT_S:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from app.core.chains import (
     GROUP_BLOCKS,
     OWNER,
-    Overlaps,
     bucket_of,
     hex_text,
     hex_texts,
@@ -32,6 +31,7 @@ from app.core.chains import (
 )
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.overlaps import Overlaps
 from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
 from app.state.reading import parse_bucket_bits
 from app.state.scripts import Call, ScriptRunner, call, command
@@ -54,6 +54,9 @@ a chain: to the block at up to 63 blocks, to 4,096 of 131,072 tokens."""
 MAX_BOUNDARIES = 16_384
 """About 3 MB."""
 
+MANY = 32
+"""So many that hold the same are kept as a set."""
+
 NOBODY = b""
 
 
@@ -74,11 +77,11 @@ class Gap(NamedTuple):
     owners: bytes
 
 
-class LowerBound(dict[Incarnation, TierOverlap]):
+class LowerBound(Overlaps):
     """Overlaps that may fall short of the truth, as a round trip failed."""
 
 
-class Rough(dict[Incarnation, TierOverlap]):
+class Rough(Overlaps):
     """Overlaps of which only the longest are exact, as too many end elsewhere: the others may fall
     short by one of PARTS of the chain."""
 
@@ -183,8 +186,8 @@ async def match(
             boundaries.learn(chains[i], runs)
     overlaps: list[Overlaps | None] = [None] * len(chains)
     for i, runs in found.items():
-        kind = LowerBound if i in short else Rough if i in rough else dict
-        overlaps[i] = kind(_overlaps(runs))
+        kind = LowerBound if i in short else Rough if i in rough else Overlaps
+        overlaps[i] = _overlaps(runs, kind)
     return overlaps, answers
 
 
@@ -203,7 +206,7 @@ async def read_whole(
     bucket_bits, gone = await runner.run([layout, dead])
     runs: list[Run] = []
     if bucket_bits is None:
-        return {}
+        return Overlaps()
     for at in range(0, len(chain), READ_GROUPS * GROUP_BLOCKS):
         stop = min(at + READ_GROUPS * GROUP_BLOCKS, len(chain))
         gaps = [
@@ -337,12 +340,13 @@ def _within(gap: Gap, owners: list[bytes | None] | RedisUnavailable) -> Iterator
         start = end
 
 
-def _overlaps(runs: list[Run]) -> Overlaps:
+def _overlaps(runs: list[Run], kind: type[Overlaps] = Overlaps) -> Overlaps:
     """What each incarnation holds, from the runs of its chain.
 
     Workers that hold the same are processed together: of many, most share the beginning.
     """
-    found: Overlaps = {}
+    own: dict[Incarnation, TierOverlap] = {}
+    shared: list[tuple[frozenset[Incarnation], TierOverlap]] = []
     alive: list[tuple[frozenset[Incarnation], TierOverlap]] = []
     reached = 0
     for start, end, owners in runs:
@@ -355,14 +359,18 @@ def _overlaps(runs: list[Run]) -> Overlaps:
                 (both, _longer(overlap, tier, end - start))
                 for members, overlap in alive
                 for tier, incs in by_tier.items()
-                if (both := members & incs)
+                # Usually all of them; a set of its own would be another key of caches.
+                if (both := incs if incs <= members else members & incs)
             ]
         else:
             alive = [(incs, _longer(NO_OVERLAP, tier, end)) for tier, incs in by_tier.items()]
         for members, overlap in alive:
-            found.update(dict.fromkeys(members, overlap))
+            if len(members) < MANY:
+                own.update(dict.fromkeys(members, overlap))
+            else:
+                shared.append((members, overlap))
         reached = end
-    return found
+    return kind(own, shared)
 
 
 def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import pytest
 from redis.asyncio import Redis
 
-from app.core.chains import GROUP_BLOCKS, Overlaps
+from app.core.chains import GROUP_BLOCKS
 from app.core.keys import Keyspace
 from app.core.loads import Load, Refused, Reservation, Snapshot, Wish
+from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.state import index, leases, overlap, predictions, reservations, sessions, waiting

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from app.core.chains import Overlaps
 from app.core.config import RouterSettings
 from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
 from app.core.loads import Load, Loads, Snapshot
+from app.core.overlaps import Overlaps
 from app.core.rate_limit import RateLimit
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
@@ -46,7 +47,7 @@ def view_of(*loads: Load, max_requests: int = 4, now_ms: int = 5000) -> View:
 
 
 def query(
-    overlaps: Overlaps | None = None,
+    overlaps: Mapping[Incarnation, TierOverlap] | None = None,
     *,
     policy: str = "latency",
     tokens: int = 100,
@@ -55,7 +56,8 @@ def query(
 ) -> Query:
     chain = [SequenceHash(n) for n in range(1, tokens // 16 + 1)]
     request = RouteRequest("r1", chain, tokens, policy, **options)
-    return Query(request, "aa", 1000, overlaps or {}, session_at=session_at, tries=1, waited_ms=7)
+    held = Overlaps(overlaps or {})
+    return Query(request, "aa", 1000, held, session_at=session_at, tries=1, waited_ms=7)
 
 
 def plan(asked: Query, view: View, *, degraded: bool = False, **settings: Any) -> Plan:

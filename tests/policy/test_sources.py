@@ -10,6 +10,7 @@ import pytest
 
 from app.core.errors import NoWorkers
 from app.core.loads import Load, Loads, Snapshot
+from app.core.overlaps import Overlaps
 from app.core.types import TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Role, Speed, WorkerInfo
 from app.policy.plan import Plan
@@ -163,7 +164,7 @@ def test_nothing_is_fetched_from_a_worker_that_is_only_foreseen_to_hold_it() -> 
     )
     asked = query({ONE: TierOverlap(59)}, **LONG)
     for published, form in ((None, "fetch"), ({}, "local"), ({ONE: TierOverlap(40)}, "fetch")):
-        asked.published = published
+        asked.published = None if published is None else Overlaps(published)
         planned = plan(asked, view)
         assert route(planned)[2] == form
         if published:

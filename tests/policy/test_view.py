@@ -8,6 +8,7 @@ from dataclasses import asdict, fields, replace
 import pytest
 
 from app.core.loads import ROUND, Load, Loads, Reservation, Snapshot
+from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.cost import Candidates
@@ -59,7 +60,7 @@ def test_every_column_shows_what_its_name_says() -> None:
     )
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b", 6), measured(reported))])
     view = View(Snapshot(11_000, Loads.of({ONE: Load(), TWO: load}), rounds=6 * ROUND), workers)
-    seen = view.candidates({TWO: TierOverlap(5, 3, 1), THREE: TierOverlap(9)})
+    seen = view.candidates(Overlaps({TWO: TierOverlap(5, 3, 1), THREE: TierOverlap(9)}))
     assert column(seen, 1) == {
         "overlap_device": 5,
         "overlap_host": 3,
@@ -88,10 +89,10 @@ def test_every_column_shows_what_its_name_says() -> None:
 def test_a_reservation_counts_for_later_decisions_but_not_for_earlier_ones() -> None:
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b"), UNMEASURED)])
     view = View(Snapshot(1000, Loads.of({ONE: Load(), TWO: Load()})), workers)
-    before = view.candidates({})
+    before = view.candidates(Overlaps())
     view.add(1, Reservation("r1", prefill_tokens=48, prefill_us=300_000, blocks=3))
     assert before.active_requests.tolist() == [0, 0]
-    after = column(view.candidates({}), 1)
+    after = column(view.candidates(Overlaps()), 1)
     assert (after["active_requests"], after["active_blocks"]) == (1, 3)
     assert (after["prefill_tokens"], after["prefill_s"]) == (48, 0.3)
     assert view.loads[1].total == 1
@@ -104,18 +105,18 @@ def test_what_was_routed_to_a_worker_fades_as_reservations_follow() -> None:
     for n in range(8):
         view.add(1, Reservation(f"r{n}", prefill_tokens=1, prefill_us=0, blocks=1))
     # Eight reservations among two workers are four rounds.
-    assert view.candidates({}).routed_s == pytest.approx([1 / math.e, 0])
+    assert view.candidates(Overlaps()).routed_s == pytest.approx([1 / math.e, 0])
     again = View(
         Snapshot(0, Loads.of({ONE: view.loads[0], TWO: view.loads[1]}), rounds=view.rounds), workers
     )
-    assert again.candidates({}).routed_s == pytest.approx([1 / math.e, 0])
+    assert again.candidates(Overlaps()).routed_s == pytest.approx([1 / math.e, 0])
 
 
 def test_a_view_without_workers_has_no_block_size_and_no_openings() -> None:
     view = View(Snapshot(0, Loads.of({})), Workers([]))
     assert view.block_size is None
     assert (view.openings(math.inf), view.shortest_queue_s) == (0, 0.0)
-    assert view.candidates({ONE: TierOverlap(1)}).max_requests.size == 0
+    assert view.candidates(Overlaps({ONE: TierOverlap(1)})).max_requests.size == 0
 
 
 def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others() -> None:
@@ -185,7 +186,7 @@ def test_an_engine_reuses_only_whole_blocks_of_its_own(
     held: TierOverlap, isl_tokens: int, reused: TierOverlap | None
 ) -> None:
     view = view_of(info("a"), replace(info("b"), reuse_blocks=4))
-    overlaps = view.reusable({ONE: held, TWO: held}, isl_tokens)
+    overlaps = view.reusable(Overlaps({ONE: held, TWO: held}), isl_tokens)
     assert overlaps == {ONE: held} | ({TWO: reused} if reused else {})
 
 
@@ -197,10 +198,31 @@ def test_an_engine_that_looks_ahead_computes_its_last_blocks_again(
     reuse_blocks: int, recomputed_blocks: int, num_held: int, num_reused: int
 ) -> None:
     worker = replace(info("a"), reuse_blocks=reuse_blocks, recomputed_blocks=recomputed_blocks)
-    overlaps = view_of(worker).reusable({ONE: TierOverlap(num_held)}, 1000)
+    overlaps = view_of(worker).reusable(Overlaps({ONE: TierOverlap(num_held)}), 1000)
     assert overlaps.get(ONE, TierOverlap()) == TierOverlap(num_reused)
 
 
 def test_overlaps_of_workers_that_reuse_every_block_are_passed_on() -> None:
-    overlaps = {ONE: TierOverlap(5, 3, 1), THREE: TierOverlap(9)}
+    overlaps = Overlaps({ONE: TierOverlap(5, 3, 1), THREE: TierOverlap(9)})
     assert view_of(info("a"), info("b")).reusable(overlaps, 1000) is overlaps
+
+
+def test_what_many_hold_alike_is_shown_as_if_it_were_of_each() -> None:
+    known = Workers([(Incarnation(n), info(f"w{n}"), UNMEASURED) for n in range(1, 101)])
+    view = View(Snapshot(0, Loads.of({inc: Load() for inc in known.incarnations})), known)
+    many = frozenset(map(Incarnation, range(1, 90)))
+    fewer = frozenset(map(Incarnation, [*range(20, 60), 200]))
+    overlaps = Overlaps(
+        {Incarnation(7): TierOverlap(9), Incarnation(95): TierOverlap(1)},
+        [(many, TierOverlap(4)), (fewer, TierOverlap(4, 3, 2))],
+    )
+    each = Overlaps(overlaps.flat())
+    assert dict(each) == {inc: overlaps[inc] for inc in overlaps}
+    assert (len(overlaps), overlaps.longest) == (91, 9)
+    assert Incarnation(99) not in overlaps
+    for one, other in zip(
+        asdict(view.candidates(overlaps)).values(),
+        asdict(view.candidates(each)).values(),
+        strict=True,
+    ):
+        assert one.tolist() == other.tolist()

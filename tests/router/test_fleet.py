@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from app.core import worker_report
 from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
 from app.core.loads import Load, Loads, Reservation, Snapshot
+from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.local.redis_server import EmbeddedRedis
@@ -266,7 +267,7 @@ async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace)
         await learned(fleet, a, waiting=2)
     view = await fleet.view(await space.loads())
     seen = view.candidates(
-        {a: TierOverlap(device=4, host=2, disk=1), Incarnation(99): TierOverlap(9)}
+        Overlaps({a: TierOverlap(device=4, host=2, disk=1), Incarnation(99): TierOverlap(9)})
     )
     assert seen.overlap_device.tolist() == [4, 0]
     assert seen.overlap_host.tolist() == [2, 0]
@@ -280,10 +281,10 @@ async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace)
     assert seen.kv_total_blocks.tolist() == [900, 1000], "as registered, where not measured"
     assert seen.kv_idle_before_evict_s.tolist() == [60, 0]
     assert seen.prefill_s_per_token.tolist() == [1e-5, DEFAULT_SPEED.prefill_s_per_token]
-    assert view.candidates({}).overlap_device.tolist() == [0, 0]
+    assert view.candidates(Overlaps()).overlap_device.tolist() == [0, 0]
 
     view.add(0, Reservation("r2", prefill_tokens=40, prefill_us=2000, blocks=3))
-    after = view.candidates({})
+    after = view.candidates(Overlaps())
     assert after.prefill_tokens.tolist() == [40, 100]
     assert after.prefill_s[0] == 0.002
     assert after.active_blocks.tolist() == [3, 7]
@@ -388,7 +389,7 @@ async def test_the_next_view_shows_what_was_measured_since(space: Namespace) -> 
         await learned(fleet, inc, waiting=7)
     view = await fleet.view(await space.loads())
     assert view.measured[0].metrics == waiting(7)
-    assert view.candidates({}).num_requests_waiting.tolist() == [7]
+    assert view.candidates(Overlaps()).num_requests_waiting.tolist() == [7]
 
 
 async def test_of_known_workers_only_every_third_report_is_read_unless_the_policy_goes_by_them(

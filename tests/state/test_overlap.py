@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from app.core.errors import RedisUnavailable
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.state.overlap import (
@@ -190,3 +194,26 @@ def test_a_gap_ends_the_overlap() -> None:
 
 def test_an_incarnation_without_the_first_block_has_no_overlap() -> None:
     assert _overlaps([Run(2, 4, b"1d")]) == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_many_hold_alike_is_found_as_it_is_of_a_few(seed: int) -> None:
+    """Each holds blocks on its device up to one position, and on in its host memory to another."""
+    rng = random.Random(seed)
+    ends = [sorted(rng.choices([0, 4, 7, 9], k=2)) for _ in range(100)]
+    owners = [
+        b"".join(
+            b"%dd" % inc if position < device else b"%dh" % inc
+            for inc, (device, end) in enumerate(ends, start=1)
+            if position < end
+        )
+        for position in range(9)
+    ]
+    runs = [Run(at, at + 1, held) for at, held in enumerate(owners) if held]
+    found = _overlaps(runs)
+    assert found == {
+        Incarnation(inc): TierOverlap(device, end - device)
+        for inc, (device, end) in enumerate(ends, start=1)
+        if end
+    }
+    assert len(found.own) < 100

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, TierOverlap
 from app.router.lookup import with_predicted
 from app.state.predictions import PredictionSettings
@@ -23,7 +24,7 @@ def test_a_round_of_pruning_takes_at_most_ten_slices(
 
 def test_predicted_blocks_lengthen_the_overlap_on_the_device() -> None:
     a, b, c = Incarnation(1), Incarnation(2), Incarnation(3)
-    published = {a: TierOverlap(device=4, host=2), b: TierOverlap(device=9)}
+    published = Overlaps({a: TierOverlap(device=4, host=2), b: TierOverlap(device=9)})
     assert with_predicted(published, {a: 8, b: 8, c: 5}) == {
         a: TierOverlap(device=6, host=2),
         b: TierOverlap(device=9),

@@ -26,9 +26,10 @@ from typing import Any
 
 import pytest
 
-from app.core.chains import TIER_OF_LETTER, Overlaps, shard_of
+from app.core.chains import TIER_OF_LETTER, shard_of
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
+from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap

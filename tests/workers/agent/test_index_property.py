@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from app.core.chains import Overlaps, parse_owners
+from app.core.chains import parse_owners
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.keys import Keyspace
+from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis
