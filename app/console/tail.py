@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from app.core.keys import Keyspace
@@ -19,7 +20,26 @@ TIMEOUT_S = 2.0
 COLUMNS = (
     *("id", "at_ms", "request_id", "worker", "policy", "locality", "isl_tokens", "overlap_blocks"),
     *("full_blocks", "best_worker", "best_blocks", "waited_ms", "tries", "explained"),
+    *("trust", "tenant", "model"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which decisions are asked for. worker: an id or a key. None: any."""
+
+    reason: str | None = None
+    worker: str | None = None
+    model: str | None = None
+    tenant: str | None = None
+
+    def takes(self, record: DecisionRecord) -> bool:
+        return (
+            self.reason in (None, record.locality.value)
+            and self.worker in (None, record.worker, record.worker.rpartition(":")[0])
+            and self.model in (None, record.model)
+            and self.tenant in (None, record.tenant)
+        )
 
 
 class Entry(NamedTuple):
@@ -35,6 +55,7 @@ class Entry(NamedTuple):
             *(self.id, id_ms(self.id.encode()), r.request_id, r.worker, r.policy),
             *(r.locality.value, r.isl_tokens, r.overlap.total, r.full_blocks),
             *(r.best.worker, r.best.blocks, r.waited_ms, r.tries, self.explained),
+            *(r.trust.value, r.tenant, r.model),
         ]
 
 

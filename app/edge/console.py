@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from app.console.console import Console
 from app.console.kept import KEPT_S
+from app.console.tail import Wanted
 from app.core.errors import cut
 from app.door.door import Headers
 from app.edge import console_schemas as schemas
@@ -51,12 +52,11 @@ async def decisions(client: Client) -> None:
     if (request_id := asked.request_id) is not None:
         await _answer(client, f"of {request_id}", lambda: console.decision(request_id))
         return
+    wanted = Wanted(asked.reason, asked.worker, asked.model, asked.tenant)
     await _answer(
         client,
         f"decisions {asked!r}",
-        lambda: console.decisions(
-            asked.after or "", asked.limit, asked.reason or "", asked.worker or ""
-        ),
+        lambda: console.decisions(asked.after or "", asked.limit, wanted),
     )
 
 
@@ -88,6 +88,12 @@ async def events(client: Client) -> None:
     await _answer(
         client, f"events {after} {asked.limit}", lambda: console.events(after, asked.limit)
     )
+
+
+async def funnel(client: Client) -> None:
+    """Of all prompt tokens, how many were held, reached and used, and why the others were not."""
+    console = _console(client)
+    await _answer(client, "funnel", console.funnel)
 
 
 async def waiting(client: Client) -> None:
@@ -231,6 +237,7 @@ ROUTES = [
     _get("/explain/" + REQUEST_ID, explain, schemas.Explanation, 404, _REQUEST),
     _get("/history", history, schemas.HistoryShown, 422, parameters_of(schemas.HistoryAsked)),
     _get("/events", events, schemas.EventsShown, 422, parameters_of(schemas.EventsAsked)),
+    _get("/funnel", funnel, schemas.FunnelShown),
     _get("/waiting", waiting, schemas.WaitingShown),
     _post("/prefix", prefix, schemas.PrefixAsked, schemas.PrefixShown),
     _get("/whatif", whatif_choices, schemas.WhatIfChoices),

@@ -28,6 +28,8 @@ class DecisionsAsked(_Asked):
         default=None, pattern=f"^({'|'.join(Locality)})$", description="only those of this locality"
     )
     worker: str | None = Field(default=None, pattern=f"^{WORKER}$", description="its id or key")
+    model: str | None = Field(default=None, max_length=1000)
+    tenant: str | None = Field(default=None, max_length=1000)
     request_id: RequestId | None = Field(
         default=None, description="the newest one about this request, of all that are kept"
     )
@@ -205,6 +207,29 @@ class Event(BaseModel):
 class EventsShown(BaseModel):
     last: str
     events: list[Event] = Field(description="newest first")
+
+
+class Loss(BaseModel):
+    to: str = Field(description="the step before which the tokens were lost")
+    cause: str
+    tokens: float
+
+
+class Reuse(BaseModel):
+    """Tokens at each step."""
+
+    prompt_tokens: float
+    seen: float | None = Field(description="asked before within an hour")
+    held: float = Field(description="by any worker")
+    best: float = Field(description="by the worker that held most")
+    chosen: float = Field(description="by the worker chosen")
+    used: float = Field(description="reported by the engine as cached")
+    losses: list[Loss]
+
+
+class FunnelShown(BaseModel):
+    models: dict[str, Reuse] = Field(description='"": all of them')
+    seen_error: float | None = Field(default=None, description="how far `seen` may be off; 0-1")
 
 
 class WaitingShown(BaseModel):

@@ -71,6 +71,7 @@ async def route(client: Client) -> None:
         explain=options.explain,
         exclude=frozenset(options.exclude),
         retry=options.retry,
+        model=options.lora_name or "",
     )
     # Nobody would ever end what is reserved for a caller that hung up.
     async with client.watched():

@@ -44,6 +44,7 @@ async def answer(client: Client) -> None:
         request_id=request_id,
         session=generation.session,
         came_ms=model.router.fleet.redis_now_ms,
+        model=model.name,
         carried=True,
     )
     trace = door.tracing.begin(api, headers)

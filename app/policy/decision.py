@@ -22,6 +22,7 @@ class RouteRequest:
     what earlier tries with its id hold. balancer_id: the same if a balancer sends a request again;
     "" for none.
     local_only: no other worker computes its prompt, or hands any of it on.
+    model: or adapter, that was asked for; "": whichever there is.
     carried: until it ends, its router's door carries it, and keeps extending what is reserved.
     Like everything that each decision creates, it is not frozen: that would take three times as
     long.
@@ -42,6 +43,7 @@ class RouteRequest:
     balancer_id: str = ""
     carried: bool = False
     local_only: bool = False
+    model: str = ""
 
 
 @dataclass(slots=True)

@@ -97,6 +97,8 @@ class Plan:
             source=_source_text(decision.source),
             policy=decision.policy,
             trust=decision.trust,
+            tenant=request.tenant,
+            model=request.model,
             locality=decision.locality,
             isl_tokens=decision.isl_tokens,
             full_blocks=len(request.chain),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import MISSING, astuple, dataclass, fields
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -61,6 +61,9 @@ class DecisionRecord:
     blocks: Blocks
     seen: ChoiceInputs | None = None
     trust: Trust = Trust.EXACT
+    tenant: str = ""
+    model: str = ""
+    """Model or adapter that was asked for; "": whichever the namespace has."""
     source: str = ""
     """`<form> <worker key>`: where the worker gets blocks of the prompt from; "": from nowhere."""
 
@@ -85,7 +88,9 @@ def decode(entry: Mapping[bytes, bytes]) -> DecisionRecord:
     """The record in a stream entry. Raises LookupError, TypeError or ValueError for an invalid one:
     what it returns can be explained, and priced again."""
     text = {name.decode(): value.decode() for name, value in entry.items()}
-    record = DecisionRecord(**{name: of_text(text[name]) for name, of_text in _DECODERS})
+    # Those of another release may lack what has a default.
+    values = {n: of_text(text[n]) for n, of_text in _DECODERS if n in text or n not in _OPTIONAL}
+    record = DecisionRecord(**values)
     if record.policy not in POLICIES or not 1 <= record.isl_tokens <= MOST:
         raise ValueError(f"{record.isl_tokens} tokens, {record.policy!r}")
     return record
@@ -159,3 +164,4 @@ ENTRY = tuple(f.name for f in fields(DecisionRecord))
 """Fields of a stream entry."""
 _ENCODERS = [(name, CODECS[_TYPES[name]][0]) for name in ENTRY]
 _DECODERS = [(name, CODECS[_TYPES[name]][1]) for name in ENTRY]
+_OPTIONAL = {f.name for f in fields(DecisionRecord) if f.default is not MISSING}

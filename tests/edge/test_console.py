@@ -120,17 +120,19 @@ async def test_decisions_are_followed_filtered_and_found(
 ) -> None:
     await route(client, "r1")
     first = await eventually(lambda: answer(client, "decisions"), lambda d: d["rows"])
-    await route(client, "r2", exclude=["w1"], explain=True)
+    await route(client, "r2", exclude=["w1"], explain=True, tenant="t2", lora_name="ada")
     more = await eventually(
         lambda: answer(client, "decisions", after=first["last"]), lambda d: d["rows"]
     )
     [row] = objects(more)
-    assert (row["request_id"], row["worker"], row["locality"]) == ("r2", "w2:0", "excluded")
-    assert row["best_worker"] == "w1:0"
+    assert (row["request_id"], row["worker"], row["trust"]) == ("r2", "w2:0", "exact")
+    assert (row["tenant"], row["model"]) == ("t2", "ada")
     assert row["explained"]
     assert not more["missed"]
     for params, expected in (
-        ({"reason": "excluded"}, ["r2"]),
+        ({"reason": "kept"}, ["r1"]),
+        ({"tenant": "t2"}, ["r2"]),
+        ({"model": "ada"}, ["r2"]),
         ({"worker": "w1"}, ["r1"]),
         ({"request_id": "r1"}, ["r1"]),
         ({"request_id": "r3"}, []),
@@ -211,6 +213,10 @@ async def test_a_bad_prompt_names_its_field(
     await workers.register("w1")
     reply = await client.post(f"{API}/prefix", json=body)
     assert (reply.status_code, reply.json()["error"]["field"]) == (422, field)
+
+
+async def test_the_funnel_is_answered(client: httpx.AsyncClient) -> None:
+    assert "models" in await answer(client, "funnel")
 
 
 async def test_events_tell_who_came_and_went(client: httpx.AsyncClient, fleet: FakeWorkers) -> None:

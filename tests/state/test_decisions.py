@@ -85,6 +85,15 @@ def test_an_entry_that_lacks_a_field_is_refused(missing: str) -> None:
         decode(entry)
 
 
+def test_an_entry_of_another_release_may_lack_what_has_a_default() -> None:
+    entry = dict(zip(ENTRY, encode(record("r", [])), strict=True))
+    del entry["tenant"], entry["model"]
+    read = decode(
+        {k.encode(): v if isinstance(v, bytes) else str(v).encode() for k, v in entry.items()}
+    )
+    assert (read.tenant, read.model) == ("", "")
+
+
 def test_candidates_that_do_not_match_the_workers_are_refused() -> None:
     matrix = np.zeros((len(ROWS), 2))
     seen = ChoiceInputs(["w0:0"], 16, Candidates(*matrix), [True])
