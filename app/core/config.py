@@ -215,6 +215,18 @@ class WorkerSettings(MemberSettings):
     engine: str = setting(
         "sim", "sim: simulated; torch: computes a Llama model.", OneOf(("sim", "torch"))
     )
+    kv_transfer: str = setting(
+        "",
+        "kvroute: hand KV on to workers with the same model and flag, and fetch theirs; unset: do "
+        "not.",
+        OneOf(("", "kvroute")),
+    )
+    kv_port: int = setting(
+        0,
+        "Port from which others fetch KV, with --kv-transfer; 0 takes a free one. Whoever reaches "
+        "it can read what it is told the id of: keep it within the cluster.",
+        PORT,
+    )
     kv_pool_tokens: int | None = setting(
         None,
         "Size of the device KV pool in tokens; unset: the profile's (sim) or 1 GiB (torch).",

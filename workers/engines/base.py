@@ -144,6 +144,10 @@ class Engine(Protocol):
     def running(self) -> bool:
         """Does it accept requests?"""
 
+    @property
+    def transfers(self) -> bool:
+        """Can KV travel to other workers from here, and theirs here?"""
+
     async def run(self) -> None:
         """Run until cancelled; requests still unfinished then end."""
 
@@ -154,6 +158,10 @@ class Engine(Protocol):
         Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
         EngineStoppedError once the engine stops.
         """
+
+    async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> Source | None:
+        """Keep what it holds of the prompt's full blocks, for another worker, until that has it or
+        the lease ends, without a place in the queue; None: it holds nothing of them."""
 
     def metrics(self) -> ForwardPassMetrics: ...
 

@@ -20,6 +20,7 @@ from workers.engines.base import (
     QueueFullError,
     Watcher,
 )
+from workers.kv.remote.frames import Source
 
 
 class EngineRunner:
@@ -40,6 +41,7 @@ class EngineRunner:
     ) -> None:
         self.on_step: Callable[[], None] = lambda: None
         self.watcher: Watcher | None = None
+        self.transfers = False
         self.running = False
         self.engine = engine
         engine.on_generated = self._generated
@@ -145,6 +147,10 @@ class EngineRunner:
     def speed(self) -> Speed:
         """In wall-clock seconds, so a larger speed-up makes it faster."""
         return self._learner.speed()
+
+    async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> Source | None:
+        """See Engine."""
+        return None
 
     def reset_cache(self) -> bool:
         was_reset = self.engine.pool.reset()

@@ -38,11 +38,11 @@ from workers.engines.torch.exchange import Exchange, Link
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.prefills import Prefills
 from workers.engines.torch.sampling import sample
-from workers.engines.torch.sequence import Chunk, TokenSequence, step_of
+from workers.engines.torch.sequence import Chunk, TokenSequence, blocks_of, step_of
 from workers.kv.cache import BlockCache, EventSink
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
-from workers.kv.remote.frames import TransferError
+from workers.kv.remote.frames import Source, TransferError
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
 
@@ -76,6 +76,7 @@ class TorchEngine:
     ) -> None:
         self.running = False
         self.watcher: Watcher | None = None
+        self.transfers = link is not None
         self.block_size = pool.shape.block_size
         self._model = model
         self._pool = pool
@@ -167,6 +168,14 @@ class TorchEngine:
         if self.running and len(self._waiting) <= 1 + PREFETCHED_REQUESTS:
             self._prefetch()
         return sequence.generation
+
+    async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> Source | None:
+        """See Engine. Raises EngineStoppedError."""
+        if self._stopping.is_set():
+            raise EngineStoppedError("the worker is stopping")
+        if self._exchange is None or not self.running:
+            return None
+        return await self._exchange.keep_held(blocks_of(prompt, self.block_size, salt), lease_s)
 
     def metrics(self) -> ForwardPassMetrics:
         device = self._manager.tiers[Tier.DEVICE]

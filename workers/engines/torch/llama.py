@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from workers.engines.torch.llama_config import SIZES, LlamaConfig
 from workers.engines.torch.weights import fill_weights
@@ -135,6 +136,15 @@ class Llama:
         model = cls(config, dtype=dtype, device=device)
         fill_weights(dict(model._weights()), folder, config)
         return model
+
+    def checksum(self) -> int:
+        """A u64 that two models share only if their weights are the same."""
+        checksum = 0
+        for name, weight in self._weights():
+            checksum = xxh3_64_intdigest(name.encode(), checksum)
+            content = weight.contiguous().view(torch.uint8).cpu().numpy().data
+            checksum = xxh3_64_intdigest(content, checksum)
+        return checksum
 
     def kv_shape(self, block_size: int) -> KVShape:
         """What the pool of an unsharded model keeps of each block."""

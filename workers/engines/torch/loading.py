@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -16,6 +17,7 @@ from app.core.errors import ConfigError
 from app.core.types import Tier, WorkerKey
 from workers.engines.base import Engine, Hosted
 from workers.engines.torch.engine import TorchEngine
+from workers.engines.torch.exchange import Link
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 from workers.engines.torch.tokenizer import Tokenizer
 from workers.kv.cache import EventSink
@@ -123,6 +125,7 @@ def _with_tiers(
             stored = ((slot, r.generation, r.block, r.parent) for slot, r in disk.records())
             manager.adopt(Tier.DISK, stored)
         transfers = Transfers(pools, disk)
+        link = _link(settings, model, shape, stack) if settings.kv_transfer else None
         kept = stack.pop_all()
 
     def start(publisher: EventSink) -> Engine:
@@ -135,6 +138,7 @@ def _with_tiers(
             chunk_tokens=settings.prefill_chunk,
             spare={tier: -(-number // SPARE) for tier, number in num_blocks.items()},
             max_num_seqs=settings.max_num_seqs,
+            link=link,
         )
 
     gpu = None if model.device.type == "cpu" else model.device.index or 0
@@ -148,6 +152,18 @@ def _with_tiers(
         settings.prefill_chunk,
         settings.model if tokenizer is not None else "",
     )
+
+
+def _link(settings: WorkerSettings, model: Llama, shape: KVShape, stack: ExitStack) -> Link:
+    """Where other workers that compute the same bits may fetch KV; open as long as `stack` is."""
+    from app.http.server import listen  # engines on their own need no web server
+
+    listening = stack.enter_context(listen(settings.host, settings.kv_port))
+    weights = f"{model.checksum():016x}"
+    computed = _fingerprint(settings, model, shape, weights)
+    kind = {"weights": weights, "blocks": str(shape), "computed": f"{computed:016x}"}
+    host = urlsplit(settings.resolved_address()).hostname or settings.host
+    return Link(listening, host, kind)
 
 
 def _slot_file(

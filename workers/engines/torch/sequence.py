@@ -67,7 +67,6 @@ class TokenSequence:
                 len(ids), request.max_tokens, "the model takes", config.max_position_embeddings
             )
         num_blocks = -(-num_tokens // block_size)
-        seed = seed_for(cache_namespace=request.salt)
         if num_blocks > num_slots:
             raise PromptTooLargeError(
                 len(ids), request.max_tokens, "the KV pool holds", num_slots * block_size
@@ -77,7 +76,7 @@ class TokenSequence:
             ids.tolist(),
             len(ids),
             block_size,
-            compute_sequence_hashes(compute_local_hashes(request.prompt, block_size, seed=seed)),
+            blocks_of(request.prompt, block_size, request.salt),
             num_blocks,
             Sampler(request.sampling),
         )
@@ -134,6 +133,12 @@ class Chunk(NamedTuple):
     @property
     def is_last(self) -> bool:
         return self.stop == self.sequence.num_prompt
+
+
+def blocks_of(prompt: bytes, block_size: int, salt: str) -> list[SequenceHash]:
+    """Hashes of a prompt's full blocks."""
+    seed = seed_for(cache_namespace=salt)
+    return compute_sequence_hashes(compute_local_hashes(prompt, block_size, seed=seed))
 
 
 def step_of(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.core.hashing import token_bytes
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED
 from app.http.server import listen
@@ -140,8 +141,7 @@ async def test_a_held_prefix_is_handed_on_from_any_tier_without_computing(
         for tier in above:
             await source.evict(tier)
         computed = source.spy.computed
-        assert source.engine._exchange is not None
-        kept = await source.engine._exchange.keep_held(blocks_of(longer), LEASE_S)
+        kept = await source.engine.hand_on(token_bytes(longer), LEASE_S)
         assert kept is not None
         tokens, finished = await target.ask(longer, 6, source=kept)
         await all_let_go(source)
@@ -154,8 +154,7 @@ async def test_a_held_prefix_is_handed_on_from_any_tier_without_computing(
 
 async def test_nothing_held_is_handed_on_as_nothing(tmp_path: Path) -> None:
     async with linked(tmp_path) as (source, _):
-        assert source.engine._exchange is not None
-        assert await source.engine._exchange.keep_held(blocks_of(PROMPT), LEASE_S) is None
+        assert await source.engine.hand_on(token_bytes(PROMPT), LEASE_S) is None
         await all_let_go(source)
 
 

@@ -28,6 +28,7 @@ from workers.engines.hosting import host
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.loading import _fingerprint, _identity
+from workers.kv.remote.frames import Source
 from workers.main import serve
 
 SETTINGS = WorkerSettings(
@@ -199,12 +200,46 @@ async def serving(settings: WorkerSettings) -> AsyncIterator[tuple[Engine, FakeP
         hosted.close()
 
 
-async def finished(engine: Engine, prompt: list[int]) -> Finished:
-    request = CompletionRequest("r", token_bytes(prompt), 1)
+async def finished(engine: Engine, prompt: list[int], source: Source | None = None) -> Finished:
+    request = CompletionRequest("r", token_bytes(prompt), 1, source=source)
     async for output in engine.complete(request):
         last = output
     assert last.finished is not None
     return last.finished
+
+
+@pytest.mark.parametrize(
+    ("changes", "fetched"), [({}, 256), ({"block_size": 32}, 0), ({"prefill_chunk": 128}, 0)]
+)
+async def test_workers_hand_kv_on_if_they_compute_the_same_bits(
+    changes: dict[str, Any], fetched: int
+) -> None:
+    settings = replace(SETTINGS, host="127.0.0.1", kv_transfer="kvroute")
+    prompt = [n % 251 for n in range(300)]
+    async with serving(settings) as (source, _), serving(replace(settings, **changes)) as (at, _):
+        assert source.transfers
+        await finished(source, prompt)
+        kept = await source.hand_on(token_bytes(prompt), 60)
+        assert kept is not None
+        assert (kept.host, kept.num_tokens) == ("127.0.0.1", 256)
+        assert (await finished(at, prompt, kept)).cached_tokens == fetched
+
+
+async def test_a_worker_hands_nothing_on_unless_it_is_told_to() -> None:
+    async with serving(SETTINGS) as (engine, _):
+        assert not engine.transfers
+        await finished(engine, [1] * 300)
+        assert await engine.hand_on(token_bytes([1] * 300), 60) is None
+
+
+def test_models_differ_if_any_weight_does() -> None:
+    model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.bfloat16, device="cpu")
+    before = model.checksum()
+    assert (
+        before == Llama.random(SIZES["tiny"], seed=0, dtype=torch.bfloat16, device="cpu").checksum()
+    )
+    dict(model._weights())["model.layers.1.mlp.down_proj.weight"][3, 5] += 1
+    assert model.checksum() != before
 
 
 async def test_chunk_write_policy_and_disk_settings_take_effect_across_restarts(
