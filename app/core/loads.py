@@ -121,9 +121,9 @@ def fading(rounds: int) -> float:
     return math.exp(-max(0, rounds) / (MEMORY_ROUNDS * ROUND))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reservation:
-    """What one request is to be promised."""
+    """What one request is to be promised. Not frozen, and neither is a Wish: see RouteRequest."""
 
     request_id: str
     prefill_tokens: int
@@ -147,7 +147,7 @@ class Reservation:
         return self.prefill_tokens == 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wish:
     """A reservation, and what the decision for its worker was made from."""
 

@@ -215,13 +215,18 @@ def _eviction_weight(candidates: Candidates) -> Floats:
     return chance
 
 
-def predicted_prefill_s(candidates: Candidates, size: RequestSize) -> Floats:
+def predicted_prefill_s(
+    candidates: Candidates, size: RequestSize, device: Floats | None = None
+) -> Floats:
     """Seconds each worker would take to load the cached part of the prompt and compute the rest.
 
-    Engines always compute the last token, so even a fully cached prompt costs one.
+    device: blocks on each device; None: those that it holds. Engines always compute the last token,
+    so even a fully cached prompt costs one.
     """
     host, disk = candidates.overlap_host, candidates.overlap_disk
-    cached = (candidates.overlap_device + host + disk) * size.block_size
+    cached = ((candidates.overlap_device if device is None else device) + host + disk) * (
+        size.block_size
+    )
     uncached = np.maximum(size.isl_tokens - cached, 1.0)
     # uncached * cached + uncached² / 2 pairs, where cached = isl - uncached
     attended = size.isl_tokens - 0.5 * uncached

@@ -308,13 +308,11 @@ def _wish(
     if seconds is None:
         seconds = predicted_prefill_s(candidates, size)
     of_target, of_source = owed(route, candidates, size, seconds)
-    wish = _promise(query, view, route.target, of_target)
-    if of_source is None:
-        return wish
-    return replace(wish, source=_promise(query, view, route.source, of_source))
+    source = None if of_source is None else _promise(query, view, route.source, of_source)
+    return _promise(query, view, route.target, of_target, source)
 
 
-def _promise(query: Query, view: View, at: int, what: Owed) -> Wish:
+def _promise(query: Query, view: View, at: int, what: Owed, source: Wish | None = None) -> Wish:
     reservation = Reservation(
         query.request.request_id,
         prefill_tokens=what.prefill_tokens,
@@ -326,7 +324,11 @@ def _promise(query: Query, view: View, at: int, what: Owed) -> Wish:
         carried=query.request.carried,
     )
     return Wish(
-        view.incarnations[at], reservation, view.infos[at].max_requests, view.load(at).total
+        view.incarnations[at],
+        reservation,
+        view.infos[at].max_requests,
+        seen_total=view.total(at),
+        source=source,
     )
 
 

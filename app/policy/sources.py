@@ -8,7 +8,7 @@ three have one price, in the seconds of `app.policy.cost.latency`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -128,14 +128,11 @@ def routes_with_source(
     the others.
     """
     owners, targets = eligible & roles.sources, eligible & room & roles.receivers
-    if not owners.any() or not targets.any():
-        return []
     if policy != "latency":
-        sources = owners & room & roles.prefill
-        if not sources.any():
+        source = _cheapest(costs.cost, owners & room & roles.prefill, rng)
+        target = _cheapest(costs.cost, targets, rng)
+        if source is None or target is None:
             return []
-        source = _cheapest(costs.cost, sources, rng)[0]
-        target = _cheapest(costs.cost, targets, rng)[0]
         return [Route(Form.SPLIT, target, source, float(costs.cost[target]))]
     routes = [_split(candidates, size, costs, owners & room, targets, rng)]
     if roles.fetches:
@@ -172,16 +169,24 @@ def _split(
         + terms["eviction_s"]
         + terms["decode_s"]
     )
-    pairs = [
-        (float(computing[source] + decoding[target]), source, target)
-        for source in _cheapest(computing, sources, rng)
-        for target in _cheapest(decoding, targets, rng)
-        if source != target
-    ]
-    if not pairs:
+    source, target = _cheapest(computing, sources, rng), _cheapest(decoding, targets, rng)
+    if source is None or target is None:
         return None
-    cost, source, target = min(pairs)
-    return Route(Form.SPLIT, target, source, cost)
+    pairs: list[tuple[int | None, int | None]] = [(source, target)]
+    if source == target:
+        others = sources.copy(), targets.copy()
+        for mask in others:
+            mask[source] = False
+        pairs = [
+            (_cheapest(computing, others[0], rng), target),
+            (source, _cheapest(decoding, others[1], rng)),
+        ]
+    routes = [
+        Route(Form.SPLIT, t, s, float(computing[s] + decoding[t]))
+        for s, t in pairs
+        if s is not None and t is not None
+    ]
+    return min(routes, key=lambda one: one.cost, default=None)
 
 
 def _fetch(
@@ -202,15 +207,12 @@ def _fetch(
     longest = held.max()
     if longest == 0.0:
         return None
-    source = _cheapest(candidates.sending_s, sources & (held == longest), rng)[0]
+    source = _cheapest(candidates.sending_s, sources & (held == longest), rng)
+    assert source is not None
     gained = np.maximum(longest - candidates.overlap, 0.0)
     gaining = targets & (gained > 0.0)
     gaining[source] = False
-    if not gaining.any():
-        return None
-    rest_s = predicted_prefill_s(
-        replace(candidates, overlap_device=candidates.overlap_device + gained), size
-    )
+    rest_s = predicted_prefill_s(candidates, size, candidates.overlap_device + gained)
     terms = costs.terms
     left = rest_s / np.maximum(terms["prefill_s"], 1e-12)
     # Of the terms that grow with what is computed, all but evictions: what arrives takes as much
@@ -219,7 +221,9 @@ def _fetch(
     total = costs.cost - (1.0 - left) * growing
     total += SENDING_WEIGHT * candidates.sending_s[source]
     total += transfer_s(candidates, gained * size.block_size)
-    target = _cheapest(total, gaining, rng)[0]
+    target = _cheapest(total, gaining, rng)
+    if target is None:
+        return None
     return Route(Form.FETCH, target, source, float(total[target]), int(longest))
 
 
@@ -243,7 +247,7 @@ def owed(
     device = candidates.overlap_device.copy()
     gained = route.held - candidates.overlap[target]
     device[target] += gained
-    rest_s = predicted_prefill_s(replace(candidates, overlap_device=device), size)
+    rest_s = predicted_prefill_s(candidates, size, device)
     rest = Owed(_uncached(size, route.held), float(rest_s[target]), size.isl_blocks)
     sending_s = _sending_s(candidates, target, gained * size.block_size)
     return rest, Owed(0, 0.0, route.held, sending_s)
@@ -271,8 +275,12 @@ def last_token_s(candidates: Candidates, size: RequestSize) -> Floats:
     return seconds
 
 
-def _cheapest(cost: Floats, allowed: Mask, rng: Generator) -> list[int]:
-    """The cheapest of the allowed and the second cheapest, equals in random order."""
-    (places,) = (allowed & np.isfinite(cost)).nonzero()
-    places = rng.permutation(places)
-    return [int(places[at]) for at in cost[places].argsort(kind="stable")[:2]]
+def _cheapest(cost: Floats, allowed: Mask, rng: Generator) -> int | None:
+    """One of the cheapest of the allowed, at random; None: there is none, or each is ruled out."""
+    costs = np.where(allowed, cost, np.inf)
+    place = int(costs.argmin())
+    lowest = costs[place]
+    if lowest == np.inf:
+        return None
+    (equals,) = (costs == lowest).nonzero()
+    return place if equals.size == 1 else int(equals[rng.integers(equals.size)])

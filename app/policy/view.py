@@ -13,7 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.core.keys import metrics_interval_s
-from app.core.loads import MEMORY_ROUNDS, ROUND, Load, Loads, Reservation, Snapshot, fading
+from app.core.loads import (
+    LOAD_FIELDS,
+    MEMORY_ROUNDS,
+    ROUND,
+    Load,
+    Loads,
+    Reservation,
+    Snapshot,
+    fading,
+)
 from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import (
@@ -55,6 +64,7 @@ METRICS_ROWS = {
     "kv_idle_before_evict_s": "kv_idle_before_evict_s",
 }
 """Rows of Candidates, and the fields of ForwardPassMetrics that they show."""
+TOTAL = LOAD_FIELDS.index("total")
 KV_TOTAL = list(METRICS_ROWS).index("kv_total_blocks")
 SPEED_ROWS = tuple(f.name for f in fields(Speed))
 
@@ -201,9 +211,9 @@ class View:
         """Of each worker, in a copy."""
         return list(map(self._loads.at, range(len(self.incarnations))))
 
-    def load(self, position: int) -> Load:
-        """That of the worker at `position`."""
-        return self._loads.at(position)
+    def total(self, position: int) -> int:
+        """Reservations ever made on the worker at `position`."""
+        return int(self._loads.columns[TOTAL, position])
 
     @property
     def is_short(self) -> bool:
