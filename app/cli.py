@@ -84,6 +84,7 @@ class _Main(_LazyGroup):
         "whatif": "app.ops.explain",
         "restore": "app.ops.restore",
         "reset": "app.ops.reset",
+        "top": "app.console.top",
     }
 
 

@@ -130,6 +130,7 @@ def test_the_help_lists_all_commands() -> None:
         "reset",
         "restore",
         "router",
+        "top",
         "up",
         "whatif",
         "worker",
