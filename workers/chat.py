@@ -32,8 +32,9 @@ from workers.engines.openai.members import Generated, generated
 from workers.engines.openai.messages import MessageForm
 from workers.engines.openai.responses import ResponseForm
 from workers.engines.openai.scripts import Script, check_unscripted, script_of
+from workers.engines.openai.transfers import PARAMS
 from workers.engines.openai.writers import NATURAL_TOKENS, Served, written
-from workers.http import ids_of, respond, respond_whole, texts_of
+from workers.http import handed_on, ids_of, respond, respond_whole, texts_of
 from workers.texts import decoded, encoded
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -144,6 +145,8 @@ class _Chats:
             prompt = await self._rendered(chat)
         if not prompt:
             raise InvalidRequest(names["prompt"], "is empty")
+        if asked.travels.held_only:
+            return await handed_on(served, [prompt], asked)
         request_id = asked.request_id or new_id()
         form = form_of(request_id, asked, script)
         try:
@@ -243,7 +246,7 @@ class _Chats:
 
 def _given_ids(fields: Mapping[str, Any]) -> bytes | None:
     """A prompt as a router gives it."""
-    params = fields.get("kv_transfer_params")
+    params = fields.get(PARAMS)
     given = params.get("prompt_token_ids") if isinstance(params, dict) else None
     if given is None:
         given = fields.get("input_ids")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -26,7 +26,8 @@ from workers.engines.base import EngineStoppedError, QueueFullError
 from workers.engines.openai.answer import Answer, Form, WholeForm
 from workers.engines.openai.completions import STOPPING, CompletionForm
 from workers.engines.openai.members import GENERATION, Generated, check_members, generated
-from workers.engines.openai.writers import Served, written
+from workers.engines.openai.transfers import KEEP_S, PARAMS, params_of
+from workers.engines.openai.writers import Served, check_travels, written
 from workers.metrics import registry_of
 from workers.texts import encoded
 
@@ -96,8 +97,12 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        answer, asked = await _completion(request, served)
-        return await respond(request, answer, streams=asked.stream)
+        fields, prompts = await _read(request, served)
+        check_members(fields, _COMPLETION)
+        asked = generated(fields)
+        if asked.travels.held_only:
+            return await handed_on(served, prompts, asked)
+        return await respond(request, _completion(served, prompts, asked), streams=asked.stream)
 
     return app
 
@@ -135,17 +140,20 @@ async def respond(request: Request, answer: Answer[Form], *, streams: bool) -> R
     return _Stream(answer) if streams else await respond_whole(request, answer)
 
 
-async def _completion(request: Request, served: Served) -> tuple[Answer[Form], Generated]:
-    """Submitted. Raises InvalidRequest, naming the field and its value, what `read_body` raises,
-    and as Engine.complete."""
-    fields, prompts = await _read(request, served)
-    check_members(fields, _COMPLETION)
-    asked = generated(fields)
+async def handed_on(served: Served, prompts: Sequence[bytes], asked: Generated) -> Response:
+    """Keeps what is held of a prompt for another worker, and says where. Raises InvalidRequest."""
+    check_travels(served, asked, len(prompts))
+    kept = await served.engine.hand_on(prompts[0], KEEP_S, asked.salt)
+    return json_response({PARAMS: params_of(kept)} if kept else {})
+
+
+def _completion(served: Served, prompts: list[bytes], asked: Generated) -> Answer[Form]:
+    """Submitted. Raises InvalidRequest, naming the field and its value, and as Engine.complete."""
     request_id = asked.request_id or f"cmpl-{new_id()}"
     limit = asked.max_tokens or DEFAULT_MAX_TOKENS
     writers = written(served, prompts, asked, request_id, limit=limit)
     form = CompletionForm(request_id, served.names[0], choices=len(writers))
-    return Answer(writers, form, per_prompt=asked.choices), asked
+    return Answer(writers, form, per_prompt=asked.choices)
 
 
 async def _read(request: Request, served: Served) -> tuple[Mapping[str, object], list[bytes]]:

@@ -17,7 +17,7 @@ from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.settings import base_url
 from app.core.types import WORKER_ID, Tier, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
+from app.core.worker_report import ForwardPassMetrics, Role, Speed, WorkerInfo
 from app.http.server import listen, nothing
 from app.http.server import serve as serve_http
 from app.state.connect import connected
@@ -178,6 +178,8 @@ async def _new_agent(
         max_model_len=hosted.num_blocks[Tier.DEVICE] * settings.block_size,
         tokenizer=hosted.tokenizer_source,
         host_total_blocks=hosted.num_blocks[Tier.HOST],
+        role=Role.parse(settings.role),
+        kv_transfer=settings.kv_transfer,
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)

@@ -172,6 +172,12 @@ class MemberSettings(CommonSettings):
     """What all that register workers share."""
 
     worker_id: str = setting("", "Name in the fleet; unset: the host name.", heading="Worker")
+    role: str = setting(
+        "both",
+        "prefill: computes prompts for other workers, and never decodes; decode: computes no "
+        "prompts for others; both.",
+        OneOf(("both", "prefill", "decode")),
+    )
     max_requests: int = setting(
         256,
         "Requests that may be reserved on the worker at once; then it is full.",
@@ -343,12 +349,6 @@ class EngineAgentSettings(MemberSettings):
     )
     model: str = setting(
         "", "Ids that requests may name, separated by commas; unset: those that the engine lists."
-    )
-    role: str = setting(
-        "both",
-        "prefill: computes prompts for other workers, and never decodes; decode: computes no "
-        "prompts for others; both.",
-        OneOf(("both", "prefill", "decode")),
     )
     kv_transfer: str = setting(
         "",

@@ -55,6 +55,19 @@ def request_of(request_id: str, prompt: list[int], max_tokens: int) -> SimReques
 OUTPUT = request_of("r", ABC, 7).output_tokens(0, 7)
 
 
+FETCHED = {
+    "do_remote_prefill": True,
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+    "remote_request_id": "kept",
+    "remote_num_tokens": 4,
+}
+
+
+def travelling(params: object) -> dict[str, object]:
+    return {"prompt": [1], "kv_transfer_params": params}
+
+
 class FakeTime:
     """A clock that moves while the runner sleeps, by `late_s` more than it asked for."""
 
@@ -497,6 +510,26 @@ async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_
         ({"prompt": [1], "request_id": "a b"}, "request_id", "got 'a b'"),
         ({"prompt": [1], "request_id": "x" * 129}, "request_id", "got 'xxx"),
         ([1], "body", "got `array`"),
+        (travelling(7), "kv_transfer_params", "got 7"),
+        (travelling({"do_remote_decode": 1}), "kv_transfer_params.do_remote_decode", "got 1"),
+        (
+            travelling({"do_remote_decode": True, "do_remote_prefill": True}),
+            "kv_transfer_params",
+            "either for a source or for a target",
+        ),
+        (travelling(FETCHED | {"remote_host": ""}), "kv_transfer_params.remote_host", "got ''"),
+        (travelling(FETCHED | {"remote_port": 0}), "kv_transfer_params.remote_port", "got 0"),
+        (
+            travelling(FETCHED | {"remote_num_tokens": "4"}),
+            "kv_transfer_params.remote_num_tokens",
+            "got '4'",
+        ),
+        (travelling(FETCHED), "kv_transfer_params", "this worker has no --kv-transfer"),
+        (
+            travelling({"do_remote_decode": True, "cached_only": True}),
+            "kv_transfer_params",
+            "this worker has no --kv-transfer",
+        ),
     ],
 )
 async def test_bad_input_is_refused_with_the_field_and_its_value(

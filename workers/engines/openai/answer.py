@@ -11,6 +11,8 @@ from typing import Generic, Protocol, TypeVar
 from app.simulation.steps import Finished
 from workers.engines.base import CompletionRequest, Engine, EngineStoppedError, TextStream
 from workers.engines.openai.stops import StopStrings
+from workers.engines.openai.transfers import with_kept
+from workers.kv.remote.frames import Source
 
 LONG_OUTPUT_TOKENS = 1024
 """Decoding this many tokens takes milliseconds, 100,000 most of a second."""
@@ -92,6 +94,11 @@ class Writer:
                 self.cancel()
                 break
 
+    @property
+    def kept(self) -> Source | None:
+        """Where its prompt's KV is kept for another worker."""
+        return self._generation.kept
+
     def usage(self) -> Usage:
         """So far."""
         cached = None if self.finished is None else _by_tier(self.finished)
@@ -171,7 +178,8 @@ class Answer(Generic[F_co]):
             choices[piece.index] = Piece(
                 piece.index, text, token_ids, piece.finish_reason, piece.stopped_by
             )
-        return self._form.whole([choices[index] for index in sorted(choices)], self._usage())
+        body = self._form.whole([choices[index] for index in sorted(choices)], self._usage())
+        return with_kept(body, self._writers[0].kept)
 
     async def _pieces(self) -> AsyncIterator[Piece]:
         """Those of all choices, as they come."""

@@ -11,8 +11,9 @@ from xxhash import xxh3_64_hexdigest
 from app.core.errors import InvalidRequest, shown
 from app.door.tokens import Unrenderable, chat_of_messages, chat_of_response
 from workers.engines.openai.members import GENERATION, check_members, count, stops_in
+from workers.engines.openai.transfers import PARAMS
 
-_ROUTERS = frozenset({"kv_transfer_params", "input_ids"})
+_ROUTERS = frozenset({PARAMS, "input_ids"})
 """By which a router gives the ids of the prompt."""
 _RENDERED = frozenset({"messages", "tools", "tool_choice", "parallel_tool_calls"})
 _CHAT = (

@@ -11,6 +11,7 @@ import numpy as np
 
 from app.core.errors import InvalidRequest, shown
 from app.core.types import checked_request_id
+from workers.engines.openai.transfers import PARAMS, Travels, travels
 from workers.engines.sampling_options import Sampling
 
 MAX_CHOICES = 128
@@ -22,6 +23,7 @@ GENERATION = frozenset(
     (
         *("model", "stream", "stream_options", "stream_interval", "max_tokens", "min_tokens"),
         *("n", "stop", "ignore_eos", "request_id", "return_token_ids", "cache_salt"),
+        PARAMS,
         *_SAMPLING,
     )
 )
@@ -77,6 +79,7 @@ class Generated:
     sampling: Sampling
     ignore_eos: bool
     salt: str
+    travels: Travels
 
 
 def generated(fields: Mapping[str, Any]) -> Generated:
@@ -98,6 +101,7 @@ def generated(fields: Mapping[str, Any]) -> Generated:
         Sampling(**chosen),
         flag(fields, "ignore_eos"),
         salt_in(fields),
+        travels(fields),
     )
 
 

@@ -12,6 +12,7 @@ from workers.engines.base import CompletionRequest, Engine, TextStream, Tokenize
 from workers.engines.openai.answer import Writer
 from workers.engines.openai.members import MAX_CHOICES, Generated
 from workers.engines.openai.scripts import Script, ScriptStream
+from workers.engines.openai.transfers import KEEP_S, PARAMS
 
 NATURAL_TOKENS = 128
 """After so many an answer to a chat with made up words ends, unless it is to go on."""
@@ -47,6 +48,7 @@ def written(
     """
     num_choices = len(prompts) * asked.choices
     _check(served, asked, limit, num_choices)
+    check_travels(served, asked, num_choices)
     if script is not None:
         natural = script.num_tokens
     elif natural is not None:
@@ -61,7 +63,14 @@ def written(
                 Writer(
                     served.engine,
                     CompletionRequest(
-                        name, prompt, num_tokens, asked.sampling, asked.ignore_eos, asked.salt
+                        name,
+                        prompt,
+                        num_tokens,
+                        asked.sampling,
+                        asked.ignore_eos,
+                        asked.salt,
+                        asked.travels.source,
+                        KEEP_S if asked.travels.keeps else 0.0,
                     ),
                     _text(served, prompt, script),
                     stream_interval=asked.stream_interval if asked.stream else num_tokens,
@@ -87,6 +96,16 @@ def _check(served: Served, asked: Generated, limit: int, num_choices: int) -> No
         raise InvalidRequest("min_tokens", f"is {asked.min_tokens}, over max_tokens {limit}")
     if asked.min_tokens and not served.invents:
         raise InvalidRequest("min_tokens", f"is not supported here, got {asked.min_tokens}")
+
+
+def check_travels(served: Served, asked: Generated, num_choices: int) -> None:
+    """Raises InvalidRequest."""
+    if not asked.travels.keeps and asked.travels.source is None:
+        return
+    if not served.engine.transfers:
+        raise InvalidRequest(PARAMS, "is not supported: this worker has no --kv-transfer")
+    if num_choices != 1:
+        raise InvalidRequest(PARAMS, f"is for one prompt and one choice, got {num_choices}")
 
 
 def _text(served: Served, prompt: bytes, script: Script | None) -> TextStream | None:
