@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
 from app.core.worker_report import ForwardPassMetrics
 from app.edge.console_page import POLICY
 from app.local.redis_server import EmbeddedRedis
+from app.state.connect import connect
 from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
+from tests.redis_servers import stopped
 
 API = "/console/api"
 PROMPT = list(range(8))
@@ -355,3 +359,49 @@ async def test_a_console_that_is_off_is_not_there(
     async with replica(one_redis_server.url, console=False) as client:
         for path in ("/console/", "/console/static/main.js", f"{API}/overview"):
             assert (await client.get(path)).status_code == 404
+
+
+async def test_while_redis_is_away_the_last_answer_is_given_and_said_to_be_old(
+    own_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with (
+        connect(own_redis_server.url) as redis,
+        replica(own_redis_server.url, redis_timeout_ms=100) as client,
+    ):
+        await FakeWorkers(redis).register("w1")
+        first = await eventually(lambda: client.get(f"{API}/workers"), lambda r: r.json()["rows"])
+        assert "x-kvroute-stale" not in first.headers
+        assert own_redis_server.pid is not None
+        with stopped(own_redis_server.pid):
+            later = await eventually(
+                lambda: client.get(f"{API}/workers"), lambda r: "x-kvroute-stale" in r.headers
+            )
+            assert later.status_code == 200
+            assert later.json()["rows"][0][0] == "w1:0"
+            # What nobody had asked before has no last answer.
+            reply = await client.get(f"{API}/waiting", timeout=20)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "redis_unavailable")
+        await eventually(
+            lambda: client.get(f"{API}/workers"), lambda r: "x-kvroute-stale" not in r.headers
+        )
+        told = await eventually(
+            lambda: answer(client, "events"), lambda e: e["events"][0]["kind"] == "redis_away"
+        )
+        assert told["events"][0]["level"] == "bad"
+
+
+async def test_with_a_thousand_workers_an_answer_stays_small(
+    client: httpx.AsyncClient, redis: Redis
+) -> None:
+    fleet = FakeWorkers(redis)
+    for at in range(0, 1000, 50):
+        names = [f"worker-{number:04}" for number in range(at, at + 50)]
+        await asyncio.gather(*(fleet.register(name, models=("llama",)) for name in names))
+    size = 200_000
+    await eventually(lambda: answer(client, "workers"), lambda t: len(t["rows"]) == 1000)
+    history = await eventually(
+        lambda: answer(client, "history"), lambda h: len(h["heat"]["workers"]) == 100, within_s=20
+    )
+    assert len(history["heat"]["workers"]) == 100
+    for question in ("overview", "workers", "decisions", "history", "events", "waiting"):
+        assert len((await client.get(f"{API}/{question}")).content) < size, question
