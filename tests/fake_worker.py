@@ -161,12 +161,12 @@ class FakeWorkers:
         self,
         name: str,
         tokens: Sequence[int],
-        tier: Tier = Tier.DEVICE,
+        tier: Tier | None = Tier.DEVICE,
         *,
         lora_name: str | None = None,
         mm_hashes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Have `name` hold the full blocks of `tokens` in `tier`."""
+        """Have `name` hold the full blocks of `tokens` in `tier`; None: no longer."""
         local = compute_local_hashes(
             tokens, BLOCK_SIZE, seed=seed_for(lora_name), mm_hashes=mm_hashes
         )

@@ -10,7 +10,7 @@ from app.console import findings, history, roster
 from app.console.figures import LONG_WINDOW_S, WINDOW_S, Together
 from app.console.history import Curves
 from app.console.kept import Kept, KeptAnswers
-from app.console.sampler import SPOKE_MS, Sampler, short
+from app.console.sampler import Sampler, short
 from app.console.tail import COLUMNS, DecisionTail, Entry, Wanted, place
 from app.console.whatif import WhatIf
 from app.core.check import Check
@@ -94,7 +94,7 @@ class Console:
         there = {
             name: (at_ms, figures)
             for name, (at_ms, figures) in sorted(said.items())
-            if now_ms - at_ms <= SPOKE_MS
+            if now_ms - at_ms <= replicas.SPOKE_MS
         }
         together = Together(figures for _, figures in there.values())
         found = await self._checks.now()

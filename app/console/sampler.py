@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 TIMEOUT_S = 2.0
-SPOKE_MS = 5000
-"""A replica that spoke so recently is there."""
 MAX_QUEUES = 200
 """Workers whose queues a sample has: those with the longest."""
 
@@ -73,7 +71,12 @@ class Sampler:
         if view is not None:
             self.roster.see(view)
         self._window.add(read(self._router.telemetry.registry), now_s)
-        said = {**self._about, "uptime_s": round(now_s - self._started_s), **self._window.figures()}
+        said = {
+            **self._about,
+            "uptime_s": round(now_s - self._started_s),
+            "reuse": self._router.telemetry.reuse.lately(now_s),
+            **self._window.figures(),
+        }
         now_ms = await self._runner.one(replicas.beat(self._keyspace, self._replica, said))
         step = now_ms // replicas.STEP_MS
         if step != self._step:

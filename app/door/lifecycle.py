@@ -137,6 +137,9 @@ class Lifecycle:
         if not record.end(outcome, ended_by=ended_by, usage=usage):
             return
         decision, self._held = self._held, None
+        if decision is not None:
+            cached = usage.cached if usage is not None and not record.migrations else None
+            self._router.telemetry.reuse.ended(decision, record.model_name, cached)
         if decision is not None and outcome == "ok":
             self._router.answered(decision, self._request)
         if decision is not None and decision.reserved:

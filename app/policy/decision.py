@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from app.core.loads import Load, Reservation
 from app.core.overlaps import Overlaps
@@ -11,6 +12,21 @@ from app.core.worker_report import WorkerInfo
 from app.policy.locality import Best, Locality
 from app.policy.sources import Form
 from app.policy.trust import Trust
+
+
+class Step(StrEnum):
+    """Of the tokens of a prompt, those of each step are some of the step before it: asked before,
+    held by a worker, by one that could take the request, by the one chosen, and cached there."""
+
+    SEEN = "seen"
+    HELD = "held"
+    BEST = "best"
+    CHOSEN = "chosen"
+    USED = "used"
+
+
+Lost = dict[tuple[str, str], int]
+"""Tokens of a prompt, by the step that they did not reach, and why."""
 
 
 @dataclass(slots=True)
@@ -44,6 +60,8 @@ class RouteRequest:
     carried: bool = False
     local_only: bool = False
     model: str = ""
+    asked_blocks: int | None = None
+    """Leading blocks that were asked before, as its first decision found; None: there was none."""
 
 
 @dataclass(slots=True)
@@ -56,8 +74,11 @@ class Query:
     began_ms: int | None = None
     """When it came in, by the Redis clock; None: that is not known yet."""
     overlaps: Overlaps = field(default_factory=Overlaps)
+    """As far as engines reuse them."""
     published: Overlaps | None = None
     """Those that workers have published, without what they are foreseen to hold; None: all."""
+    held: Overlaps = field(default_factory=Overlaps)
+    """As far as workers hold them."""
     bound: dict[Incarnation, int] = field(default_factory=dict)
     """How many blocks of the overlaps are not published: see Decision.bound_blocks."""
     is_short: bool = False
@@ -153,6 +174,8 @@ class Decision:
     """None: the worker computes itself what it lacks."""
     forms: dict[Form, float]
     """What the cheapest of each form costs, in seconds, where workers can pass on their KV."""
+    lost: Lost
+    """Filled if it reserves: what the worker lacks of the prompt. See app/policy/reuse.py."""
     candidates: list[Candidate]
     """Filled if the request asked for an explanation."""
 

@@ -278,6 +278,7 @@ def _decision(
         waited_ms=query.waited_ms,
         source=_source(view, route, overlap, wish, reserves=reserves),
         forms={},
+        lost={},
         candidates=[],
     )
 

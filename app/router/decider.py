@@ -19,6 +19,7 @@ from app.core.errors import (
 from app.core.loads import Refused, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.rate_limit import RateLimit
+from app.policy.decision import Query
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import View
 from app.router.history import History
@@ -312,14 +313,16 @@ class Decider:
         )
         telemetry.saved_s.inc(plan.saved_s)
         self._history.add(plan, self._replica.fleet.shards or 1)
-        self._note_decision(plan)
+        self._note_decision(pending.query, plan)
         if pending.answer.done():
             # The caller has hung up meanwhile.
             self._maintenance.release_soon(decision.reservation_id, plan.wish.reservation.attempt)
         pending.resolve(decision)
 
-    def _note_decision(self, plan: Plan) -> None:
-        self._replica.telemetry.locality_of(plan.decision.locality).inc()
+    def _note_decision(self, query: Query, plan: Plan) -> None:
+        telemetry = self._replica.telemetry
+        telemetry.reuse.decided(query, plan)
+        telemetry.locality_of(plan.decision.locality).inc()
         self._history.record(plan)
 
     def _decide_degraded(self, batch: list[Pending], reason: Exception) -> None:
@@ -334,7 +337,7 @@ class Decider:
             if view is None:
                 pending.fail(NoWorkers(f"no worker has been seen yet: {reason}"))
                 continue
-            pending.query.overlaps = Overlaps()
+            pending.query.overlaps = pending.query.held = Overlaps()
             pending.query.waited_ms = pending.waited_ms(time.perf_counter())
             try:
                 plan = self._selector.plan(pending.query, view, degraded=True)
@@ -344,7 +347,7 @@ class Decider:
             self._replica.telemetry.degraded.inc()
             if pending.request.reserve:
                 plan.count()
-                self._note_decision(plan)
+                self._note_decision(pending.query, plan)
             pending.resolve(plan.decision)
 
 

@@ -79,11 +79,11 @@ class LookUp:
             query.is_short = isinstance(found, overlap.LowerBound) or (
                 self._replica.settings.kv_events and (found is None or view.is_short)
             )
-            query.trust = _trust(found, query.is_short)
             known = ahead if isinstance(ahead, dict) else {}
             overlaps_now = Overlaps() if found is None else found
             query.published = overlaps_now if known else None
             overlaps_now = with_predicted(overlaps_now, known)
+            query.trust = _trust(found, query.is_short, bool(known))
             if self._replica.settings.kv_events:
                 chain, now_s = query.request.chain, time.monotonic()
                 held = self._recent.held(chain, overlaps_now, now_s)
@@ -92,6 +92,7 @@ class LookUp:
                     for inc, blocks in held.items()
                 }
                 overlaps_now = with_predicted(overlaps_now, held)
+            query.held = overlaps_now
             query.overlaps = view.reusable(overlaps_now, query.request.isl_tokens)
         for visits in recalled:
             if isinstance(visits, list):
@@ -100,11 +101,11 @@ class LookUp:
         return view
 
 
-def _trust(found: Overlaps | None, is_short: bool) -> Trust:
-    """found: by the index; None: by a replica without one, it is foreseen."""
+def _trust(found: Overlaps | None, is_short: bool, is_foreseen: bool) -> Trust:
+    """found: by the index; None: by none, though there may be one. is_foreseen: in part."""
     if found is None:
         return Trust.BLIND if is_short else Trust.BOUND
-    is_bound = is_short or isinstance(found, overlap.Rough)
+    is_bound = is_short or is_foreseen or isinstance(found, overlap.Rough)
     return Trust.BOUND if is_bound else Trust.EXACT
 
 

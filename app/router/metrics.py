@@ -14,6 +14,7 @@ from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import GPU, METRICS, Item
 from app.http.metrics import Family, Sampled, Scraped, Table, counter, gauge, histogram
 from app.policy.view import View
+from app.router.reuse import Reuse
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _WAITED_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -236,6 +237,7 @@ class Telemetry(Table):
         for tier in ("device", "host", "disk"):
             self.overlap_of(tier)
         self._counted: dict[str, tuple[Counter, Counter]] = {}
+        self.reuse = Reuse(self.registry)
         self.view: View | None = None
         """Whose workers are shown."""
         self.registry.register(Scraped(WORKER_FAMILIES.values(), lambda: _samples(self.view)))

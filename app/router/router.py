@@ -119,6 +119,8 @@ class Router:
             outcome = "routed"
             if request.carried:
                 self._reports.carry(decision)
+            elif request.reserve:
+                self.telemetry.reuse.ended(decision, request.model, None)
         except RoutingError as error:
             outcome = error.outcome
             raise

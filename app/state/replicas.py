@@ -14,6 +14,8 @@ from app.state.scripts import Call, call
 from app.state.streams import id_ms, pages_backwards
 
 TIMEOUT_S = 2.0
+SPOKE_MS = 5000
+"""A replica that spoke so recently is there."""
 STEP_MS, KEPT = 5000, 720
 MINUTE_MS, MINUTES_KEPT = 60_000, 1440
 PAGE = 120
@@ -46,6 +48,12 @@ async def read(
         if at_ms.isdigit() and figures is not None:
             found[name.decode(errors="replace")] = (int(at_ms), figures)
     return seconds * 1000 + micros // 1000, found
+
+
+async def present(redis: RedisClient, keyspace: Keyspace) -> dict[str, dict[str, Any]]:
+    """What those say that are there. Raises RedisUnavailable."""
+    now_ms, said = await read(redis, keyspace)
+    return {name: figures for name, (at_ms, figures) in said.items() if now_ms - at_ms <= SPOKE_MS}
 
 
 def object_in(text: bytes) -> dict[str, Any] | None:

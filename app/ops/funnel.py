@@ -1,0 +1,100 @@
+"""Where the reuse of prompts is lost, in what all replicas say of the last hour."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+
+from app.core.keys import Keyspace
+from app.core.sketch import ERROR
+from app.ops import namespaces
+from app.ops.terminal import COMMON, json_option, json_text, on_redis
+from app.options import Command
+from app.policy.decision import Step
+from app.policy.reuse import PROMPT, UNFORESEEN
+from app.state import replicas
+from app.state.client import RedisClient
+
+ALL = ""
+WIDTH = 40
+TEXTS = {
+    Step.SEEN: "asked before",
+    Step.HELD: "held by a worker",
+    Step.BEST: "by one with room",
+    Step.CHOSEN: "by the chosen one",
+    Step.USED: "used by its engine",
+}
+
+
+def funnel(said: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Tokens by model and step, and each step's losses; ALL: of all models. said: by replicas;
+    what makes no sense counts for nothing."""
+    counts: dict[str, Counter[tuple[str, str]]] = {}
+    for figures in said:
+        for model, step, cause, tokens in _rows(figures):
+            for name in {model, ALL}:
+                counts.setdefault(name, Counter())[step, cause] += tokens
+    return {
+        "models": {model: _steps(counts[model]) for model in sorted(counts)},
+        "seen_error": ERROR,
+    }
+
+
+def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
+    try:
+        return [(str(m), str(s), str(c), int(n)) for m, s, c, n in figures["reuse"]]
+    except (LookupError, TypeError, ValueError):
+        return []
+
+
+def _steps(counts: Counter[tuple[str, str]]) -> dict[str, Any]:
+    left = counts[PROMPT, ""]
+    steps: dict[str, Any] = {"prompt_tokens": left}
+    losses = []
+    for step in Step:
+        causes = [(cause, n) for (at, cause), n in counts.items() if at == step]
+        losses += [
+            {"to": step.value, "cause": cause, "tokens": tokens}
+            for cause, tokens in sorted(causes, key=lambda one: -one[1])
+        ]
+        left -= sum(tokens for _, tokens in causes)
+        steps[step.value] = left
+    return steps | {"unforeseen": counts[UNFORESEEN, ""], "losses": losses}
+
+
+@click.command("funnel", cls=Command)
+@COMMON
+@json_option
+@on_redis
+async def command(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
+    """Show how much of the prompts of the last hour was reused, and where the rest was lost."""
+    await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
+    said = await replicas.present(redis, keyspace)
+    found = funnel(said.values())
+    if as_json:
+        click.echo(json_text(found))
+    elif ALL in found["models"]:
+        for model, steps in found["models"].items():
+            click.echo("\n".join(_picture(model, steps)))
+    else:
+        click.echo(f"no prompt was routed in the last hour by the {len(said)} replicas that tell")
+
+
+def _picture(model: str, steps: Mapping[str, Any]) -> Iterable[str]:
+    """A bar for each step, and its losses behind it."""
+    prompt = steps["prompt_tokens"]
+    yield f"{model or 'all models'}: {prompt:,} prompt tokens"
+    for step, text in TEXTS.items():
+        share = steps[step] / prompt if prompt else 0.0
+        lost = ", ".join(
+            f"{loss['cause']} {loss['tokens'] / prompt:.1%}"
+            for loss in steps["losses"]
+            if loss["to"] == step
+        )
+        bar = "█" * round(WIDTH * share)
+        yield f"  {text:18} {share:6.1%} {bar:{WIDTH}} {lost and f'lost: {lost}'}".rstrip()
+    if steps["unforeseen"]:
+        yield f"  {'cached, not known':18} {steps['unforeseen'] / prompt:6.1%}"

@@ -1,0 +1,113 @@
+"""Where a prompt's reuse is lost, from what was asked before to what its engine had cached."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from app.policy.decision import Decision, Lost, Query, Step
+from app.policy.locality import Locality
+from app.policy.sources import Form
+from app.policy.trust import Trust
+
+if TYPE_CHECKING:
+    from app.policy.plan import Plan
+
+PROMPT, UNFORESEEN = "prompt", "unforeseen"
+"""Beside steps: all tokens of prompts, and those that an engine had cached and nobody knew of."""
+NO_ROOM = (Locality.FULL, Locality.EXCLUDED, Locality.LEASE)
+CHOSEN_INSTEAD = (Locality.LOAD, Locality.SESSION, Locality.TIE)
+
+
+def lost_by_decision(query: Query, plan: Plan, asked: int, held_once: int) -> Lost:
+    """Tokens lost before the prompt came to its worker.
+
+    asked: leading blocks that were asked before. held_once: those that a worker was seen to hold.
+    """
+    decision, full = plan.decision, len(plan.request.chain)
+    block, tokens = decision.worker.block_size, decision.isl_tokens
+    knows = decision.trust not in (Trust.DEGRADED, Trust.BLIND)
+    held, best, chosen = _reached(query, plan) if knows else (0, 0, 0)
+    seen = min(full, max(asked, held))
+    held_once = min(seen, max(held_once, held))
+    lost: Lost = {
+        (Step.SEEN, "partial block" if full or tokens < block else "no tokens"): max(
+            0, tokens - full * block
+        ),
+        (Step.SEEN, "new"): (full - seen) * block,
+        (Step.BEST, decision.locality.value): (held - best) * block,
+        (Step.CHOSEN, _why_not_best(decision)): (best - chosen) * block,
+    }
+    if not knows or query.is_short:
+        lost[Step.HELD, decision.trust.value] = (seen - held) * block
+    else:
+        lost[Step.HELD, "evicted"] = (held_once - held) * block
+        lost[Step.HELD, "unpublished"] = (seen - held_once) * block
+    return {why: count for why, count in lost.items() if count}
+
+
+def lost_by_engine(decision: Decision, cached: int | None) -> Lost:
+    """Tokens that the chosen worker held and its engine computed all the same.
+
+    cached: tokens that it says it had cached; None: it does not say.
+    """
+    info = decision.prompt_worker
+    chosen = held_tokens(decision)
+    # The last token is always computed, and with it the block of the engine that it is in.
+    most = min(chosen, decision.isl_tokens - 1) // info.block_size
+    whole = most // info.reuse_blocks * info.reuse_blocks
+    reusable = max(0, whole - info.recomputed_blocks) * info.block_size
+    left = chosen - min(chosen, reusable if cached is None else cached)
+    lost: Lost = {}
+    for cause, most in (
+        ("alignment", chosen - whole * info.block_size),
+        ("recompute", whole * info.block_size - reusable),
+        ("race", left),
+    ):
+        if tokens := min(left, most):
+            lost[Step.USED, cause] = tokens
+            left -= tokens
+    if cached is None and reusable:
+        lost[Step.USED, "unreported"] = min(chosen, reusable)
+    return lost
+
+
+def held_tokens(decision: Decision) -> int:
+    """Of the prompt, by the worker that computes it."""
+    return decision.isl_tokens - sum(decision.lost.values())
+
+
+def _reached(query: Query, plan: Plan) -> tuple[int, int, int]:
+    """Leading blocks that any worker holds, any that could have taken the request, and the one that
+    computes the prompt, or hands it on."""
+    decision, view = plan.decision, plan.view
+    source = plan.position if plan.source_position is None else plan.source_position
+    chosen = decision.overlap.total
+    if decision.source is None or decision.source.form is not Form.FETCH:
+        own = query.held.get(view.incarnations[source])
+        chosen = own.total if own is not None else 0
+    held = max(chosen, query.held.longest)
+    if decision.locality not in NO_ROOM:
+        return held, held, chosen
+    best = chosen
+    for members, overlap in query.held.groups():
+        if overlap.total > best and any(_has_room(plan, view.position(inc)) for inc in members):
+            best = overlap.total
+    return held, best, chosen
+
+
+def _has_room(plan: Plan, at: int | None) -> bool:
+    if at is None:
+        return False
+    candidates = plan.candidates
+    pool = candidates.kv_total_blocks[at]
+    is_full = candidates.active_requests[at] >= candidates.max_requests[at]
+    return bool(plan.eligible[at] and not is_full and not 0 < pool < plan.decision.isl_blocks)
+
+
+def _why_not_best(decision: Decision) -> str:
+    if decision.source is not None and decision.source.form is Form.FETCH:
+        return "fetch"
+    if decision.locality in CHOSEN_INSTEAD:
+        return decision.locality.value
+    # No other reason is left: engines reuse whole units, of which another's last one is cut.
+    return Locality.LOAD.value if decision.locality in NO_ROOM else "alignment"
