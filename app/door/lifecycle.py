@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from app.core.hashing import token_bytes
 from app.core.worker_report import WorkerInfo
 from app.door.record import Admitted, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
@@ -113,8 +114,9 @@ class Lifecycle:
         prompt = self.admitted.prompt
         assert prompt is not None
         assert prompt.tokens is not None
-        tokens = np.concatenate((np.asarray(prompt.tokens), np.asarray(output)))
-        self._prompt = replace(prompt, num_tokens=len(tokens), tokens=tokens.astype(np.uint32))
+        before = np.frombuffer(token_bytes(prompt.tokens), dtype="<u4")
+        tokens = np.concatenate((before, np.array(output, dtype=np.uint32)))
+        self._prompt = replace(prompt, num_tokens=len(tokens), tokens=tokens)
         self._request = replace(self._request, isl_tokens=len(tokens))
         self.record.migrations += 1
 
