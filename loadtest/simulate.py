@@ -34,8 +34,9 @@ from app.core.worker_report import Role
 from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
 from app.policy.cost import POLICIES
 from app.policy.sources import OWN_TRANSFER, Form
+from app.simulation.link import Link
 from app.simulation.profiles import PROFILES, Profile
-from app.simulation.setting import Link, PolicyVariant, Setting, Sharing
+from app.simulation.setting import PolicyVariant, Setting, Sharing
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.command import FILE, Command, distinct, json_option, save

@@ -245,6 +245,9 @@ class WorkerSettings(MemberSettings):
     speedup: float = setting(
         1.0, "Run the simulated engine this many times faster than real time.", FACTOR
     )
+    link_gbit: float = setting(
+        100.0, "Gbit/s at which KV leaves the simulated engine, with --kv-transfer.", FACTOR
+    )
     model: str = setting(
         "40m",
         "Model of the torch engine: a folder with a Hugging Face Llama checkpoint, or a size that "

@@ -104,9 +104,18 @@ class SimEngine:
 
         It is of no use if what was held before it has been evicted meanwhile.
 
-        Raises PromptTooLargeError if it needs more than the whole pool, and ValueError if it has no
-        prompt or output, if its blocks do not fit its length, or if its id is in use.
+        Raises as `validate`, and ValueError if its id is in use.
         """
+        self.validate(request)
+        if request.request_id in self._waiting or request.request_id in self._running:
+            raise ValueError(f"request_id {request.request_id!r} is already in use")
+        self._waiting[request.request_id] = request
+        if received is not None:
+            self._received[request.request_id] = received
+
+    def validate(self, request: SimRequest) -> None:
+        """Raises PromptTooLargeError if it needs more than the whole pool, and ValueError if it has
+        no prompt or output, or if its blocks do not fit its length."""
         if request.prompt_tokens < 1 or request.max_tokens < 1:
             raise ValueError(
                 f"prompt_tokens {request.prompt_tokens}, max_tokens {request.max_tokens}: "
@@ -125,11 +134,6 @@ class SimEngine:
                 "the KV pool holds",
                 self.pool.num_blocks * self.block_size,
             )
-        if request.request_id in self._waiting or request.request_id in self._running:
-            raise ValueError(f"request_id {request.request_id!r} is already in use")
-        self._waiting[request.request_id] = request
-        if received is not None:
-            self._received[request.request_id] = received
 
     def hold(self, request_id: str, chain: Sequence[SequenceHash]) -> int:
         """Keep what the device holds of a chain, for another worker, until `let_go`.

@@ -9,6 +9,7 @@ from functools import partial
 from app.core.worker_report import Role
 from app.policy.cost import CostFunction, blocks
 from app.policy.sources import OWN_TRANSFER
+from app.simulation.link import Link
 from app.simulation.profiles import USUAL, Profile
 
 
@@ -20,15 +21,6 @@ class Sharing(StrEnum):
     LATE = "late"
     """All of them, some time later: replicas inform each other."""
     NONE = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How KV leaves a worker: one transfer after another."""
-
-    bytes_per_s: float
-    first_s: float = 0.01
-    """On top, for each transfer; those of others go on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from app.core.worker_report import ForwardPassMetrics, Speed
 from app.policy.view import load_rows, measured_rows
 from app.simulation.books import Holdings
 from app.simulation.engine import SimEngine
+from app.simulation.link import Sending
 from app.simulation.profiles import Profile
-from app.simulation.setting import Link, Setting
+from app.simulation.setting import Setting
 from app.simulation.speed import SpeedLearner
 
 SPEED_INTERVAL_S = 5.0
@@ -38,28 +39,6 @@ class Quiet:
     since_s: float
     num_steps: int
     slowness: float
-
-
-class Sending:
-    """The link of one worker, over which KV leaves it, one transfer after another."""
-
-    def __init__(self, link: Link, profile: Profile) -> None:
-        self._first_s = link.first_s
-        self._s_per_token = profile.kv_bytes_per_token / link.bytes_per_s
-        self._free_s = 0.0
-
-    @property
-    def speed(self) -> dict[str, float]:
-        """Fields of Speed. Workers learn them as receivers; in a fleet with one kind of link they
-        are the same."""
-        return {"transfer_s": self._first_s, "transfer_s_per_token": self._s_per_token}
-
-    def send(self, tokens: int, now_s: float) -> float:
-        """When so many tokens' KV will have arrived, sent from now on."""
-        if tokens:
-            self._free_s = max(self._free_s, now_s) + tokens * self._s_per_token
-            return self._free_s + self._first_s
-        return now_s
 
 
 class SimWorker:

@@ -10,8 +10,9 @@ import orjson
 import pytest
 from click.testing import CliRunner
 
+from app.simulation.link import Link
 from app.simulation.profiles import USUAL
-from app.simulation.setting import Link, Setting, Sharing
+from app.simulation.setting import Setting, Sharing
 from loadtest.client import Outcome
 from loadtest.simulate import (
     Scenario,

@@ -13,8 +13,9 @@ from app.core.worker_report import DEFAULT_SPEED, Role
 from app.policy.sources import Form
 from app.simulation.engine import Received, SimEngine
 from app.simulation.flights import Loss
+from app.simulation.link import Link
 from app.simulation.profiles import USUAL
-from app.simulation.setting import Link, Setting
+from app.simulation.setting import Setting
 from tests.simulation.test_fleet import Played, request
 
 LINK = Link(bytes_per_s=USUAL.kv_bytes_per_token * 1000.0, first_s=0.5)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import Tier
+from app.core.worker_report import DEFAULT_SPEED
 from app.simulation.engine import SimEngine
+from app.simulation.link import Link, Sending
 from app.simulation.profiles import PROFILES
 from workers.engines.base import Engine, Hosted
+from workers.engines.sim.exchange import SimExchange
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
 from workers.kv.cache import EventSink
+from workers.kv.remote.link import open_link
 
 
 def host(settings: WorkerSettings) -> Hosted:
@@ -34,7 +39,9 @@ def _simulated(settings: WorkerSettings) -> Hosted:
         kv_pool_tokens=settings.kv_pool_tokens,
         host_pool_tokens=settings.host_pool_tokens,
     )
-    runner = EngineRunner(engine, speedup=settings.speedup)
+    stack = ExitStack()
+    exchange = _exchange(settings, engine, stack) if settings.kv_transfer else None
+    runner = EngineRunner(engine, speedup=settings.speedup, exchange=exchange)
 
     def start(publisher: EventSink) -> Engine:
         runner.on_step = lambda: publisher.notify(runner.take_events())
@@ -48,7 +55,19 @@ def _simulated(settings: WorkerSettings) -> Hosted:
         settings.profile,
         num_blocks,
         start,
+        stack.close,
         tokenizer=SimTokenizer(),
         invents=True,
         tokenizer_source=str(FOLDER),
     )
+
+
+def _exchange(settings: WorkerSettings, engine: SimEngine, stack: ExitStack) -> SimExchange:
+    """Open as long as `stack` is."""
+    kind = {"profile": settings.profile, "block_size": str(settings.block_size)}
+    link = open_link(settings, kind, stack)
+    leaving = Link(
+        bytes_per_s=settings.link_gbit * 1e9 / 8 * settings.speedup,
+        first_s=DEFAULT_SPEED.transfer_s / settings.speedup,
+    )
+    return SimExchange(engine, link, Sending(leaving, engine.profile))

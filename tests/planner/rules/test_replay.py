@@ -19,8 +19,9 @@ from app.planner.rules.state import (
     WorkerState,
 )
 from app.policy.record import sampled
+from app.simulation.link import Link
 from app.simulation.profiles import USUAL
-from app.simulation.setting import Link, Setting
+from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 
 RULES = Rules(window_s=120.0, lead_s=60.0)

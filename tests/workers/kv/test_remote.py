@@ -23,6 +23,8 @@ from workers.kv.remote.kept import KeptBlocks
 from workers.kv.remote.layer_groups import LayerGroups
 from workers.kv.remote.receiver import Arrival, BlockReceiver
 from workers.kv.remote.sender import BlockSender
+from workers.kv.remote.server import TransferServer
+from workers.kv.tables import BlockTable
 
 WORD = "ABCDE"
 SLOTS = [7, 2, 9, 4, 0]
@@ -37,7 +39,7 @@ class Pair:
     manager: BlockManager
     source: MemoryPool
     target: MemoryPool
-    kept: KeptBlocks
+    kept: KeptBlocks[BlockTable]
     transfer_id: str
     source_ids: list[int]
     port: int
@@ -76,8 +78,8 @@ async def pair(
     table = computed(manager, WORD)
     kept = KeptBlocks(manager.release)
     with listen("127.0.0.1", 0) as listening:
-        sender = BlockSender(kept, LayerGroups(source), KIND)
-        running = asyncio.ensure_future(sender.run(listening))
+        server = TransferServer(kept, KIND, BlockSender(LayerGroups(source)).offer)
+        running = asyncio.ensure_future(server.run(listening))
         port = listening.getsockname()[1]
         yield Pair(manager, source, target, kept, kept.keep(table, lease_s), table.block_ids, port)
         running.cancel()

@@ -10,7 +10,7 @@ from app.core.errors import InvalidRequest
 from app.core.events import CacheEvent
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, Speed
-from app.simulation.engine import SimEngine
+from app.simulation.engine import Received, SimEngine
 from app.simulation.speed import SpeedLearner, sped_up
 from app.simulation.steps import Finished, SimRequest
 from workers.engines.base import (
@@ -20,6 +20,7 @@ from workers.engines.base import (
     QueueFullError,
     Watcher,
 )
+from workers.engines.sim.exchange import SimExchange
 from workers.kv.remote.frames import Source
 
 
@@ -27,6 +28,7 @@ class EngineRunner:
     """Drives an engine `speedup` times as fast as the hardware it simulates.
 
     max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
+    exchange: by which KV leaves and comes; None: it does neither.
     on_step: called after each step, when its tokens and events are out; set it at any time.
     """
 
@@ -36,15 +38,16 @@ class EngineRunner:
         *,
         speedup: float = 1.0,
         max_waiting: int = 1024,
+        exchange: SimExchange | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.on_step: Callable[[], None] = lambda: None
         self.watcher: Watcher | None = None
-        self.transfers = False
         self.running = False
         self.engine = engine
         engine.on_generated = self._generated
+        self._exchange = exchange
         self._speedup = speedup
         self._max_waiting = max_waiting
         self._clock = clock
@@ -53,6 +56,11 @@ class EngineRunner:
             engine.profile.max_batch_tokens, sped_up(DEFAULT_SPEED, speedup)
         )
         self._generations: dict[str, Generation] = {}
+        self._keeps: dict[str, tuple[Sequence[SequenceHash], float]] = {}
+        """Of requests whose prompt is for another worker: its blocks, and for how long."""
+        self._fetching: dict[str, asyncio.Task[None]] = {}
+        """Of requests that wait for KV from another worker."""
+        self._tasks: asyncio.TaskGroup | None = None
         self._events: list[CacheEvent] = []
         self._work = asyncio.Event()
         self._stopped = False
@@ -61,40 +69,54 @@ class EngineRunner:
     def max_context_tokens(self) -> int:
         return self.engine.pool.num_blocks * self.engine.block_size
 
-    async def run(self) -> None:
-        """Step the engine until `stop` or cancellation; then end unfinished requests.
+    @property
+    def transfers(self) -> bool:
+        return self._exchange is not None
 
-        A step ends one step time after the end of the previous one, not after the moment at which
-        the event loop got round to it: a busy machine delays steps but does not slow the engine
-        down.
-        """
+    async def run(self) -> None:
+        """Run until `stop` or cancellation; then end unfinished requests."""
         self.running = True
         try:
-            deadline = self._clock()
-            while not self._stopped:
-                step = self.engine.step()
-                if step is None:
-                    self._work.clear()
-                    await self._work.wait()
-                    deadline = self._clock()
-                    continue
-                # Looked up now: whoever cancels meanwhile may use the same id for another request.
-                emitted = [self._generations[i] for i in step.emitted]
-                ended = [(self._generations[f.request_id], f) for f in step.finished]
-                wall_s = step.duration_s / self._speedup
-                deadline += wall_s
-                await self._sleep(max(0.0, deadline - self._clock()))
-                self._learner.observe(step, wall_s)
-                self._events += self.engine.take_events()
-                self._deliver(emitted, ended)
-                self.on_step()
-                if self.watcher is not None:
-                    self.watcher.stepped(step, wall_s)
+            async with asyncio.TaskGroup() as self._tasks:
+                serving = []
+                if self._exchange is not None:
+                    serving.append(self._tasks.create_task(self._exchange.run()))
+                await self._step()
+                for task in (*serving, *self._fetching.values()):
+                    task.cancel()
         finally:
             self.running = False
             self.stop()
             for generation in self._generations.values():
                 generation.end(None)
+
+    async def _step(self) -> None:
+        """Step the engine until `stop`.
+
+        A step ends one step time after the end of the previous one, not after the moment at which
+        the event loop got round to it: a busy machine delays steps but does not slow the engine
+        down.
+        """
+        deadline = self._clock()
+        while not self._stopped:
+            step = self.engine.step()
+            if step is None:
+                self._work.clear()
+                await self._work.wait()
+                deadline = self._clock()
+                continue
+            # Looked up now: whoever cancels meanwhile may use the same id for another request.
+            emitted = [self._generations[i] for i in step.emitted]
+            ended = [(self._generations[f.request_id], f) for f in step.finished]
+            wall_s = step.duration_s / self._speedup
+            deadline += wall_s
+            await self._sleep(max(0.0, deadline - self._clock()))
+            self._learner.observe(step, wall_s)
+            self._events += self.engine.take_events()
+            self._deliver(emitted, ended)
+            self.on_step()
+            if self.watcher is not None:
+                self.watcher.stepped(step, wall_s)
 
     def stop(self) -> None:
         """Make `run` return after the step it is in, and refuse further requests."""
@@ -110,25 +132,39 @@ class EngineRunner:
             block_size=self.engine.block_size,
             salt=request.salt,
         )
-        generation = self.generate(sim_request, stream_interval=stream_interval)
+        generation = self.generate(
+            sim_request, stream_interval=stream_interval, source=request.source
+        )
+        if request.keep_s:
+            self._keeps[request.request_id] = sim_request.blocks, request.keep_s
         if self.watcher is not None:
             self.watcher.arrived(request.request_id, sim_request.blocks, request.prompt)
         return generation
 
-    def generate(self, request: SimRequest, *, stream_interval: int = 1) -> Generation:
+    def generate(
+        self, request: SimRequest, *, stream_interval: int = 1, source: Source | None = None
+    ) -> Generation:
         """Submit a request at once; its first token comes alone, the others in groups of
-        `stream_interval`.
+        `stream_interval`. source: keeps KV of its prompt, for which it waits first.
 
         Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
         EngineStoppedError after `stop`.
         """
         if self._stopped:
             raise EngineStoppedError("the worker is stopping")
-        if self.engine.num_waiting >= self._max_waiting:
-            raise QueueFullError(f"{self.engine.num_waiting} requests are already waiting")
+        num_waiting = self.engine.num_waiting + len(self._fetching)
+        if num_waiting >= self._max_waiting:
+            raise QueueFullError(f"{num_waiting} requests are already waiting")
         if request.request_id in self._generations:
             raise InvalidRequest("request_id", f"{request.request_id!r} is already in use")
-        self.engine.submit(request)
+        if source is None:
+            self.engine.submit(request)
+        else:
+            self.engine.validate(request)
+            if self._tasks is None:
+                raise EngineStoppedError("the worker is starting")
+            fetching = self._tasks.create_task(self._submit_fetched(request, source))
+            self._fetching[request.request_id] = fetching
         generation = Generation(
             request.request_id, request.output_tokens, stream_interval, self._cancel
         )
@@ -150,7 +186,10 @@ class EngineRunner:
 
     async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> Source | None:
         """See Engine."""
-        return None
+        assert self._exchange is not None, "it hands nothing on"
+        size = self.engine.block_size
+        request = SimRequest.from_tokens("", prompt, 1, block_size=size, salt=salt)
+        return self._exchange.keep(request.blocks, lease_s)
 
     def reset_cache(self) -> bool:
         was_reset = self.engine.pool.reset()
@@ -164,10 +203,30 @@ class EngineRunner:
         """Empty: no blocks are moved here."""
         return {}
 
+    async def _submit_fetched(self, request: SimRequest, source: Source) -> None:
+        """Submit it once what it lacks has come, or is known not to come."""
+        assert self._exchange is not None, "it fetches nothing"
+        size, began_s = self.engine.block_size, self._clock()
+        start = self.engine.pool.match(request.blocks)
+        # The last token is always computed.
+        stop = min(source.num_tokens, request.prompt_tokens - 1) // size
+        received = None
+        if lacking := request.blocks[start:stop]:
+            num_tokens = size * await self._exchange.fetch(source, lacking)
+            if num_tokens:
+                self._learner.observe_transfer(num_tokens, self._clock() - began_s)
+                received = Received(size * start, size * start + num_tokens)
+        del self._fetching[request.request_id]
+        self.engine.submit(request, received)
+        self._work.set()
+
     def _deliver(self, emitted: list[Generation], ended: list[tuple[Generation, Finished]]) -> None:
         for generation in emitted:
             generation.emit()
         for generation, finished in ended:
+            keeps = self._keeps.get(generation.request_id)
+            if keeps is not None and self._exchange is not None:
+                generation.kept = self._exchange.keep(*keeps)
             generation.end(finished)
             self._forget(generation)
 
@@ -178,7 +237,12 @@ class EngineRunner:
             self.watcher.generated(block, parent, tokens)
 
     def _cancel(self, generation: Generation) -> None:
-        if self._forget(generation):
+        if not self._forget(generation):
+            return
+        fetching = self._fetching.pop(generation.request_id, None)
+        if fetching is not None:
+            fetching.cancel()
+        else:
             self.engine.cancel(generation.request_id)
 
     def _forget(self, generation: Generation) -> bool:
@@ -187,6 +251,7 @@ class EngineRunner:
         if self._generations.get(request_id) is not generation:
             return False
         del self._generations[request_id]
+        self._keeps.pop(request_id, None)
         if self.watcher is not None:
             self.watcher.left(request_id)
         return True

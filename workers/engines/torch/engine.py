@@ -34,7 +34,7 @@ from workers.engines.base import (
     Watcher,
 )
 from workers.engines.torch.admission import AdaptiveAdmission
-from workers.engines.torch.exchange import Exchange, Link
+from workers.engines.torch.exchange import Exchange
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.prefills import Prefills
 from workers.engines.torch.sampling import sample
@@ -43,6 +43,7 @@ from workers.kv.cache import BlockCache, EventSink
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
 from workers.kv.remote.frames import Source, TransferError
+from workers.kv.remote.link import Link
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash
@@ -15,24 +13,14 @@ from workers.kv.memory import MemoryPool
 from workers.kv.remote.frames import Source
 from workers.kv.remote.kept import KeptBlocks
 from workers.kv.remote.layer_groups import LayerGroups
+from workers.kv.remote.link import Link
 from workers.kv.remote.receiver import Arrival, BlockReceiver
 from workers.kv.remote.sender import BlockSender
+from workers.kv.remote.server import TransferServer
 from workers.kv.tables import BlockTable
 
 LOAD_S = 1.0
 """So long may it take to load blocks onto the device that are to be handed on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Where others reach a worker's blocks: at `host`, and the port that `listening` has.
-
-    kind: what has to be equal on both sides, by name.
-    """
-
-    listening: socket.socket
-    host: str
-    kind: Mapping[str, str]
 
 
 class Exchange:
@@ -45,7 +33,7 @@ class Exchange:
         self._groups = groups
         self._block_size = pool.shape.block_size
         self._kept = KeptBlocks(cache.release)
-        self._sender = BlockSender(self._kept, groups, link.kind)
+        self._server = TransferServer(self._kept, link.kind, BlockSender(groups).offer)
         self._receiver = BlockReceiver(groups, link.kind)
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -59,7 +47,7 @@ class Exchange:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                await self._sender.run(self._link.listening)
+                await self._server.run(self._link.listening)
         finally:
             self._tasks = None
             self._kept.close()
@@ -97,7 +85,7 @@ class Exchange:
     def _kept_as(self, table: BlockTable, lease_s: float) -> Source:
         return Source(
             self._link.host,
-            self._link.listening.getsockname()[1],
+            self._link.port,
             self._kept.keep(table, lease_s),
             table.num_matched * self._block_size,
         )

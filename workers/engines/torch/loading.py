@@ -7,7 +7,6 @@ import time
 from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -17,7 +16,6 @@ from app.core.errors import ConfigError
 from app.core.types import Tier, WorkerKey
 from workers.engines.base import Engine, Hosted
 from workers.engines.torch.engine import TorchEngine
-from workers.engines.torch.exchange import Link
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 from workers.engines.torch.tokenizer import Tokenizer
 from workers.kv.cache import EventSink
@@ -25,6 +23,7 @@ from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool, host_pool
 from workers.kv.policies import AdmissionPolicy, WritePolicy
+from workers.kv.remote.link import Link, open_link
 from workers.kv.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -156,14 +155,10 @@ def _with_tiers(
 
 def _link(settings: WorkerSettings, model: Llama, shape: KVShape, stack: ExitStack) -> Link:
     """Where other workers that compute the same bits may fetch KV; open as long as `stack` is."""
-    from app.http.server import listen  # engines on their own need no web server
-
-    listening = stack.enter_context(listen(settings.host, settings.kv_port))
     weights = f"{model.checksum():016x}"
     computed = _fingerprint(settings, model, shape, weights)
     kind = {"weights": weights, "blocks": str(shape), "computed": f"{computed:016x}"}
-    host = urlsplit(settings.resolved_address()).hostname or settings.host
-    return Link(listening, host, kind)
+    return open_link(settings, kind, stack)
 
 
 def _slot_file(

@@ -27,6 +27,7 @@ MAX_FRAME_BYTES = 4 << 20
 MAX_BLOCKS = MAX_FRAME_BYTES // 24
 STALL_S = 2.0
 """A peer from which nothing comes, or to which nothing goes, for so long is given up."""
+CONNECT_S = 2.0
 SENT_BYTES = 1 << 20
 """Sent within one STALL_S."""
 ACKNOWLEDGED = b"\x06"
@@ -92,6 +93,28 @@ async def read_offered(sock: socket.socket, num_wanted: int) -> Offered:
         case {"num_blocks": int(num_blocks)} if 0 < num_blocks <= num_wanted:
             return Offered(num_blocks)
     raise TransferError(f"none of {num_wanted} blocks is offered")
+
+
+async def connected(source: Source) -> socket.socket:
+    """Raises OSError and TimeoutError."""
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"{source.host} has no address")
+    async with asyncio.timeout(CONNECT_S):
+        found = await loop.getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in found:
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, address)
+            except OSError as error:
+                failure = error
+                sock.close()
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+    raise failure
 
 
 async def send(sock: socket.socket, data: bytes | memoryview) -> None:

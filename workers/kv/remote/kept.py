@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from app.core.types import new_id
 from workers.kv.remote.frames import TransferError
-from workers.kv.tables import BlockTable
+
+
+class Kept(Protocol):
+    """Blocks that an engine holds."""
+
+    @property
+    def slots(self) -> Sized: ...
+
+
+K = TypeVar("K", bound=Kept)
 
 
 @dataclass(slots=True)
-class _Promise:
-    table: BlockTable
+class _Promise(Generic[K]):
+    table: K
     lease: asyncio.TimerHandle
     num_readers: int = 0
     ended: bool = False
 
 
-class KeptBlocks:
+class KeptBlocks(Generic[K]):
     """The blocks of tables are held until they were fetched, or until their lease ends.
 
     release: gives a table back. It is called on the event loop, and once for each table.
     """
 
-    def __init__(self, release: Callable[[BlockTable], None]) -> None:
+    def __init__(self, release: Callable[[K], None]) -> None:
         self._release = release
-        self._promises: dict[str, _Promise] = {}
+        self._promises: dict[str, _Promise[K]] = {}
 
     @property
     def num_blocks(self) -> int:
         """How many wait to be fetched; one that was promised twice counts twice."""
         return sum(len(promise.table.slots) for promise in self._promises.values())
 
-    def keep(self, table: BlockTable, lease_s: float) -> str:
+    def keep(self, table: K, lease_s: float) -> str:
         """Returns an id that nobody guesses: whoever knows it may read the blocks."""
         transfer_id = new_id()
         lease = asyncio.get_running_loop().call_later(lease_s, self.end, transfer_id)
@@ -43,7 +53,7 @@ class KeptBlocks:
         return transfer_id
 
     @contextmanager
-    def reading(self, transfer_id: str) -> Iterator[BlockTable]:
+    def reading(self, transfer_id: str) -> Iterator[K]:
         """The table stays at least as long as this. Raises TransferError if it was let go."""
         promise = self._promises.get(transfer_id)
         if promise is None or promise.ended:
@@ -67,7 +77,7 @@ class KeptBlocks:
         for transfer_id in list(self._promises):
             self.end(transfer_id)
 
-    def _let_go(self, transfer_id: str, promise: _Promise) -> None:
+    def _let_go(self, transfer_id: str, promise: _Promise[K]) -> None:
         if promise.ended and not promise.num_readers:
             del self._promises[transfer_id]
             self._release(promise.table)

@@ -20,6 +20,7 @@ from workers.kv.remote.frames import (
     Source,
     TransferError,
     Wanted,
+    connected,
     read_offered,
     receive,
     send,
@@ -28,8 +29,6 @@ from workers.kv.remote.frames import (
 from workers.kv.remote.layer_groups import LayerGroups, checksums, content
 
 log = logging.getLogger(__name__)
-
-CONNECT_S = 2.0
 
 
 class Arrival:
@@ -128,7 +127,7 @@ class BlockReceiver:
         Nobody else may get the slots before this returns. Cancel it only where nobody ever will.
         """
         try:
-            with closing(await _connected(source)) as sock:
+            with closing(await connected(source)) as sock:
                 wanted = Wanted(source.transfer_id, tuple(blocks), self._kind)
                 await send(sock, wanted_frame(wanted))
                 offered = await read_offered(sock, len(blocks))
@@ -174,11 +173,3 @@ class BlockReceiver:
             log.warning("block %016x arrived with a wrong checksum", blocks[num_good])
         arrival.limit(num_good)
         arrival.arrive()
-
-
-async def _connected(source: Source) -> socket.socket:
-    address = source.host, source.port
-    async with asyncio.timeout(CONNECT_S):  # looking up a name has no deadline of its own
-        sock = await asyncio.to_thread(socket.create_connection, address, CONNECT_S)
-    sock.setblocking(False)
-    return sock

@@ -33,7 +33,6 @@ from workers.engines.base import (
 )
 from workers.engines.sampling_options import Sampling
 from workers.engines.torch.engine import TorchEngine
-from workers.engines.torch.exchange import Link
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.sequence import TokenSequence
 from workers.kv.cache import EventSink
@@ -41,6 +40,7 @@ from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
 from workers.kv.policies import WritePolicy
+from workers.kv.remote.link import Link
 from workers.kv.transfers import Transfers
 from workers.metrics import registry_of
 

@@ -1,0 +1,180 @@
+"""Prompts that one simulated engine computes and another goes on from, over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+
+from app.core.events import CacheEvent, Stored
+from app.core.hashing import token_bytes
+from app.core.worker_report import DEFAULT_SPEED
+from app.http.server import listen
+from app.simulation.engine import SimEngine
+from app.simulation.link import Link as SimLink
+from app.simulation.link import Sending
+from app.simulation.profiles import USUAL
+from app.simulation.steps import Finished
+from tests.eventually import eventually
+from workers.engines.base import CompletionRequest
+from workers.engines.sim.exchange import SimExchange
+from workers.engines.sim.runner import EngineRunner
+from workers.kv.remote.frames import Source
+from workers.kv.remote.link import Link
+
+SIZE = 4
+PROMPT = list(range(100, 110))  # the ten tokens A to J: two blocks and two tokens
+QUICK = 1e12
+SLOW = 1.0
+"""Bytes per second: nothing ever arrives."""
+
+
+@dataclass
+class Worker:
+    runner: EngineRunner
+    events: list[CacheEvent]
+
+    async def ask(
+        self,
+        prompt: Sequence[int] = PROMPT,
+        source: Source | None = None,
+        keep_s: float = 0.0,
+        max_tokens: int = 3,
+    ) -> tuple[list[int], Finished, Source | None]:
+        request = CompletionRequest(
+            "r", token_bytes(prompt), max_tokens, source=source, keep_s=keep_s
+        )
+        generation = self.runner.complete(request)
+        tokens: list[int] = []
+        async for output in generation:
+            tokens += output.token_ids
+            finished = output.finished
+        assert finished is not None
+        return tokens, finished, generation.kept
+
+    def is_idle(self) -> bool:
+        self.runner.engine.check()
+        return self.runner.engine.pool.num_used == 0
+
+
+@asynccontextmanager
+async def running(bytes_per_s: float = QUICK, kind: str = "one") -> AsyncIterator[Worker]:
+    with listen("127.0.0.1", 0) as listening:
+        engine = SimEngine(USUAL, block_size=SIZE, now=time.monotonic)
+        sending = Sending(SimLink(bytes_per_s, first_s=0.0), USUAL)
+        link = Link(listening, "127.0.0.1", {"profile": kind})
+        runner = EngineRunner(engine, speedup=1e4, exchange=SimExchange(engine, link, sending))
+        worker = Worker(runner, [])
+        runner.on_step = lambda: worker.events.extend(runner.take_events())
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(runner.run())
+            await eventually(lambda: _runs(runner))
+            yield worker
+            runner.stop()
+
+
+async def _runs(runner: EngineRunner) -> bool:
+    return runner.running
+
+
+async def until_idle(worker: Worker) -> None:
+    async def is_idle() -> bool:
+        return worker.is_idle()
+
+    await eventually(is_idle)
+
+
+async def kept_by(worker: Worker, keep_s: float = 60.0) -> Source:
+    _, _, kept = await worker.ask(keep_s=keep_s, max_tokens=1)
+    assert kept is not None
+    return kept
+
+
+async def test_a_prompt_computed_elsewhere_is_cached_here_as_if_computed() -> None:
+    async with running() as source, running() as target, running() as alone:
+        kept = await kept_by(source)
+        assert kept.num_tokens == 8
+        assert not source.is_idle()
+
+        tokens, finished, _ = await target.ask(source=kept)
+
+        expected, _, _ = await alone.ask()
+        assert tokens == expected
+        assert finished.cached_tokens == 8
+        stored = [event for event in target.events if isinstance(event, Stored)]
+        assert stored == [event for event in alone.events if isinstance(event, Stored)]
+        assert target.runner.speed().transfer_s != DEFAULT_SPEED.transfer_s
+        await until_idle(source)
+        await until_idle(target)
+
+
+async def test_what_is_held_of_a_prompt_is_handed_on_without_computing() -> None:
+    async with running() as source, running() as target:
+        await source.ask(PROMPT[:8])
+        kept = await source.runner.hand_on(token_bytes(PROMPT), 60.0)
+        assert kept is not None
+        assert kept.num_tokens == 8
+
+        _, finished, _ = await target.ask(source=kept)
+
+        assert finished.cached_tokens == 8
+        await until_idle(source)
+
+
+async def test_a_worker_that_holds_nothing_hands_nothing_on() -> None:
+    async with running() as source:
+        assert await source.runner.hand_on(token_bytes(PROMPT), 60.0) is None
+        assert source.is_idle()
+
+
+async def test_only_what_is_lacking_is_fetched() -> None:
+    async with running() as source, running() as target:
+        await target.ask(PROMPT[:4], max_tokens=1)
+        kept = await kept_by(source)
+
+        _, finished, _ = await target.ask(source=kept)
+
+        assert finished.cached_tokens == 8
+        stored = [event for event in target.events if isinstance(event, Stored)]
+        # The first was its own, the second came, and the output has filled the third.
+        assert [len(event.blocks) for event in stored] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("what", ["let go", "another prompt's", "another model's", "gone"])
+async def test_what_does_not_come_is_computed(what: str) -> None:
+    async with (
+        running(kind="other" if what == "another model's" else "one") as source,
+        running() as target,
+        running() as alone,
+    ):
+        kept = await kept_by(source, keep_s=0.001 if what == "let go" else 60.0)
+        if what == "let go":
+            await until_idle(source)
+        prompt = PROMPT[::-1] if what == "another prompt's" else PROMPT
+        if what == "gone":
+            with listen("127.0.0.1", 0) as closed:
+                kept = replace(kept, port=closed.getsockname()[1])
+
+        tokens, finished, _ = await target.ask(prompt, source=kept)
+
+        assert finished.cached_tokens == 0
+        assert tokens == (await alone.ask(prompt))[0]
+        await until_idle(target)
+
+
+async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing() -> None:
+    async with running(SLOW) as source, running() as target:
+        kept = await kept_by(source, keep_s=0.5)
+        request = CompletionRequest("r", token_bytes(PROMPT), 3, source=kept)
+        generation = target.runner.complete(request)
+        await asyncio.sleep(0)
+
+        generation.cancel()
+
+        assert target.is_idle()
+        await target.ask()
+        await until_idle(source)

@@ -1,0 +1,113 @@
+"""A simulated engine's blocks on their way to other workers, and theirs on the way here: nothing
+but the time that they take passes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from app.core.types import SequenceHash, new_id
+from app.simulation.engine import SimEngine
+from app.simulation.link import Sending
+from workers.kv.remote.frames import (
+    ACKNOWLEDGED,
+    STALL_S,
+    Offered,
+    Source,
+    TransferError,
+    Wanted,
+    connected,
+    offered_frame,
+    read_offered,
+    receive,
+    send,
+    wanted_frame,
+)
+from workers.kv.remote.kept import KeptBlocks
+from workers.kv.remote.link import Link
+from workers.kv.remote.server import TransferServer
+
+log = logging.getLogger(__name__)
+
+UNDERWAY, ARRIVED = b"\0", b"\1"
+BEAT_S = STALL_S / 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """name: by which the engine holds them. slots: the blocks, as a pool that is simulated needs
+    no other name for a slot."""
+
+    name: str
+    slots: Sequence[SequenceHash]
+
+
+class SimExchange:
+    """`run` it while the engine runs. sending: in wall-clock seconds."""
+
+    def __init__(self, engine: SimEngine, link: Link, sending: Sending) -> None:
+        self._engine = engine
+        self._link = link
+        self._sending = sending
+        self._kept: KeptBlocks[_Held] = KeptBlocks(lambda held: engine.let_go(held.name))
+        self._server = TransferServer(self._kept, link.kind, self._offer)
+
+    async def run(self) -> None:
+        """Run until cancelled; then nothing is handed on any more."""
+        try:
+            await self._server.run(self._link.listening)
+        finally:
+            self._kept.close()
+
+    def keep(self, chain: Sequence[SequenceHash], lease_s: float) -> Source | None:
+        """Keep what the device holds of `chain` until it is fetched, or the lease ends; None: it
+        holds nothing of it."""
+        name = new_id()
+        num_held = self._engine.hold(name, chain)
+        if not num_held:
+            self._engine.let_go(name)
+            return None
+        transfer_id = self._kept.keep(_Held(name, chain[:num_held]), lease_s)
+        num_tokens = num_held * self._engine.block_size
+        return Source(self._link.host, self._link.port, transfer_id, num_tokens)
+
+    async def fetch(self, source: Source, blocks: Sequence[SequenceHash]) -> int:
+        """How many leading ones of the blocks have arrived; 0 if anything fails."""
+        try:
+            with closing(await connected(source)) as sock:
+                wanted = Wanted(source.transfer_id, tuple(blocks), self._link.kind)
+                await send(sock, wanted_frame(wanted))
+                offered = await read_offered(sock, len(blocks))
+                state = bytearray(UNDERWAY)
+                while state != ARRIVED:
+                    await receive(sock, memoryview(state))
+                await send(sock, ACKNOWLEDGED)
+        except (TransferError, OSError, TimeoutError) as error:
+            log.warning(
+                "blocks from %s:%d are computed here instead: %s",
+                source.host,
+                source.port,
+                error or f"nothing came for {STALL_S:g} s",
+            )
+            return 0
+        return offered.num_blocks
+
+    async def _offer(
+        self, sock: socket.socket, held: _Held, wanted: Sequence[SequenceHash]
+    ) -> None:
+        """See TransferServer."""
+        kept = frozenset(held.slots)
+        num_blocks = next((at for at, block in enumerate(wanted) if block not in kept), len(wanted))
+        if not num_blocks:
+            raise TransferError(f"blocks: none of the {len(wanted)} is among the {len(kept)} kept")
+        await send(sock, offered_frame(Offered(num_blocks)))
+        clock = asyncio.get_running_loop().time
+        arrives_s = self._sending.send(num_blocks * self._engine.block_size, clock())
+        while (left_s := arrives_s - clock()) > 0:
+            await send(sock, UNDERWAY)
+            await asyncio.sleep(min(left_s, BEAT_S))
+        await send(sock, ARRIVED)
