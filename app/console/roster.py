@@ -57,6 +57,9 @@ def _rows(view: View) -> Iterator[dict[str, Any]]:
             "metrics_age_s": (
                 round(max(0, view.now_ms - measured.at_ms) / 1000, 1) if measured.at_ms else None
             ),
+            "device_blocks": metrics.device_blocks,
+            "host_blocks": metrics.host_blocks,
+            "disk_blocks": metrics.disk_blocks,
             "reported_hit": round(metrics.gpu_prefix_cache_hit_rate, 4),
         }
     for inc, info in view.paused.items():

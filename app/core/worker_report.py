@@ -213,6 +213,9 @@ class ForwardPassMetrics:
         None,
         answer="",
     )
+    device_blocks: int | None = _said("blocks that it shows on its device", None, answer="")
+    host_blocks: int | None = _said("blocks that it shows in host memory", None, answer="")
+    disk_blocks: int | None = _said("blocks that it shows on disk", None, answer="")
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,9 @@ METRICS_SEEN = ForwardPassMetrics(
     gpu_prefix_cache_hit_rate=0.75,
     kv_idle_before_evict_s=412.5,
     events_silent_s=6.5,
+    device_blocks=20_000,
+    host_blocks=3000,
+    disk_blocks=0,
 )
 SPEED_LEARNT = Speed(prefill_s_per_token=1.25e-5, mean_output_tokens=212.5)
 READINGS = GpuReadings(
@@ -93,6 +96,9 @@ ENTRY = {
     "gpu_prefix_cache_hit_rate": "0.75",
     "kv_idle_before_evict_s": "412.5",
     "events_silent_s": "6.5",
+    "device_blocks": "20000",
+    "host_blocks": "3000",
+    "disk_blocks": "0",
     "prefill_s_per_token": "1.25e-05",
     "prefill_s_per_token2": "1.1e-09",
     "decode_s_per_kv_token": "3e-08",
@@ -139,6 +145,9 @@ SHOWN = {
     "gpu_prefix_cache_hit_rate": ("gpu_prefix_cache_hit_rate", ""),
     "kv_idle_before_evict_s": ("kv_idle_before_evict_s", ""),
     "events_silent_s": ("", ""),
+    "device_blocks": ("", ""),
+    "host_blocks": ("", ""),
+    "disk_blocks": ("", ""),
     "gpu_memory_used_bytes": ("memory_used_bytes", "gpu_memory_used_bytes"),
     "gpu_memory_total_bytes": ("memory_total_bytes", "gpu_memory_total_bytes"),
     "gpu_utilisation": ("utilisation", "gpu_utilisation"),

@@ -44,7 +44,8 @@ async def fleet(workers: FakeWorkers) -> FakeWorkers:
     """w1 holds all of PROMPT, w2 nothing."""
     for name in ("w1", "w2"):
         await workers.register(name, models=("llama",))
-        await workers.report(name, ForwardPassMetrics(gpu_cache_usage_perc=0.25))
+        measured = ForwardPassMetrics(gpu_cache_usage_perc=0.25, device_blocks=2, disk_blocks=0)
+        await workers.report(name, measured)
     await workers.publish("w1", PROMPT)
     return workers
 
@@ -97,6 +98,7 @@ async def test_workers_are_rows_and_one_that_is_gone_stays_for_a_while(
     assert two["queue_s"] > 2
     assert one["kv_used"] == 0.25
     assert one["model"] == "llama"
+    assert (one["device_blocks"], one["host_blocks"], one["disk_blocks"]) == (2, None, 0)
     await fleet.retire("w2")
     rows = await eventually(
         lambda: answer(client, "workers"), lambda t: objects(t)[1]["state"] == "gone"

@@ -24,7 +24,7 @@ from app.core.errors import (
 )
 from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
-from app.core.types import Incarnation
+from app.core.types import Incarnation, Tier
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
 from app.state import leases, models
 from app.state.connect import deadline
@@ -327,6 +327,19 @@ class Agent:
                 log.debug("%s: models not announced: %s", self.info.key, error)
             await asyncio.sleep(ANNOUNCE_INTERVAL_S)
 
+    def _measured(self) -> tuple[ForwardPassMetrics, Speed]:
+        metrics, speed = self._measure()
+        shown = self._publisher.num_wanted
+        return (
+            replace(
+                metrics,
+                device_blocks=shown[Tier.DEVICE],
+                host_blocks=shown[Tier.HOST],
+                disk_blocks=shown[Tier.DISK],
+            ),
+            speed,
+        )
+
     async def _publish_metrics(self) -> None:
         """Publish only the latest value: a tick that Redis does not take is not retried."""
         while True:
@@ -334,7 +347,7 @@ class Agent:
             entry: dict[Any, Any] = {
                 "worker": str(self.info.key),
                 "incarnation": str(self.incarnation),
-                **worker_report.encode(*self._measure(), self._read_gpu()),
+                **worker_report.encode(*self._measured(), self._read_gpu()),
             }
             try:
                 async with deadline(METRICS_TIMEOUT_S):

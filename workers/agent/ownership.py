@@ -118,6 +118,8 @@ class Ownership:
         self._before: list[dict[SequenceHash, Tier | None]] = [{}]
         """For blocks that a shard's last drain stored or made faster: what it knew before."""
         self._audit: list[SequenceHash] = []
+        self.num_wanted = dict.fromkeys(Tier, 0)
+        """By tier, how many blocks Redis shows once all is published."""
 
     @property
     def num_pending(self) -> int:
@@ -260,6 +262,8 @@ class Ownership:
             assert node.wanted == self._tier(node), f"{block:016x} is out of date"
             assert node.wanted is None or node.depth == (parent.depth + 1 if parent else 0)
             assert (block in pending) == (node.wanted != node.published)
+        shown = [node.wanted for node in self._nodes.values()]
+        assert self.num_wanted == {tier: shown.count(tier) for tier in Tier}
         assert not self._gone.keys() & self._nodes.keys()
         assert self._gone.keys() == pending - self._nodes.keys()
 
@@ -308,6 +312,7 @@ class Ownership:
         for block, node in self._nodes.items():
             self._bury(block, node)
         self._nodes.clear()
+        self.num_wanted = dict.fromkeys(Tier, 0)
         for pieces in self._pending:
             pieces.clear()
         for block, gone in self._gone.items():
@@ -363,6 +368,10 @@ class Ownership:
             tier = self._tier(node)
             if tier == node.wanted:
                 continue
+            if node.wanted is not None:
+                self.num_wanted[node.wanted] -= 1
+            if tier is not None:
+                self.num_wanted[tier] += 1
             node.wanted = tier
             if tier is not None:
                 above = None if node.parent is None else self._nodes[node.parent]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from app.core.chains import bucket_bits_for
 from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
 from app.core.events import CacheEvent
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, WorkerKey
+from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.state import index
 from app.state.index import Change
 from app.state.scripts import Call, ScriptRunner
@@ -108,6 +108,11 @@ class Publisher:
     def has_published_all(self) -> bool:
         """Whether all that the engine held when the incarnation began has been sent."""
         return not self._num_notified or all(shard.num_notified for shard in self._shards)
+
+    @property
+    def num_wanted(self) -> Mapping[Tier, int]:
+        """By tier, how many blocks Redis shows once all is published."""
+        return self._ownership.num_wanted
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
         """Take in what the engine did; never blocks. See Ownership for what bounds the backlog."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -511,7 +512,11 @@ async def test_a_process_is_not_replaced_by_an_ended_one_that_redis_brings_back(
 async def test_metrics_are_published_every_100_ms_with_all_fields(
     redis: Redis, observer: Observer
 ) -> None:
-    async with running(new_agent(redis)):
+    agent = new_agent(redis)
+    agent.notify([Stored(tuple(CHAIN), None), Stored(tuple(CHAIN[:3]), None, Tier.HOST)])
+    agent.notify([Removed(tuple(CHAIN[2:]))])
+    shown = replace(MEASURED, device_blocks=2, host_blocks=1, disk_blocks=0)
+    async with running(agent):
 
         async def entries() -> list[tuple[bytes, dict[bytes, bytes]]]:
             found: list[tuple[bytes, dict[bytes, bytes]]]
@@ -525,9 +530,9 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
     assert text == {
         "worker": "w0:0",
         "incarnation": "1",
-        **worker_report.encode(MEASURED, LEARNED, READ),
+        **worker_report.encode(shown, LEARNED, READ),
     }
-    assert worker_report.decode(found[0][1]) == (MEASURED, LEARNED, READ)
+    assert worker_report.decode(found[0][1]) == (shown, LEARNED, READ)
 
 
 async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:
