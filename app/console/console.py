@@ -20,6 +20,7 @@ from app.core.types import Incarnation
 from app.ops import checks
 from app.ops.drain import named
 from app.ops.explain import explanation, find
+from app.ops.funnel import funnel
 from app.ops.usage import usages
 from app.ops.waiting import flows
 from app.ops.workers import requests_on
@@ -251,8 +252,8 @@ class Console:
         }
 
     async def funnel(self) -> dict[str, Any]:
-        """Where the reuse of prompts is lost, by model; "": all of them."""
-        return {"models": {}}
+        """Where reuse is lost, by model; "": all of them. Raises RedisUnavailable."""
+        return funnel((await replicas.present(self._redis, self._keyspace)).values())
 
     async def waiting(self) -> dict[str, Any]:
         """Who waits for a worker, in the order of turns. Raises RedisUnavailable."""

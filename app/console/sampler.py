@@ -84,9 +84,8 @@ class Sampler:
             await self._sample()
 
     async def _sample(self) -> None:
-        _, said = await replicas.read(self._router.redis, self._keyspace)
-        view = self._router.fleet.last_view
-        values = sampled(Together(figures for _, figures in said.values()), view)
+        said = await replicas.present(self._router.redis, self._keyspace)
+        values = sampled(Together(said.values()), self._router.fleet.last_view)
         at_ms = await self._runner.one(replicas.sample(self._keyspace, values))
         if at_ms and at_ms % replicas.MINUTE_MS == 0:
             recent = await replicas.history(

@@ -224,6 +224,7 @@ class Reuse(BaseModel):
     best: float = Field(description="by the worker that held most")
     chosen: float = Field(description="by the worker chosen")
     used: float = Field(description="reported by the engine as cached")
+    unforeseen: float = Field(description="cached, though nobody knew of it")
     losses: list[Loss]
 
 

@@ -221,8 +221,14 @@ async def test_a_bad_prompt_names_its_field(
     assert (reply.status_code, reply.json()["error"]["field"]) == (422, field)
 
 
-async def test_the_funnel_is_answered(client: httpx.AsyncClient) -> None:
-    assert "models" in await answer(client, "funnel")
+async def test_the_funnel_says_what_was_reached_of_the_prompts(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    await route(client, "r1")
+    found = await eventually(lambda: answer(client, "funnel"), lambda f: f["models"])
+    all_of = found["models"][""]
+    assert all_of["prompt_tokens"] == 8
+    assert (all_of["held"], all_of["chosen"]) == (8, 8)
 
 
 async def test_events_tell_who_came_and_went(client: httpx.AsyncClient, fleet: FakeWorkers) -> None:
