@@ -10,7 +10,16 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
-from app.policy.cost import POLICIES, Candidates, CostFunction, Costs, Floats, RequestSize
+from app.policy.cost import (
+    POLICIES,
+    Candidates,
+    CostFunction,
+    Costs,
+    Floats,
+    Indices,
+    Policy,
+    RequestSize,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +66,18 @@ def choose(
             if eligible.size
             else "no worker is alive"
         )
-    if candidates.kv_total_blocks.min() < size.isl_blocks:
-        eligible = _large_enough(candidates.kv_total_blocks, size, eligible)
+    pool = candidates.kv_total_blocks
+    # With few workers an argmin takes a third of a min.
+    if pool[pool.argmin()] < size.isl_blocks:
+        eligible = _large_enough(pool, size, eligible)
         num_eligible = np.count_nonzero(eligible)
     rules = POLICIES[policy]
     costs = (cost or rules.cost)(candidates, size)
-    has_room = (candidates.active_requests < candidates.max_requests) & np.isfinite(costs.cost)
-    (workers,) = (eligible & has_room).nonzero()
-    if workers.size == 0 or (
-        max_queue_s < math.inf and candidates.prefill_s[workers].min() > max_queue_s
+    able = eligible & (candidates.active_requests < candidates.max_requests)
+    compared = np.where(able, costs.cost, np.inf)
+    at = int(compared.argmin())
+    if compared[at] == np.inf or (
+        max_queue_s < math.inf and candidates.prefill_s[compared < np.inf].min() > max_queue_s
     ):
         past = (
             "" if math.isinf(max_queue_s) else f" or have over {max_queue_s:g} s of prefills queued"
@@ -74,16 +86,25 @@ def choose(
             f"all eligible workers ({num_eligible}) are full{past}",
             retry_after_s=float(candidates.prefill_s[eligible].min()),
         )
+    if rules.narrow is not None or temperature > 0.0:
+        return _of_some(rules, costs, (compared < np.inf).nonzero()[0], rng, nth, temperature)
+    (lowest,) = (compared == compared[at]).nonzero()
+    tied = lowest.size > 1
+    return Choice(int(lowest[rng.integers(lowest.size)]) if tied else at, costs, tied)
+
+
+def _of_some(
+    rules: Policy, costs: Costs, workers: Indices, rng: Generator, nth: int, temperature: float
+) -> Choice:
+    """One of `workers`, narrowed down or drawn."""
     if rules.narrow is not None:
         workers = rules.narrow(workers, nth, rng)
     compared = costs.cost[workers]
     (lowest,) = (compared == compared[compared.argmin()]).nonzero()
     if temperature > 0.0:
         place = _sample(compared, temperature, rng)
-    elif lowest.size > 1:
-        place = int(lowest[rng.integers(lowest.size)])
     else:
-        place = int(lowest[0])
+        place = int(lowest[rng.integers(lowest.size)]) if lowest.size > 1 else int(lowest[0])
     return Choice(int(workers[place]), costs, lowest.size > 1)
 
 

@@ -224,16 +224,18 @@ def predicted_prefill_s(
     so even a fully cached prompt costs one.
     """
     host, disk = candidates.overlap_host, candidates.overlap_disk
-    cached = ((candidates.overlap_device if device is None else device) + host + disk) * (
-        size.block_size
-    )
+    cached = candidates.overlap_device if device is None else device
+    is_slower = np.count_nonzero(host) or np.count_nonzero(disk)
+    if is_slower:
+        cached = cached + host + disk
+    cached = cached * size.block_size
     uncached = np.maximum(size.isl_tokens - cached, 1.0)
     # uncached * cached + uncached² / 2 pairs, where cached = isl - uncached
     attended = size.isl_tokens - 0.5 * uncached
     seconds: Floats = uncached * (
         candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * attended
     )
-    if np.count_nonzero(host) or np.count_nonzero(disk):
+    if is_slower:
         load = candidates.host_s_per_token * host + candidates.disk_s_per_token * disk
         seconds += load * size.block_size
     return seconds

@@ -144,6 +144,8 @@ class Workers:
         """Those whose engines do not reuse each block that they hold."""
         self.rows = np.empty((len(METRICS_ROWS) + len(SPEED_ROWS), len(workers)))
         self._show(range(len(workers)))
+        self.reported = tuple(self.rows)
+        """Its rows, one by one: to take a matrix apart takes time for each of them."""
         self.max_requests = np.array([info.max_requests for info in self.infos], dtype=np.float64)
 
     @property
@@ -169,6 +171,7 @@ class Workers:
         for place in places:
             workers.measured[place] = measured[self.incarnations[place]]
         workers._show(places)
+        workers.reported = tuple(workers.rows)
         return workers
 
     def _show(self, places: Sequence[int]) -> None:
@@ -258,7 +261,7 @@ class View:
                 device[position] = overlap.device
                 host[position] = overlap.host
                 disk[position] = overlap.disk
-        return Candidates(device, host, disk, *loads, *self._workers.rows)
+        return Candidates(device, host, disk, *loads, *self._workers.reported)
 
     def reusable(self, overlaps: Overlaps, isl_tokens: int) -> Overlaps:
         """What the engines would reuse of `overlaps`, those of a prompt of `isl_tokens`."""
