@@ -44,6 +44,7 @@ from app.local.redis_server import LOOPBACK, free_port
 from app.options import POSITIVE
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
+from loadtest.changing import changing
 from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, cpu_s, redis_to_measure
 from loadtest.holders import BLOCK_SIZE, Holders
@@ -247,8 +248,14 @@ class Load:
 
 
 async def load(
-    servers: Sequence[Server], redis_url: str, shape: Shape, concurrency: int, requests: int
+    servers: Sequence[Server],
+    redis_url: str,
+    shape: Shape,
+    concurrency: int,
+    requests: int,
+    changes: int = 0,
 ) -> Load:
+    """changes: as for `changing`, of workers that hold none of the prompts."""
     latencies: list[float] = []
     turns = iter(range(requests))
 
@@ -273,11 +280,12 @@ async def load(
 
         ports = [servers[n % len(servers)].port for n in range(concurrency)]
         connections = [await Connection.open(port) for port in ports]
-        before = await used()
-        await asyncio.gather(
-            *map(ask, connections, map(names, range(concurrency), repeat(concurrency)))
-        )
-        after = await used()
+        async with changing(redis, KEYS, NUM_WORKERS + 1, changes):
+            before = await used()
+            await asyncio.gather(
+                *map(ask, connections, map(names, range(concurrency), repeat(concurrency)))
+            )
+            after = await used()
         for connection in connections:
             connection.close()
     return Load(latencies, *(b - a for a, b in zip(before, after, strict=True)))
@@ -324,6 +332,7 @@ def measure(
     rounds: int,
     replicas: Sequence[int] = REPLICAS,
     workers: int = NUM_WORKERS,
+    changes: int = 0,
 ) -> dict[str, Any]:
     """`one`: figures by shape and concurrency. `replicas`: by shape and number of replicas."""
     asyncio.run(register(url, workers))
@@ -337,7 +346,7 @@ def measure(
             found: Loads = {}
             for turn in range(rounds + 1):
                 for shape, column, servers, concurrency in cases:
-                    made = run(load(servers, url, shape, concurrency, requests))
+                    made = run(load(servers, url, shape, concurrency, requests, changes))
                     if turn:  # the first one warms up
                         found.setdefault(shape.name, {}).setdefault(column, []).append(made)
             return found
@@ -416,11 +425,18 @@ def _curve(found: dict[str, Any]) -> Table:
 )
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE)
 @click.option("--workers", default=NUM_WORKERS, show_default=True, type=POSITIVE)
+@click.option(
+    "--changes",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Loads that change 100 times a second, of workers beyond the first 8.",
+)
 @json_option
-def main(requests: int, rounds: int, workers: int, json_file: Path | None) -> None:
+def main(requests: int, rounds: int, workers: int, changes: int, json_file: Path | None) -> None:
     """Measure the decisions of one replica, then of several."""
     with redis_to_measure() as url:
-        result = measure(url, requests, rounds, workers=workers)
+        result = measure(url, requests, rounds, workers=workers, changes=changes)
     show(result, Console(width=120))
     save(result, json_file)
 
