@@ -55,6 +55,8 @@ class Fleet:
         self._texts: dict[Incarnation, bytes | str] = {}
         """What each of them was read from."""
         self._measured: dict[Incarnation, Measured] = {}
+        self.seen_s = 0.0
+        """When the last view was made, monotonic seconds."""
         self._unshown: dict[Incarnation, Measured] = {}
         """What no view shows yet of what was measured."""
         self._newest_ms: int | None = None
@@ -156,6 +158,7 @@ class Fleet:
         self._unshown = {}
         paused = {inc: self._infos[inc] for inc in snapshot.paused if inc in self._infos}
         self.last_view = View(replace(snapshot, loads=loads), self._workers, paused)
+        self.seen_s = time.monotonic()
         return self.last_view
 
     async def _meet(self, snapshot: Snapshot) -> None:

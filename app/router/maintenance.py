@@ -94,11 +94,14 @@ class Maintenance:
         settled_s = time.monotonic() + RETIRE_GRACE_MS / 1000
         while True:
             reports = list(islice(self._reports, EXPIRE_LIMIT))
-            changes = reservations.changes(self._keyspace, self._columns)
-            calls: list[Call[Any]] = [expire, changes, *reports]
+            calls: list[Call[Any]] = [expire, *reports]
             # Nobody could renew a lease while Redis was unreachable.
             if not self._fleet.recovers and time.monotonic() >= settled_s:
                 calls.append(leases.retire_lapsed(self._keyspace, RETIRE_GRACE_MS, heard_ms))
+            # Whoever decides has usually looked since.
+            looks = time.monotonic() - self._fleet.seen_s >= MAINTENANCE_INTERVAL_S
+            if looks:
+                calls.append(reservations.changes(self._keyspace, self._columns))
             pause = MAINTENANCE_INTERVAL_S
             try:
                 if self._fleet.last_view is None:
@@ -106,7 +109,7 @@ class Maintenance:
                     await self._fleet.view(
                         await self._runner.one(reservations.loads(self._keyspace))
                     )
-                expired, snapshot, *others = await self._runner.run(calls)
+                expired, *others = await self._runner.run(calls)
                 for sent in reports:
                     # It may have had to make room for a new one meanwhile.
                     if self._reports[0] is sent:
@@ -120,9 +123,9 @@ class Maintenance:
                         event = "released" if is_end else "prefill_complete"
                         self._telemetry.reservations_of(event).inc()
                 self._telemetry.reservations_of("expired").inc(expired)
-                if snapshot is not None:
-                    heard_ms = snapshot.now_ms
-                    await self._fleet.view(snapshot)
+                if looks and others[-1] is not None:
+                    await self._fleet.view(others[-1])
+                heard_ms = self._fleet.last_view.now_ms if self._fleet.last_view else 0
             except (RedisUnavailable, NamespaceMissing, WrongVersion) as error:
                 self._fleet.note(error)
                 log.debug("maintenance: %s", error)

@@ -24,7 +24,7 @@ from app.core.types import Incarnation, parse_incarnation
 _LOAD = re.compile(b" ".join([rb"(?:0|[1-9]\d{0,14})"] * len(LOAD_FIELDS)))
 
 
-AUDIT_S = 1.0
+AUDIT_S = 5.0
 
 
 class Columns:
@@ -96,12 +96,15 @@ class Columns:
         last: list[bytes],
     ) -> bool:
         """False: they are not all that is new to the caller."""
-        names = pairs[::2]
-        if not self._row.keys() >= {*names, *lapsed, *last[:1]}:
+        row = self._row
+        try:
+            rows = [row[name] for name in pairs[::2]]
+            ended = [row[name] for name in lapsed]
+            latest = row[last[0]] if last else None
+        except KeyError:
             return False
         unchanged = self._versions.copy()
-        if names:
-            rows = [self._row[name] for name in names]
+        if rows:
             had_load = int(np.count_nonzero(self._has_load[rows]))
             self._write(rows, loads)
             self._num_loads += int(np.count_nonzero(self._has_load[rows])) - had_load
@@ -111,7 +114,6 @@ class Columns:
         if lapsed != self._lapsed or self._shown is None:
             self._lapsed, self._shown = lapsed, None
             self._is_alive = self._versions > 0.0
-            ended = [self._row[name] for name in lapsed]
             # There are as many leases as versions, and so they are of the same incarnations, unless
             # one has lost the one and another the other.
             if not self._is_alive[ended].all():
@@ -122,7 +124,7 @@ class Columns:
             num == np.count_nonzero(self._versions)
             and num_loads == self._num_loads
             and version_of_last == unchanged.max(initial=0.0)
-            and (not last or version_of_last == unchanged[self._row[last[0]]])
+            and (latest is None or version_of_last == unchanged[latest])
         )
 
     def _write(self, rows: list[int], texts: Sequence[bytes | None]) -> None:
@@ -160,12 +162,24 @@ def parse_load(text: bytes) -> Load | None:
 
 def parse_loads(texts: Sequence[bytes | None]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """The same of many, as columns, which are 0 where one cannot be read, and which can be."""
-    loads = np.zeros((len(texts), len(LOAD_FIELDS)))
-    good = [text for text in texts if text is not None and _LOAD.fullmatch(text)]
-    numbers = np.array(orjson.loads(b"[%b]" % b",".join(good).replace(b" ", b",")), np.float64)
-    numbers = numbers.reshape(len(good), len(LOAD_FIELDS))
-    if len(good) == len(texts):
-        return numbers.T, np.ones(len(texts), np.bool_)
-    is_readable = np.array([text is not None and bool(_LOAD.fullmatch(text)) for text in texts])
-    loads[is_readable] = numbers
-    return loads.T, is_readable
+    numbers = _numbers(texts)
+    if numbers is not None:
+        return numbers, np.ones(len(texts), np.bool_)
+    loads = [None if text is None else parse_load(text) for text in texts]
+    columns = Loads.of({Incarnation(n): load or Load() for n, load in enumerate(loads)}).columns
+    return columns, np.array([load is not None for load in loads], np.bool_)
+
+
+def _numbers(texts: Sequence[bytes | None]) -> NDArray[np.float64] | None:
+    """The columns, if all can be read: one by one they would take three times as long."""
+    known = [text for text in texts if text is not None]
+    lengths = {text.count(b" ") + 1 for text in known}
+    if len(known) < len(texts) or lengths != {len(LOAD_FIELDS)}:
+        return None
+    try:
+        numbers = np.array(orjson.loads(b"[%b]" % b",".join(known).replace(b" ", b",")))
+    except ValueError:
+        return None
+    if numbers.dtype != np.int64 or numbers.min() < 0 or numbers.max() >= 10**15:
+        return None
+    return numbers.reshape(len(texts), len(LOAD_FIELDS)).T.astype(np.float64)
