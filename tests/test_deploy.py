@@ -8,6 +8,7 @@ import re
 import subprocess
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -26,8 +27,10 @@ from app.cli import main
 from app.core import settings
 from app.core.config import EngineAgentSettings
 from app.door.access_log import AccessLog
-from app.door.metrics import Outcomes
+from app.door.metrics import SECONDS, Outcomes
 from app.local.redis_server import free_port
+from app.ops import reference
+from app.ops.dashboard import TARGETS_S
 from app.planner.metrics import PlannerMetrics
 from app.router.metrics import Telemetry
 from app.simulation.engine import SimEngine
@@ -44,6 +47,8 @@ VARIABLES = {
     "$routers": "routers",
     "$workers": "workers",
     "$planners": "planners",
+    "$worker": "w0:0",
+    "$target_s": "5.0",
 }
 
 
@@ -81,6 +86,36 @@ def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     asked = set(re.findall(r"kvroute_\w+", expression))
     assert asked
     assert asked <= known
+
+
+DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
+
+
+def test_the_dashboard_is_what_its_panels_say() -> None:
+    assert (DEPLOY / "grafana.json").read_text() == reference.grafana()
+
+
+def test_no_two_panels_share_an_id_or_a_place_and_none_is_wider_than_the_page() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = Counter[tuple[int, int]]()
+    for panel in panels:
+        x, y, w, h = (panel["gridPos"][side] for side in "xywh")
+        assert x + w <= 24
+        taken.update((column, row) for column in range(x, x + w) for row in range(y, y + h))
+    assert taken.most_common(1)[0][1] == 1
+
+
+def test_each_variable_of_the_dashboard_is_used_and_each_that_is_used_is_defined() -> None:
+    defined = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    used = set(re.findall(r"\$(\w+)", json.dumps(DASHBOARD["panels"])))
+    used |= {panel["repeat"] for panel in DASHBOARD["panels"] if "repeat" in panel}
+    assert used - {"__rate_interval"} == defined
+
+
+def test_the_dashboard_promises_first_tokens_within_bounds_that_are_counted() -> None:
+    bounds = {str(bound) for bound in SECONDS}
+    assert set(TARGETS_S) <= bounds
 
 
 OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD"}

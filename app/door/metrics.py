@@ -11,7 +11,23 @@ from app.door.alarm import Alarm
 from app.door.record import STAGES, Admitted, RequestRecord, Stage, Usage
 from app.http.metrics import Children, Family, Sampled, Scraped, Table, counter, histogram
 
-_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+SECONDS = (
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)
 _FEW_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
@@ -62,7 +78,7 @@ class _Metrics(Table):
         "worker",
     )
     ttft = histogram(
-        "door_ttft_seconds", "Time from a request to its first token.", "model", buckets=_SECONDS
+        "door_ttft_seconds", "Time from a request to its first token.", "model", buckets=SECONDS
     )
     per_token = histogram(
         "door_time_per_output_token_seconds",
@@ -74,7 +90,7 @@ class _Metrics(Table):
         "door_request_seconds",
         "Time from a request to the end of its answer.",
         "model",
-        buckets=_SECONDS,
+        buckets=SECONDS,
     )
     stages = histogram(
         "door_stage_seconds",
@@ -83,7 +99,7 @@ class _Metrics(Table):
         + ".",
         "model",
         "stage",
-        buckets=_SECONDS,
+        buckets=SECONDS,
     )
     by_worker = counter(
         "door_worker_requests",
