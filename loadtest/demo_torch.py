@@ -2,7 +2,8 @@
 
 First, with one worker: the time to first token of prompts that share most of their tokens with one
 computed earlier, by the tier that holds the shared tokens, against prompts that share nothing.
-Then, with two workers behind two routers: conversations with and without KV-aware routing.
+Then two workers, of which one goes on from the other's KV: a split, and a fetch. Then, with two
+workers behind two routers: conversations with and without KV-aware routing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from app.core.config import RouterSettings, WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import POSITIVE, POSITIVE_SECONDS
-from loadtest import report
+from loadtest import bench_transfer, report
 from loadtest.client import ClusterClient
 from loadtest.command import Command, make_folder, save
 from loadtest.replay import progress_display, replay_policy
@@ -46,6 +47,9 @@ OUTPUT_TOKENS = 16
 POLICIES = "round_robin", "latency"
 ROUTER_TIMEOUT_S = 10.0
 TIERS = "device", "host", "disk"
+TRANSFER_ROUNDS = 2
+TRANSFERS = len(bench_transfer.FORMS) * (TRANSFER_ROUNDS + 1)
+"""Prompts of the workers that hand KV on."""
 
 
 def conversation_trace(number: int, turns: int, every_s: float) -> Trace:
@@ -234,13 +238,18 @@ def speedup(times: dict[str, list[float]], name: str) -> float:
 def main(
     model: str, rounds: int, conversations: int, turns: int, every_s: float, out: Path
 ) -> None:
-    """Torch workers on this machine's CPU: hits against misses, then two policies."""
+    """Torch workers on this machine's CPU: hits against misses, KV handed on, two policies."""
     make_folder(out)
     console = Console()
     console.print(f"one worker, model {model} with random weights, one thread")
     with torch_cluster(model, 1) as cluster:
         times = run(measure_tiers(cluster.balancer_url, rounds))
     console.print(tiers_table(times))
+
+    console.print("two workers, of which one computes, and the other goes on from its KV")
+    settings = bench_transfer.settings_of(model, TRANSFERS, PROMPT_TOKENS)
+    transfers = run(bench_transfer.measure(settings, PROMPT_TOKENS, TRANSFER_ROUNDS))
+    bench_transfer.show(transfers, PROMPT_TOKENS, console)
 
     trace = conversation_trace(conversations, turns, every_s)
     console.print(f"{conversations} conversations of {turns} turns, two workers")
@@ -255,7 +264,13 @@ def main(
     console.print(report.table(runs))
     file = out / "demo-torch.json"
     tiers = {name: {"ttft_s": s, "times_faster": speedup(times, name)} for name, s in times.items()}
-    found = {"model": model, "bound": bound(), "tiers": tiers, "routing": report.as_json(runs)}
+    found = {
+        "model": model,
+        "bound": bound(),
+        "tiers": tiers,
+        "transfers": transfers,
+        "routing": report.as_json(runs),
+    }
     save(found, file)
     console.print(f"Also in {file}")
 

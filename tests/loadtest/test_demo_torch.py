@@ -44,5 +44,7 @@ def test_hits_from_every_tier_are_measured_and_both_policies_played(tmp_path: Pa
     # Prompts that share nothing fill the device, then host memory, before any is on disk.
     assert samples.pop("cold") >= 8
     assert samples == {"device": 1, "host": 1, "disk": 1}
+    fetched = {form: taken["fetched_tokens"] for form, taken in found["transfers"].items()}
+    assert fetched == {"alone": 0, "split": 1920, "fetch": 1536}
     played = found["routing"]["policies"]
     assert {name: run["failed"] for name, run in played.items()} == {"round_robin": 0, "latency": 0}

@@ -25,6 +25,7 @@ WITH_A_FILE = (
         "bench_replicas",
         "bench_shards",
         "bench_tiers",
+        "bench_transfer",
     ),
     "bench_waiting",
 )

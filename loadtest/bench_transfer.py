@@ -1,0 +1,255 @@
+"""How long a prompt takes whose KV another worker process hands on, against computing it.
+
+    python -m loadtest.bench_transfer --json out/bench_transfer.json
+
+Two torch workers on this machine, without a router. In each round the target answers three prompts:
+
+- it computes one alone;
+- split: the source computes the prompt, and the target goes on from its KV;
+- fetch: the source holds the KV of the prompt's first part, and hands that on.
+
+Times are those until the target's first token, without what the source does before. The target
+computes the last chunk in any case. Both workers must give the same answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from app.core.config import WorkerSettings
+from app.core.events import CacheEvent
+from app.http.server import run
+from app.options import POSITIVE
+from loadtest.command import Command, json_option, save
+from loadtest.traces import VOCABULARY, pseudo_random_tokens
+from workers.engines.base import CompletionRequest, Engine
+from workers.engines.hosting import host
+from workers.engines.sampling_options import Sampling
+from workers.kv.remote.frames import Source
+
+BLOCK_SIZE = 16
+CHUNK = 128
+OUTPUT_TOKENS = 8
+GREEDY = Sampling(temperature=0.0)
+FORMS = "alone", "split", "fetch"
+KEEP_S = 60.0
+PATIENCE_S = 120.0
+
+Figures = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """first_s: until its first token. kept: where the prompt's KV is kept now, if it was to be."""
+
+    first_s: float
+    tokens: list[int]
+    cached_tokens: int
+    kept: Source | None
+
+
+class _NoIndex:
+    """Hears of blocks, and tells nobody."""
+
+    def notify(self, events: Iterable[CacheEvent]) -> None:
+        del events
+
+    async def published(self) -> bool:
+        return True
+
+
+@asynccontextmanager
+async def running(settings: WorkerSettings) -> AsyncIterator[Engine]:
+    hosted = await asyncio.to_thread(host, settings)
+    with closing(hosted):
+        engine = hosted.start(_NoIndex())
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(engine.run())
+            yield engine
+            task.cancel()
+
+
+async def answer(
+    engine: Engine, prompt: bytes, source: Source | None = None, keep_s: float = 0.0
+) -> Answer:
+    request = CompletionRequest(
+        uuid.uuid4().hex, prompt, OUTPUT_TOKENS, GREEDY, source=source, keep_s=keep_s
+    )
+    generation = engine.complete(request)
+    began_s, first_s, cached = time.perf_counter(), 0.0, 0
+    tokens: list[int] = []
+    async for output in generation:
+        first_s = first_s or time.perf_counter() - began_s
+        tokens += output.token_ids
+        cached = output.finished.cached_tokens if output.finished else 0
+    return Answer(first_s, tokens, cached, generation.kept)
+
+
+async def _serve(settings: WorkerSettings, target: Connection) -> None:
+    """Answer each prompt that comes, or hand on what is held of it."""
+    async with running(settings) as engine:
+        target.send(None)
+        while (asked := await asyncio.to_thread(target.recv)) is not None:
+            prompt, form = asked
+            if form == "fetch":
+                target.send(await engine.hand_on(prompt, KEEP_S))
+            else:
+                target.send(await answer(engine, prompt, keep_s=KEEP_S if form == "split" else 0))
+
+
+def _run_source(settings: WorkerSettings, target: Connection) -> None:
+    asyncio.run(_serve(settings, target))
+
+
+class SourceWorker:
+    """A worker in a process of its own."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        spawning = get_context("spawn")
+        self._pipe, there = spawning.Pipe()
+        self._process = spawning.Process(target=_run_source, args=(settings, there), daemon=True)
+        self._process.start()
+
+    def started(self) -> None:
+        """Wait for it."""
+        self._received()
+
+    def answer(self, prompt: bytes, form: str = "") -> Answer:
+        self._pipe.send((prompt, form))
+        answered: Answer = self._received()
+        return answered
+
+    def hand_on(self, prompt: bytes) -> Source | None:
+        self._pipe.send((prompt, "fetch"))
+        kept: Source | None = self._received()
+        return kept
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _received(self) -> Any:
+        if not self._pipe.poll(PATIENCE_S):
+            raise click.ClickException(f"the source said nothing for {PATIENCE_S:g} s")
+        return self._pipe.recv()
+
+
+async def measure(settings: WorkerSettings, tokens: int, rounds: int) -> Figures:
+    """Of each form, the times of all rounds but the first, which finds torch itself cold."""
+    taken: dict[str, list[Answer]] = {form: [] for form in FORMS}
+    async with running(settings) as engine:
+        with closing(SourceWorker(settings)) as source:
+            await asyncio.to_thread(source.started)
+            for n in range(len(FORMS) * (rounds + 1)):
+                form = FORMS[n % len(FORMS)]
+                given = await _round(engine, source, form, prompt_of(n, tokens))
+                if n >= len(FORMS):
+                    taken[form].append(given)
+    return {
+        form: {
+            "seconds": median(each.first_s for each in answers),
+            "fetched_tokens": answers[0].cached_tokens,
+        }
+        for form, answers in taken.items()
+    }
+
+
+async def _round(engine: Engine, source: SourceWorker, form: str, prompt: bytes) -> Answer:
+    """Raises ClickException unless all that was kept was fetched, and both answer alike."""
+    kept = None
+    if form == "split":
+        kept = (await asyncio.to_thread(source.answer, prompt, form)).kept
+    elif form == "fetch":
+        await asyncio.to_thread(source.answer, prompt[: len(prompt) // 4 * 3])
+        kept = await asyncio.to_thread(source.hand_on, prompt)
+    given = await answer(engine, prompt, kept)
+    expected = min(kept.num_tokens, _reusable(len(prompt) // 4)) if kept else 0
+    if given.cached_tokens != expected or (form != "alone" and not kept):
+        raise click.ClickException(f"{form}: {given.cached_tokens} of {expected} tokens came")
+    alone = await asyncio.to_thread(source.answer, prompt)
+    if alone.tokens != given.tokens:
+        raise click.ClickException(f"{form}: the two workers answer differently")
+    return given
+
+
+def _reusable(tokens: int) -> int:
+    """Whole chunks, and never the last token."""
+    return (tokens - 1) // CHUNK * CHUNK
+
+
+def prompt_of(number: int, tokens: int) -> bytes:
+    positions = np.arange(tokens, dtype=np.uint64) + np.uint64(number * tokens)
+    return pseudo_random_tokens(positions, seed=0).astype("<u4").tobytes()
+
+
+def settings_of(model: str, prompts: int, tokens: int) -> WorkerSettings:
+    """With room for so many prompts."""
+    return WorkerSettings(
+        host="127.0.0.1",
+        engine="torch",
+        model=model,
+        device="cpu",
+        block_size=BLOCK_SIZE,
+        threads=1,
+        prefill_chunk=CHUNK,
+        kv_pool_tokens=prompts * (tokens + CHUNK),
+        kv_transfer="kvroute",
+    )
+
+
+def show(figures: Figures, tokens: int, console: Console) -> None:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"Time to first token of {tokens:,} tokens, with KV of another worker",
+        caption="Both workers gave the same answers.",
+    )
+    for name in ("", "fetched", "computed", "median", "of alone"):
+        table.add_column(name, justify="right" if name else "left")
+    for form, found in figures.items():
+        fetched, share = found["fetched_tokens"], found["seconds"] / figures["alone"]["seconds"]
+        table.add_row(
+            form,
+            f"{fetched:,}",
+            f"{tokens - fetched:,}",
+            f"{found['seconds']:.3f} s",
+            f"{share:.3f}",
+        )
+    console.print(table)
+
+
+@click.command(cls=Command)
+@click.option(
+    "--model",
+    default="40m",
+    show_default=True,
+    help=f"As for `kvroute worker`, with a vocabulary of at least {VOCABULARY:,} tokens.",
+)
+@click.option("--tokens", default=2048, show_default=True, type=POSITIVE, help="Of each prompt.")
+@click.option("--rounds", default=5, show_default=True, type=POSITIVE)
+@json_option
+def main(model: str, tokens: int, rounds: int, json_file: Path | None) -> None:
+    """Prompts fetched from another worker, against computing them."""
+    settings = settings_of(model, len(FORMS) * (rounds + 1), tokens)
+    figures = run(measure(settings, tokens, rounds))
+    show(figures, tokens, Console())
+    save(figures, json_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from click import ClickException
+from rich.console import Console
+
+from loadtest import bench_transfer
+from loadtest.bench_transfer import FORMS, measure, prompt_of, running, settings_of, show
+from workers.kv.remote.frames import Source
+
+SETTINGS = settings_of("40m", 12, 300)
+
+
+@pytest.mark.slow
+async def test_the_target_answers_alone_and_with_what_the_source_hands_on() -> None:
+    figures = await measure(SETTINGS, tokens=300, rounds=1)
+    assert [figures[form]["fetched_tokens"] for form in FORMS] == [0, 256, 128]
+    console = Console(record=True, width=100)
+    show(figures, 300, console)
+    assert "1.000" in console.export_text()
+
+
+class _GoneSource:
+    """Keeps something where nobody listens."""
+
+    def answer(self, prompt: bytes, form: str = "") -> bench_transfer.Answer:
+        return bench_transfer.Answer(0.0, [], 0, Source("127.0.0.1", 1, "gone", 256))
+
+
+async def test_a_prompt_that_was_computed_instead_of_fetched_ends_the_benchmark() -> None:
+    source: Any = _GoneSource()
+    async with running(SETTINGS) as engine:
+        with pytest.raises(ClickException, match="split: 0 of 256 tokens came"):
+            await bench_transfer._round(engine, source, "split", prompt_of(0, 300))
