@@ -46,6 +46,8 @@ async def serve(settings: EngineAgentSettings) -> None:
         raise ConfigError(
             f"--role {settings.role}: needs --kv-transfer, as KV has to travel for it"
         )
+    if settings.role == "both" and settings.kv_transfer == "sglang":
+        raise ConfigError("--kv-transfer sglang: needs --role prefill or decode, as the engine has")
     keyspace = Keyspace(settings.namespace)
     async with AsyncExitStack() as opened:
         listening = opened.enter_context(listen(settings.host, settings.port))

@@ -356,7 +356,10 @@ class EngineAgentSettings(MemberSettings):
     kv_transfer: str = setting(
         "",
         "The way in which KV travels between this engine and others; unset: in none.",
-        OneOf(("", "nixl")),
+        OneOf(("", "nixl", "sglang")),
+    )
+    bootstrap_port: int = setting(
+        8998, "The engine's --disaggregation-bootstrap-port, with --kv-transfer sglang.", PORT
     )
     events_endpoint: str = setting(
         "",

@@ -162,6 +162,12 @@ class WorkerInfo:
     kv_transfer: str = _said(
         "the way in which KV travels between it and other workers; empty: in none", "", text=""
     )
+    bootstrap_port: int = _said(
+        "of the bootstrap server at which others meet it, beside SGLang; 0: none",
+        0,
+        answer="",
+        text="",
+    )
     host_total_blocks: int = _said(
         "KV blocks that its host tier holds; 0: it has none, or that is not known",
         0,

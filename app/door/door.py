@@ -12,6 +12,7 @@ from typing import Protocol
 
 from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
 from app.core.worker_report import WorkerInfo
+from app.door.bootstrap import Meetings, handover_of
 from app.door.errors import RepeatedFailure, WorkerFailed
 from app.door.forwarding import Outgoing, Parser
 from app.door.lifecycle import Lifecycle
@@ -20,10 +21,11 @@ from app.door.migration import Migrating
 from app.door.missing import Missing
 from app.door.models import Model
 from app.door.record import Usage
-from app.door.sources import NOTHING, Handover, LeaseEnded, SourceFailed, Sources
+from app.door.sources import NOTHING, Handover, LeaseEnded, SourceFailed, Sources, of_rank
 from app.door.stream import TAIL_BYTES, Whole, usage_in
 from app.door.upstream import ConnectFailed, EngineAnswer, Upstream, UpstreamBroken, UpstreamError
 from app.policy.decision import Decision
+from app.policy.sources import TOGETHER
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Door:
     def __init__(self, upstream: Upstream, patience: Patience, kv_lease_s: float) -> None:
         self.upstream = upstream
         self.sources = Sources(upstream, kv_lease_s)
+        self.meetings = Meetings(upstream)
         self.patience = patience
         self.missing = Missing(upstream)
 
@@ -168,7 +171,7 @@ class _Carriage:
             try:
                 handover = await self._ask_source(decision, deadline_s)
                 async with self.door.missing.waiting(life):
-                    begun = await self._try(decision.worker, handover, deadline_s)
+                    begun = await self._try(decision, handover, deadline_s)
             except LeaseEnded as error:
                 failure = self._lease_ended(error, decision)
                 continue
@@ -238,6 +241,8 @@ class _Carriage:
         """What the decision's source hands on. Raises SourceFailed, LeaseEnded."""
         if decision.source is None:
             return NOTHING
+        if decision.source.worker.kv_transfer == TOGETHER:
+            return handover_of(decision.source.worker)
         life = self.life
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
         life.awaited = decision.source.worker
@@ -257,22 +262,36 @@ class _Carriage:
         life.source_complete()
         return handover
 
-    async def _try(self, worker: WorkerInfo, handover: Handover, deadline_s: float) -> _Begun:
-        """The beginning of one worker's answer. Raises UpstreamError, as LeaseEnded is."""
+    async def _try(self, decision: Decision, handover: Handover, deadline_s: float) -> _Begun:
+        """The beginning of one worker's answer. Raises UpstreamError, as LeaseEnded and
+        SourceFailed are."""
+        worker = decision.worker
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
-        more = self.life.trace.try_begins(str(worker.key))
-        if worker.key.dp_rank:
-            more = [*more, (b"x-data-parallel-rank", b"%d" % worker.key.dp_rank)]
-        answer = await self.door.upstream.send(
+        connect_s = min(CONNECT_S, left_s)
+        more = [*self.life.trace.try_begins(str(worker.key)), *of_rank(worker)]
+        answering = self.door.upstream.send(
             worker.address,
             self.path,
             [*self.headers, *more],
-            self.outgoing.for_worker(worker, handover.params),
-            connect_s=min(CONNECT_S, left_s),
+            self.outgoing.for_worker(worker, handover.params, handover.members),
+            connect_s=connect_s,
             answer_s=left_s,
             # On a new connection nothing is sent twice.
             kept=self.life.record.tries == 1,
         )
+        if handover.members and decision.source is not None:
+            answering = self.door.meetings.beside(
+                decision.source.worker,
+                worker,
+                self.outgoing,
+                self.path,
+                self.headers,
+                handover,
+                answering,
+                connect_s=connect_s,
+                answer_s=left_s,
+            )
+        answer = await answering
         is_all = False
         if self.outgoing.asked.streams and answer.status == 200:
             first = await answer.read(left_s)

@@ -88,14 +88,20 @@ class Outgoing:
             changes["max_completion_tokens"] = 1
         return self.body.changed(changes, without=("stream_options", "min_tokens"))
 
-    def for_worker(self, worker: WorkerInfo, params: Mapping[str, object] = _NOTHING) -> bytes:
-        """The body for an engine of that kind. params: of what it fetches, if it does."""
+    def for_worker(
+        self,
+        worker: WorkerInfo,
+        params: Mapping[str, object] = _NOTHING,
+        members: Mapping[str, object] = _NOTHING,
+    ) -> bytes:
+        """The body for an engine of that kind. params: of what it fetches, if it does. members: of
+        the body, besides."""
         field_name = self._field_for(worker)
-        if params:
-            return self._make(field_name, params)
+        if params or members:
+            return self._make(field_name, params, members)
         body = self._made.get(field_name)
         if body is None:
-            body = self._made[field_name] = self._make(field_name, params)
+            body = self._made[field_name] = self._make(field_name, params, members)
         return body
 
     def _field_for(self, worker: WorkerInfo) -> str:
@@ -115,8 +121,10 @@ class Outgoing:
             changes[field_name] = ids
         return changes
 
-    def _make(self, field_name: str, params: Mapping[str, object]) -> bytes:
-        changes = self._ids_for(field_name, params)
+    def _make(
+        self, field_name: str, params: Mapping[str, object], members: Mapping[str, object]
+    ) -> bytes:
+        changes = {**self._ids_for(field_name, params), **members}
         if self.asked.streams and not self.asked.wants_usage and self.asked.api in _USAGE_ASKED_FOR:
             options = self.body.fields.get("stream_options") or {}
             changes["stream_options"] = {**options, "include_usage": True}

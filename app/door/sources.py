@@ -53,10 +53,11 @@ class LeaseEnded(UpstreamError):
 @dataclass(frozen=True, slots=True)
 class Handover:
     """params: what tells the worker that decodes where to fetch. until_s: by then, of the event
-    loop's clock, its answer must have begun."""
+    loop's clock, its answer must have begun. members: of the body of both, if they work at once."""
 
     params: Mapping[str, Any] = field(default_factory=dict)
     until_s: float = float("inf")
+    members: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raises LeaseEnded."""
@@ -72,7 +73,8 @@ NOTHING = Handover()
 
 
 def may_have_source(asked: Asked, fields: Mapping[str, Any], ids: PromptIds) -> bool:
-    """Whether one prompt is asked for, whose tokens are known, and its answer alone."""
+    """Whether one prompt is asked for, whose tokens are known, and its answer alone. Engines that
+    work on a request together do so on any."""
     return (
         asked.api in (Api.CHAT, Api.COMPLETIONS)
         and ids.ids is not None
@@ -113,7 +115,7 @@ class Sources:
             answer = await self._upstream.send(
                 source.worker.address,
                 path,
-                [*headers, *_rank(source.worker)],
+                [*headers, *of_rank(source.worker)],
                 outgoing.for_source(source.worker),
                 connect_s=connect_s,
                 answer_s=answer_s,
@@ -134,7 +136,7 @@ class Sources:
         return Handover(params, clock() + self._kv_lease_s)
 
 
-def _rank(worker: WorkerInfo) -> Headers:
+def of_rank(worker: WorkerInfo) -> Headers:
     rank = worker.key.dp_rank
     return [(b"x-data-parallel-rank", b"%d" % rank)] if rank else []
 

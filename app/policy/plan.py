@@ -153,7 +153,8 @@ class WorkerSelector:
         )
         self._decisions += request.reserve
         routes = [Route(Form.LOCAL, choice.index, choice.index, choice.costs.cost[choice.index])]
-        if roles is not None and not degraded and not request.local_only:
+        may_be_alone = degraded or request.local_only
+        if roles is not None and (roles.together or not may_be_alone):
             held = candidates.overlap_device
             if query.published is not None:
                 held = np.minimum(held, view.candidates(query.published).overlap_device)
@@ -214,7 +215,7 @@ class WorkerSelector:
         # Other policies do not count in seconds: where a request can be split, it is.
         if policy == "latency" or not routes:
             at = choice.index
-            if not (self._strict_roles and roles.decode[at]):
+            if not (roles.together or (self._strict_roles and roles.decode[at])):
                 routes.insert(0, Route(Form.LOCAL, at, at, choice.costs.cost[at]))
         if not routes:
             raise NoWorkers("no worker that computes prompts has room, and roles are strict")

@@ -25,6 +25,8 @@ SENDING_WEIGHT = 2.0
 as more will come where some wait."""
 OWN_TRANSFER = "kvroute"
 """The way in which KV travels between our own engines."""
+TOGETHER = "sglang"
+"""The way between two that get a request at once: neither answers one alone."""
 
 
 class Form(StrEnum):
@@ -45,12 +47,14 @@ class Roles:
     prefill, decode: those that do nothing else. transfers: those between which KV can travel.
     fetches: whether a target may fetch a prefix, and compute the rest; then a source hands it on
     without a request in its queue. (A vLLM that is told of fewer tokens than its prompt has dies.)
+    together: none answers a request alone.
     """
 
     prefill: Mask
     decode: Mask
     transfers: Mask
     fetches: bool
+    together: bool = False
 
     @property
     def targets(self) -> Mask:
@@ -80,6 +84,7 @@ def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
         decode=np.array([role is Role.DECODE for role in roles]),
         transfers=np.array([bool(way) and one == way for one in ways]),
         fetches=way == OWN_TRANSFER,
+        together=way == TOGETHER,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -74,14 +74,15 @@ async def completing(
     complete: Callable[[web.Request], Awaitable[web.Response]],
     engine: str = "",
     path: str = "/v1/completions",
+    more: Iterable[web.RouteDef] = (),
     **about: Any,
 ) -> AsyncIterator[FakeWorker]:
     """A worker of model `m` whose engine answers POST `path` by `complete`.
 
-    about: more of WorkerInfo.
+    more: that the engine answers. about: more of WorkerInfo.
     """
     app = web.Application(client_max_size=2**20)
-    app.add_routes([web.post(path, complete)])
+    app.add_routes([web.post(path, complete), *more])
     async with TestServer(app) as server:
         info = worker_info(name, kv_total_blocks=100_000)
         info = replace(

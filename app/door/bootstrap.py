@@ -1,0 +1,130 @@
+"""Prefill and decode as SGLang divides them: both engines get the same request at once.
+
+The body names a room, and the source's bootstrap server, at which the two find each other. The
+client gets the answer of the one that decodes; what the other says is of no interest. Neither can
+finish without the other, so if one fails, the other is told to abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import orjson
+
+from app.core.types import new_id
+from app.core.worker_report import WorkerInfo
+from app.door.forwarding import Outgoing
+from app.door.sources import REFUSALS, Handover, SourceFailed, of_rank
+from app.door.upstream import EngineAnswer, Upstream, UpstreamError
+
+ABORT_S = 2.0
+
+T = TypeVar("T")
+
+
+def handover_of(source: WorkerInfo) -> Handover:
+    return Handover(
+        members={
+            "bootstrap_host": urlsplit(source.address).hostname,
+            "bootstrap_port": source.bootstrap_port,
+            "bootstrap_room": secrets.randbits(63),
+            "rid": new_id(),
+        }
+    )
+
+
+class Meetings:
+    """Requests that two engines work on at once."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._tasks: set[asyncio.Future[Any]] = set()
+        """What goes on once a target has answered, or has not."""
+
+    async def beside(
+        self,
+        source: WorkerInfo,
+        target: WorkerInfo,
+        outgoing: Outgoing,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        handover: Handover,
+        decoding: Coroutine[Any, Any, EngineAnswer],
+        *,
+        connect_s: float,
+        answer_s: float,
+    ) -> EngineAnswer:
+        """The beginning of the target's answer, while the source computes the prompt.
+
+        decoding: waits for that beginning. Raises SourceFailed, and what `decoding` raises.
+        """
+        body = outgoing.for_worker(source, members=handover.members)
+        asked = [*headers, *of_rank(source)]
+        computing = self._kept(self._compute(source, path, asked, body, connect_s, answer_s))
+        answering = self._kept(decoding)
+        answer: EngineAnswer | None = None
+        try:
+            await asyncio.wait((computing, answering), return_when=asyncio.FIRST_COMPLETED)
+            if computing.done():
+                computing.result()
+            answer = await answering
+        finally:
+            if answer is None or answer.status >= 400:
+                rid = orjson.dumps({"rid": handover.members["rid"]})
+                for task, worker in ((computing, source), (answering, target)):
+                    task.cancel()
+                    self._kept(self._abort(worker, headers, rid))
+        return answer
+
+    def _kept(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited for it was told; else the target's answer tells all
+
+    async def _compute(
+        self,
+        source: WorkerInfo,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes,
+        connect_s: float,
+        answer_s: float,
+    ) -> None:
+        """Raises SourceFailed."""
+        try:
+            answer = await self._upstream.send(
+                source.address, path, headers, body, connect_s=connect_s, answer_s=answer_s
+            )
+            if answer.status < 400:
+                while await answer.read(answer_s):
+                    pass
+        except UpstreamError as error:
+            raise SourceFailed(str(error), suspend=True) from None
+        answer.abort()
+        if answer.status in REFUSALS:
+            raise SourceFailed(f"answered {answer.status}", suspend=answer.status in (502, 504))
+
+    async def _abort(
+        self, worker: WorkerInfo, headers: Sequence[tuple[bytes, bytes]], rid: bytes
+    ) -> None:
+        with suppress(UpstreamError):
+            answer = await self._upstream.send(
+                worker.address,
+                "/abort_request",
+                headers,
+                rid,
+                connect_s=ABORT_S,
+                answer_s=ABORT_S,
+            )
+            answer.abort()
