@@ -338,6 +338,9 @@ class _Roles(click.ParamType[tuple[Role, ...]]):
         return roles
 
 
+ROLES = _Roles()
+
+
 @click.command(cls=Command)
 @click.option(
     "--trace",
@@ -396,7 +399,7 @@ class _Roles(click.ParamType[tuple[Role, ...]]):
 )
 @click.option(
     "--roles",
-    type=_Roles(),
+    type=ROLES,
     help="Of the workers, such as 2p6d (2 prefill, 6 decode) or 8b (both), in place of --workers.",
 )
 @click.option(

@@ -10,13 +10,13 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from loadtest import autoscale, bench_replicas, bench_tiers, bench_waiting, simulate
+from loadtest import autoscale, bench_replicas, bench_tiers, bench_waiting, simulate, splits
 from loadtest.command import Command, save
 from loadtest.demo import demo
 from loadtest.replay import replay
 
 WITH_A_FILE = (
-    *("simulate", "bench_agent", "bench_bodies", "bench_bridge", "bench_burst"),
+    *("simulate", "splits", "bench_agent", "bench_bodies", "bench_bridge", "bench_burst"),
     *("bench_decision", "bench_door", "bench_door_memory"),
     *(
         "bench_failover",
@@ -148,6 +148,7 @@ def test_every_command_ends_that_way(module: str) -> None:
         (autoscale.main, "--victim newest --victim newest"),
         (simulate.main, "--policy blocks:8 --policy blocks:8"),
         (simulate.main, "--load 1 --load 2 --load 1"),
+        (splits.main, "--link-gbit 100 --link-gbit 400 --link-gbit 100"),
     ],
 )
 def test_the_same_twice_is_refused_where_results_are_told_apart_by_it(

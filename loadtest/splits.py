@@ -1,0 +1,179 @@
+"""Prefill apart from decode, as compared to none of it: a trace in virtual time, one table a load.
+
+    python -m loadtest.splits --trace conversation.jsonl --requests 1500
+
+Rows: all requests whole on one worker; each fixed split, by the rule of other routers; and the
+price over workers that do both, with whole prompts alone (`splits`), or prefixes too (`and
+fetches`). Figures are medians over seeds. Loads are shares of the first row's knee, as in simulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import numpy as np
+
+from app.core.worker_report import Role
+from app.options import COUNT, FACTOR, POSITIVE, PROCESSES
+from app.policy.sources import OWN_TRANSFER
+from app.simulation.link import Link
+from app.simulation.setting import Setting
+from loadtest.command import Command, distinct, json_option, save
+from loadtest.processes import forked
+from loadtest.simulate import ROLES, Figures, Scenario, knee, simulate
+from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
+
+LATENCY = "latency"
+SHARES_OF_KNEE = (0.7, 0.9)
+COLUMNS = ("TTFT", "p99", "whole request", "ms/token", "p99", "within SLO", "split", "fetched")
+
+_trace: Trace
+"""What a process plays."""
+
+
+def rows(
+    splits: Sequence[tuple[Role, ...]], links_gbit: Sequence[float], above: int
+) -> dict[str, Setting]:
+    """What is compared, by name."""
+    workers = len(splits[0])
+    compared = {"all local": Setting(num_workers=workers)}
+    for gbit in links_gbit:
+        linked = replace(compared["all local"], link=Link(gbit * 1e9 / 8))
+        for roles in splits:
+            num_prefill = roles.count(Role.PREFILL)
+            name = f"{num_prefill}p{workers - num_prefill}d, {gbit:g} Gbit/s"
+            fixed = replace(linked, kv_transfer="nixl", roles=roles, split_above=above)
+            compared[name] = fixed
+        compared[f"splits, {gbit:g} Gbit/s"] = replace(linked, kv_transfer="nixl")
+        compared[f"and fetches, {gbit:g} Gbit/s"] = replace(linked, kv_transfer=OWN_TRANSFER)
+    return compared
+
+
+def table(played: Mapping[str, Sequence[Figures]]) -> str:
+    """In Markdown."""
+    lines = [" | ".join(("|", *COLUMNS)) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name, seeds in played.items():
+        ttft_s, p99_s, whole_s, token_s, token_p99_s, *shares = np.median(
+            [_cells(one) for one in seeds], axis=0
+        )
+        cells = f"{ttft_s:.2f} | {p99_s:.1f} | {whole_s:.2f} | {token_s:.1f} | {token_p99_s:.0f}"
+        lines.append(" | ".join((f"| {name}", cells, *(f"{one:.1%}" for one in shares))) + " |")
+    return "\n".join(lines)
+
+
+def _cells(figures: Figures) -> tuple[float, ...]:
+    summary = figures.summary
+    return (
+        summary.ttft_mean_s or 0.0,
+        summary.ttft_p99_s or 0.0,
+        summary.request_mean_s or 0.0,
+        1000 * (figures.token_s or 0.0),
+        1000 * (figures.token_p99_s or 0.0),
+        figures.within_slo,
+        figures.split,
+        figures.fetched,
+    )
+
+
+def _play(setting: Setting, load: float, seed: int) -> Figures:
+    return simulate(Scenario(_trace, setting), LATENCY, load, seed)
+
+
+def play(
+    executor: Executor, compared: Mapping[str, Setting], load: float, seeds: int
+) -> dict[str, list[Figures]]:
+    """Of each row, the figures of every seed."""
+    running = {
+        name: [executor.submit(_play, setting, load, seed) for seed in range(seeds)]
+        for name, setting in compared.items()
+    }
+    return {name: [one.result() for one in those] for name, those in running.items()}
+
+
+@click.command(cls=Command)
+@click.option(
+    "--trace",
+    "trace_file",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    default=DEMO_TRACE,
+    help="JSON lines, as for kvroute replay. Default: the demo's trace.",
+)
+@click.option("--requests", type=POSITIVE, help="Play at most this many.")
+@click.option(
+    "--load",
+    "loads",
+    multiple=True,
+    callback=distinct,
+    type=FACTOR,
+    help="Arrival rate, as a multiple of the recorded one; may be given several times. Default: 70 "
+    "and 90 % of the knee without transfers.",
+)
+@click.option(
+    "--roles",
+    "splits",
+    multiple=True,
+    default=("1p7d", "2p6d", "3p5d", "4p4d", "5p3d", "6p2d"),
+    show_default=True,
+    type=ROLES,
+    help="A fixed split; may be given several times, always of as many workers.",
+)
+@click.option(
+    "--split-above",
+    default=2048,
+    show_default=True,
+    type=COUNT,
+    help="Uncached tokens from which fixed splits split a request.",
+)
+@click.option(
+    "--link-gbit",
+    "links_gbit",
+    multiple=True,
+    default=(100.0, 400.0),
+    show_default=True,
+    callback=distinct,
+    type=FACTOR,
+    help="Gbit/s at which KV leaves a worker; may be given several times.",
+)
+@click.option("--seeds", default=3, show_default=True, type=POSITIVE, help="Runs of each row.")
+@click.option(
+    "--jobs", default=1, show_default=True, type=PROCESSES, help="Processes to simulate in."
+)
+@json_option
+def main(
+    trace_file: Path,
+    requests: int | None,
+    loads: tuple[float, ...],
+    splits: tuple[tuple[Role, ...], ...],
+    split_above: int,
+    links_gbit: tuple[float, ...],
+    seeds: int,
+    jobs: int,
+    json_file: Path | None,
+) -> None:
+    """Compare whole requests, fixed splits and the price of transfers, one table a load."""
+    global _trace
+    try:
+        _trace = read_trace(trace_file).cut(requests=requests)
+    except TraceError as error:
+        raise click.ClickException(str(error)) from error
+    if len({len(roles) for roles in splits}) > 1:
+        raise click.UsageError("--roles of different numbers of workers cannot be compared")
+    compared = rows(splits, links_gbit, split_above)
+    if not loads:
+        found = knee(Scenario(_trace, compared["all local"]), LATENCY)
+        loads = tuple(share * found for share in SHARES_OF_KNEE)
+    result = {}
+    with forked(jobs) as executor:
+        for load in loads:
+            played = play(executor, compared, load, seeds)
+            click.echo(f"\n{_trace.name} at {load:.2f}x the recorded rate\n\n{table(played)}")
+            result[load] = played
+    save(result, json_file)
+
+
+if __name__ == "__main__":
+    main()
