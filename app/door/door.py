@@ -21,7 +21,7 @@ from app.door.migration import Migrating
 from app.door.missing import Missing
 from app.door.models import Model
 from app.door.record import Usage
-from app.door.sources import NOTHING, Handover, LeaseEnded, SourceFailed, Sources, of_rank
+from app.door.sources import NOTHING, Call, Handover, LeaseEnded, SourceFailed, Sources, of_rank
 from app.door.stream import TAIL_BYTES, Whole, usage_in
 from app.door.upstream import ConnectFailed, EngineAnswer, Upstream, UpstreamBroken, UpstreamError
 from app.policy.decision import Decision
@@ -249,12 +249,14 @@ class _Carriage:
         try:
             async with self.door.missing.waiting(life):
                 handover = await self.door.sources.ask(
-                    decision,
-                    self.outgoing,
-                    self.path,
-                    self.headers,
-                    connect_s=min(CONNECT_S, left_s),
-                    answer_s=left_s,
+                    Call(
+                        decision.source,
+                        self.outgoing,
+                        self.path,
+                        self.headers,
+                        connect_s=min(CONNECT_S, left_s),
+                        answer_s=left_s,
+                    )
                 )
         except UpstreamBroken as error:
             raise SourceFailed(str(error), suspend=True) from None

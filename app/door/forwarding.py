@@ -74,14 +74,9 @@ class Outgoing:
         limit = self._limit()
         return limit is None or limit[1] > len(output)
 
-    def for_source(self, worker: WorkerInfo) -> bytes:
-        """The body for a worker that computes the prompt and keeps it for another: of the answer,
-        it asks for one token."""
-        params: dict[str, object] = {
-            **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-        }
+    def for_source(self, worker: WorkerInfo, params: Mapping[str, object]) -> bytes:
+        """The body for a worker that keeps the prompt's KV for another, as `params` say: of the
+        answer, it asks for one token."""
         changes = self._ids_for(self._field_for(worker), params)
         changes |= {"max_tokens": 1, "stream": False}
         if self.body.fields.get("max_completion_tokens") is not None:

@@ -1,0 +1,160 @@
+"""Prompts that our own engines hand on to each other, as processes, behind one door."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import MODEL, replica, until_serving, worker
+from tests.door.test_failures import nothing_reserved
+from tests.e2e.engines import Process
+from tests.eventually import eventually
+
+ROLES = {"p": "prefill", "d": "decode"}
+
+
+@asynccontextmanager
+async def fleet(
+    url: str,
+    roles: dict[str, str],
+    policy: str = "latency",
+    kv_lease_s: float = 30.0,
+    **options: Any,
+) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, Process]]]:
+    """A door before workers of those roles."""
+    with ExitStack() as opened:
+        workers = {
+            name: opened.enter_context(
+                worker(url, name, role=role, kv_transfer="kvroute", **options)
+            )
+            for name, role in roles.items()
+        }
+        async with replica(url, policy=policy, kv_lease_s=kv_lease_s) as door:
+            await until_serving(door, len(roles))
+            yield door, workers
+
+
+async def ask(door: httpx.AsyncClient, prompt: list[int], **more: Any) -> httpx.Response:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True, **more}
+    return await door.post("/v1/completions", json=body)
+
+
+def cached(answer: httpx.Response) -> int:
+    details: dict[str, int] = answer.json()["usage"]["prompt_tokens_details"]
+    return details["cached_tokens"]
+
+
+async def overlap_of(door: httpx.AsyncClient, prompt: list[int], name: str) -> int:
+    """Blocks of the prompt that the index says a worker holds."""
+    asked = {"token_ids": prompt, "explain": True, "policy": "latency"}
+    decision = (await door.post("/v1/route", json=asked)).json()
+    await door.delete(f"/v1/requests/{decision['reservation_id']}")
+    stated = {one["worker_id"]: one["overlap_blocks"]["device"] for one in decision["candidates"]}
+    overlap: int = stated[name]
+    return overlap
+
+
+@pytest.mark.parametrize("path", ["completions", "chat"])
+async def test_a_split_prompt_is_computed_by_its_source_and_cached_at_both(
+    one_redis_server: EmbeddedRedis, redis: Redis, path: str
+) -> None:
+    prompt = list(range(5, 175))  # ten blocks and ten tokens
+    async with fleet(one_redis_server.url, ROLES, policy="least_loaded") as (door, _):
+        if path == "chat":
+            chat = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 50}]}
+            answer = await door.post("/v1/chat/completions", json=chat | {"max_tokens": 8})
+            assert answer.status_code == 200, answer.text
+            assert cached(answer) // 16 * 16 == cached(answer) > 16
+        else:
+            answer = await ask(door, prompt)
+            assert answer.status_code == 200, answer.text
+            assert cached(answer) == 160
+            for name in ROLES:
+                await eventually(
+                    lambda name=name: overlap_of(door, prompt, name),  # type: ignore[misc]
+                    lambda blocks: blocks == 10,
+                )
+        assert answer.headers["x-kvroute-source"] == "p:0"
+        assert answer.headers["x-kvroute-worker"] == "d:0"
+        await nothing_reserved(redis)
+
+
+async def test_a_full_workers_prefix_is_fetched_and_the_rest_computed(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    prefix = list(range(5, 5 + 4000))
+    both = {"a": "both", "b": "both"}
+    async with fleet(one_redis_server.url, both, max_requests=1) as (door, _):
+        first = await ask(door, prefix)
+        holder = first.headers["x-kvroute-worker"].removesuffix(":0")
+        other = next(iter(both.keys() - {holder}))
+        await eventually(lambda: overlap_of(door, prefix, holder), lambda blocks: blocks == 250)
+        held = await door.post("/v1/route", json={"token_ids": prefix})
+        assert held.json()["worker_id"] == holder
+
+        longer = await ask(door, prefix + [7] * 100)
+
+        assert longer.headers["x-kvroute-worker"] == f"{other}:0"
+        assert longer.headers["x-kvroute-source"] == f"{holder}:0"
+        assert cached(longer) == 4000
+        await door.delete(f"/v1/requests/{held.json()['reservation_id']}")
+        await eventually(lambda: overlap_of(door, prefix, other), lambda blocks: blocks == 250)
+        again = await ask(door, prefix)
+        assert again.json()["choices"][0]["token_ids"] == first.json()["choices"][0]["token_ids"]
+        await nothing_reserved(redis)
+
+
+async def test_a_killed_source_or_target_costs_no_request(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    roles = ROLES | {"e": "decode"}
+    async with fleet(one_redis_server.url, roles, policy="least_loaded") as (door, workers):
+        prompts = [[number, *range(1000)] for number in range(12)]
+        asking = [asyncio.create_task(ask(door, prompt)) for prompt in prompts]
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        workers["d"].end(signal.SIGKILL)
+        answers = await asyncio.gather(*asking)
+        workers["p"].end(signal.SIGKILL)
+        answers += [await ask(door, [99, *range(1000)])]
+        assert [answer.status_code for answer in answers] == [200] * 13
+        assert "x-kvroute-source" not in answers[-1].headers
+        alone = await ask(door, prompts[0])
+        assert alone.json()["choices"][0]["text"] == answers[0].json()["choices"][0]["text"]
+        await nothing_reserved(redis)
+
+
+async def test_a_client_gone_between_the_steps_leaves_nothing(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with fleet(
+        one_redis_server.url,
+        ROLES,
+        policy="least_loaded",
+        kv_lease_s=2.0,
+        link_gbit=0.001,
+        speedup=1,
+    ) as (door, workers):
+        asking = asyncio.create_task(ask(door, list(range(500))))
+        await eventually(lambda: keeps_blocks(workers["p"]))
+        asking.cancel()
+        await nothing_reserved(redis, within_s=20.0)
+
+
+async def keeps_blocks(source: Process) -> bool:
+    """Whether it has computed a prompt, and waits for it to be fetched."""
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{source.url}/metrics")).text
+    used = re.search(r'^kvroute_engine_kv_blocks\{what="used"\} (\S+)$', text, re.MULTILINE)
+    running = re.search(r'^kvroute_engine_requests\{state="running"\} (\S+)$', text, re.MULTILINE)
+    assert used is not None
+    assert running is not None
+    return float(used[1]) > 0 and float(running[1]) == 0
