@@ -273,6 +273,7 @@ def _tiles(together: Together, view: View | None) -> dict[str, float | None]:
     draining = sum(f.drains for i, f in view.failing.items() if i in view.paused) if view else 0
     queues = [load.queue_s(view.now_ms) for load in view.loads] if view else []
     tiles = together.series() | {
+        "cached_share": together.cached_share(together.minute),
         "workers": float(len(queues)),
         "draining": float(draining),
         "paused": float(len(view.paused) - draining if view else 0),

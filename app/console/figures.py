@@ -141,9 +141,10 @@ class Together:
     def refused(self, counts: Mapping[str, float]) -> float:
         return sum(counts.get(f"decisions:{outcome}", 0.0) for outcome in MISSES)
 
-    def share(self, part: str, whole: str) -> float | None:
-        """One count over another, in the last window; None: there was nothing."""
-        return self.per_s[part] / self.per_s[whole] if self.per_s[whole] else None
+    def cached_share(self, counts: Mapping[str, float]) -> float | None:
+        """Share of the blocks of prompts that their workers held; None: there were no prompts."""
+        asked = counts.get("isl_blocks", 0.0)
+        return counts.get("overlap_blocks", 0.0) / asked if asked else None
 
     def quantile(self, name: str, q: float) -> float | None:
         """Of a histogram, as Prometheus estimates it; None: nothing was observed."""
@@ -173,7 +174,7 @@ class Together:
             "refused_per_s": self.refused(self.per_s),
             "degraded_per_s": self.per_s["degraded"],
             "blind_per_s": self.per_s["blind"],
-            "cached_share": self.share("overlap_blocks", "isl_blocks"),
+            "cached_share": self.cached_share(self.per_s),
             "saved_s_per_s": self.per_s["saved_s"],
             "ttft_p50_s": self.quantile("ttft", 0.5),
             "ttft_p99_s": self.quantile("ttft", 0.99),

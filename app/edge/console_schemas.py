@@ -111,7 +111,9 @@ class Overview(BaseModel):
     namespace: str
     version: str
     window_s: float = Field(description="rates and percentiles are of so many last seconds")
-    tiles: dict[str, float | None] = Field(description="of all replicas together")
+    tiles: dict[str, float | None] = Field(
+        description="of all replicas together; `cached_share` is of the last minute"
+    )
     replicas: TableOf
     redis: RedisState
     localities: dict[str, int] = Field(
