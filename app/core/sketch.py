@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
@@ -44,18 +43,21 @@ class ChainSketch:
     def leading(self, chain: Sequence[SequenceHash], now_s: float) -> int:
         """How many leading blocks of a chain were added lately."""
         self._age(now_s)
-        return _leading(chain, list(self._generations))
+        newest, *older = self._generations
+        return _further(chain, _known(chain, 0, newest), older)
 
-    def add(self, chain: Sequence[SequenceHash], now_s: float) -> None:
-        """Add a chain."""
+    def add(self, chain: Sequence[SequenceHash], now_s: float) -> int:
+        """Add a chain; returns how many leading blocks of it were added before."""
         self._age(now_s)
-        # Most of a prompt is as new as the prompt before it.
-        new = chain[_leading(chain, [self._generations[0]]) :]
-        if not new:
-            return
+        newest, *older = self._generations
+        known = _known(chain, 0, newest)
+        before = _further(chain, known, older)
+        self._add(chain[known:], newest)
+        return before
+
+    def _add(self, new: Sequence[SequenceHash], words: memoryview) -> None:
         self._left -= len(new)
         if len(new) <= FEW:
-            words = self._generations[0]
             for block in new:
                 words[block & (WORDS - 1)] |= _bits(block)
             return
@@ -86,11 +88,22 @@ def _bits(block: SequenceHash) -> int:
     return _PAIRS[block >> 20 & 4095] | _PAIRS[block >> 32 & 4095] | _PAIRS[block >> 44 & 4095]
 
 
-def _leading(chain: Sequence[SequenceHash], generations: list[memoryview]) -> int:
-    def is_new(block: SequenceHash) -> bool:
-        word, bits = block & (WORDS - 1), _bits(block)
-        return all(words[word] & bits != bits for words in generations)
+def _further(chain: Sequence[SequenceHash], known: int, older: list[memoryview]) -> int:
+    """Leading blocks that any generation knows, of which the newest knows `known`."""
+    return max((_known(chain, known, words) for words in older), default=known)
 
-    if not chain or not is_new(chain[-1]):
-        return len(chain)
-    return bisect_left(chain, True, key=is_new)
+
+def _known(chain: Sequence[SequenceHash], least: int, words: memoryview) -> int:
+    """Leading blocks that one generation knows; or `least`, if it knows fewer."""
+    low, high = least, len(chain)
+    # Most look-ups end at one of the ends.
+    at = high - 1
+    while low < high:
+        block = chain[at]
+        bits = _bits(block)
+        if words[block & (WORDS - 1)] & bits == bits:
+            low = at + 1
+        else:
+            high = at
+        at = low if at >= len(chain) - 1 else (low + high) // 2
+    return low

@@ -60,8 +60,7 @@ class Reuse:
         request, now_s = plan.request, time.monotonic()
         chain = request.chain
         if request.asked_blocks is None:
-            request.asked_blocks = self._asked.leading(chain, now_s)
-            self._asked.add(chain, now_s)
+            request.asked_blocks = self._asked.add(chain, now_s)
         held = held_once = query.held.longest
         if held < request.asked_blocks:
             held_once = self._held.leading(chain[: request.asked_blocks], now_s)
