@@ -180,6 +180,7 @@ class RouteShown(BaseModel):
     best_blocks: int
     tied: bool
     degraded: bool
+    trust: str
     terms: list[str]
     candidates: list[dict[str, Any]]
 

@@ -144,6 +144,7 @@ def _shown(decision: Decision) -> dict[str, Any]:
         "best_blocks": decision.best.blocks,
         "tied": decision.tied,
         "degraded": decision.degraded,
+        "trust": decision.trust,
         "terms": terms,
         "candidates": rows[:MAX_HOLDERS],
     }

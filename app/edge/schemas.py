@@ -25,6 +25,7 @@ from app.policy.trust import Trust
 T = TypeVar("T")
 
 DEGRADED = "decided without Redis, by the last loads seen, or without all of the overlap it knows"
+TRUST = "; ".join(f"{word}: {word.text}" for word in Trust)
 ONLY_WITH_TOKENS = "only with tokens; local_hashes already cover it"
 
 MAX_TTFT_MS = 86_400_000
@@ -172,6 +173,7 @@ class BestWorker(BaseModel):
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
     degraded: bool = Field(description=DEGRADED)
+    trust: str = Field(description=TRUST)
 
 
 class CandidateModel(BaseModel):
@@ -231,7 +233,7 @@ class Routed(BaseModel):
     isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
     policy: str
     degraded: bool = Field(description=DEGRADED)
-    trust: str = Field(description="; ".join(f"{word}: {word.text}" for word in Trust))
+    trust: str = Field(description=TRUST)
     reserved: bool = Field(description="whether the decision must be released")
     waited_ms: int | None = Field(
         default=None, description="how long the request waited for a worker, if it had to"

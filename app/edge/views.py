@@ -21,6 +21,7 @@ def best_worker(decision: Decision) -> dict[str, Any]:
         "isl_blocks": decision.isl_blocks,
         "policy": decision.policy,
         "degraded": decision.degraded,
+        "trust": decision.trust,
     }
 
 

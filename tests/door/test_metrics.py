@@ -116,3 +116,17 @@ def test_a_metric_has_so_many_children_and_one_for_all_others() -> None:
     assert seen("a", "x") is None
     children("c", "x").inc()
     assert (seen("other", "other"), seen("c", "x")) == (3, None)
+
+
+async def test_the_cached_tokens_that_an_engine_reports_are_the_end_of_the_funnel(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with completing(redis, "a", complete), replica(one_redis_server.url) as door:
+        await until_serving(door, 1)
+        await door.post(PATH, json=ASKED)
+        found = await scrape(door)
+    tokens = {
+        step: found("reuse_tokens_total", model="m", step=step)
+        for step in ("prompt", "seen", "used", "unforeseen")
+    }
+    assert tokens == {"prompt": 5, "seen": 0, "used": 0, "unforeseen": 4}

@@ -36,6 +36,7 @@ async def test_the_answer_names_the_worker_and_counts_its_blocks_of_all_tiers(
         "isl_blocks": 32,
         "policy": "latency",
         "degraded": False,
+        "trust": "exact",
     }
 
 
