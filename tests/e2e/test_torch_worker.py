@@ -22,7 +22,9 @@ PROMPT_TOKENS = 200
 REUSED = 192
 
 
-def torch_cluster(folder: Path, num_workers: int, model: str = "tiny") -> Cluster:
+def torch_cluster(
+    folder: Path, num_workers: int, model: str = "tiny", kv_transfer: str = ""
+) -> Cluster:
     require_redis(default_kind())
     return Cluster(
         num_workers=num_workers,
@@ -38,6 +40,7 @@ def torch_cluster(folder: Path, num_workers: int, model: str = "tiny") -> Cluste
             host_pool_tokens=512,
             disk_pool_tokens=4096,
             disk_folder=str(folder),
+            kv_transfer=kv_transfer,
             lease_ttl_s=1.0,
             log_level="error",
         ),
@@ -75,6 +78,50 @@ async def test_a_prompt_goes_back_to_the_worker_that_computed_it(
         blocks = PROMPT_TOKENS // 16
         assert await eventually(lambda: probe.overlaps(prompt(1))) == {first[0]: blocks}
         assert await ask(probe, prompt(1)) == (first[0], first[1], {"device": REUSED})
+
+
+async def complete(probe: Probe, url: str, tokens: bytes, **transfer: Any) -> dict[str, Any]:
+    """What one worker answers; transfer: the members of kv_transfer_params."""
+    fields = {"prompt": np.frombuffer(tokens, "<u4").tolist(), "max_tokens": 4, "temperature": 0}
+    if transfer:
+        fields["kv_transfer_params"] = transfer
+    response = await probe.http.post(f"{url}/v1/completions", json=fields)
+    answer: dict[str, Any] = response.json()
+    assert response.status_code == 200, answer
+    return answer
+
+
+def told(answer: dict[str, Any]) -> tuple[list[int], int]:
+    """The tokens, and how many prompt tokens were not computed."""
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["token_ids"], cached
+
+
+async def test_a_worker_goes_on_from_what_another_process_computed_or_holds(
+    tmp_path: Path, open_probe: OpenProbe
+) -> None:
+    with torch_cluster(tmp_path, num_workers=2, kv_transfer="kvroute") as cluster:
+        probe = open_probe(cluster)
+        source, target = (member.url for member in cluster.workers)
+        computed = await complete(probe, source, prompt(1), do_remote_decode=True)
+        split = await complete(probe, target, prompt(1), **computed["kv_transfer_params"])
+        assert told(computed) == (told(split)[0], 0)
+        assert told(split)[1] == REUSED
+        blocks = PROMPT_TOKENS // 16
+        both = {"w0": blocks, "w1": blocks}
+        assert await eventually(lambda: probe.overlaps(prompt(1)), both.__eq__) == both
+
+        longer = prompt(2) + prompt(3)
+        await complete(probe, source, prompt(2))
+        held = await complete(probe, source, longer, do_remote_decode=True, cached_only=True)
+        fetched = await complete(probe, target, longer, **held["kv_transfer_params"])
+        assert told(fetched) == (told(await complete(probe, source, longer))[0], REUSED)
+
+        kept = await complete(probe, source, prompt(4), do_remote_decode=True)
+        cluster.workers[0].process.kill()
+        cluster.workers[0].process.wait()
+        alone = await complete(probe, target, prompt(4), **kept["kv_transfer_params"])
+        assert told(alone) == (told(kept)[0], 0)
 
 
 @pytest.mark.slow
