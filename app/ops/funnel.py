@@ -77,8 +77,10 @@ async def command(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None
     if as_json:
         click.echo(json_text(found))
     elif ALL in found["models"]:
+        whole = found["models"][ALL]
         for model, steps in found["models"].items():
-            click.echo("\n".join(_picture(model, steps)))
+            if model == ALL or steps != whole:
+                click.echo("\n".join(_picture(model, steps)))
     else:
         click.echo(f"no prompt was routed in the last hour by the {len(said)} replicas that tell")
 

@@ -356,6 +356,7 @@ async def test_an_operator_may_inspect_dump_and_reset_and_a_worker_may_restore(
         assert "w1" in await kvroute("operator", "inspect", "block", f"{CHAINS[0][0]:016x}")
         assert "w1" in await kvroute("operator", "inspect", "worker", "w1")
         assert "w1" in await kvroute("operator", "inspect", "prefix", str(text))
+        assert "no prompt was routed" in await kvroute("operator", "inspect", "funnel")
         assert "no requests are waiting" in await kvroute("operator", "inspect", "waiting")
         assert "no contradictions found" in await kvroute("operator", "inspect", "verify")
         await kvroute("operator", "dump", "--out", file)
