@@ -25,6 +25,7 @@ from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.state.connect import check_server, connect
 from app.state.scripts import ScriptRunner, load_script
+from tests import fake_worker
 from tests.e2e.test_healing import (
     CHAINS,
     KEYS,
@@ -34,7 +35,9 @@ from tests.e2e.test_healing import (
     short_intervals,
     world,
 )
+from tests.edge.conftest import started_replica
 from tests.eventually import eventually
+from tests.fake_worker import fake_agent
 from tests.redis_servers import ClusterServers, default_kind, each_kind, require_redis
 
 ROOT = Path(__file__).parents[2]
@@ -279,6 +282,43 @@ async def test_workers_and_routers_are_refused_nothing_even_while_they_replace_w
         await check_server(agent._runner.redis, 1.0)
         await check_server(cluster.router.fleet._redis, 1.0)
         await cluster.leave("w0")
+    assert denials(guarded.admin) == []
+
+
+async def test_a_routers_console_is_refused_nothing(guarded: Guarded) -> None:
+    api = "/console/api"
+    async with (
+        connect(guarded.url("worker")) as as_worker,
+        started_replica(guarded.url("router")) as client,
+    ):
+        agent = fake_agent(ScriptRunner(as_worker, 1.0), fake_worker.KEYS, "w0")
+        await agent.start()
+        running = asyncio.ensure_future(agent.run())
+        body = {"token_ids": list(range(64)), "request_id": "r1", "explain": True}
+
+        async def routed() -> int:
+            return (await client.post("/v1/route", json=body)).status_code
+
+        await eventually(routed, lambda status: status == 200)
+        for path in ("overview", "workers", "workers/w0:0", "history", "events", "funnel"):
+            assert (await client.get(f"{api}/{path}")).status_code == 200, path
+
+        async def explained() -> int:
+            return (await client.get(f"{api}/explain/r1")).status_code
+
+        await eventually(explained, lambda status: status == 200)
+        for path, asked in (
+            ("prefix", {"token_ids": list(range(64))}),
+            ("whatif", {"policy": "blocks"}),
+            ("whatif", {"workers": 2}),
+            ("drain", {"worker": "w0"}),
+        ):
+            reply = await client.post(f"{api}/{path}", json=asked, timeout=60)
+            assert reply.status_code == 200, reply.text
+        assert (await client.get(f"{api}/decisions")).json()["rows"]
+        assert (await client.get(f"{api}/waiting")).status_code == 200
+        running.cancel()
+        await asyncio.wait([running])
     assert denials(guarded.admin) == []
 
 

@@ -140,3 +140,8 @@ async def test_models_and_the_planner_that_leads(filled: Namespace) -> None:
     )
     assert (holder, rest) == ("host-1", ["2", "3", "slo_missed", ""])
     assert until_ms.isdecimal()
+
+
+async def test_what_happened_last(filled: Namespace) -> None:
+    told = answer(filled, "What happened last?")
+    assert told[1:7] == ["kind", "left", "subject", "w2:0", "text", ""]
