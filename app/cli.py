@@ -238,7 +238,28 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     without=(
         *("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
         *("publish_events", "events_port", "replay_port", "worker_key", "metrics_key"),
+        *("role", "kv_port"),
     ),
+)
+@click.option(
+    "--prefill-workers",
+    "num_prefill",
+    default=0,
+    type=click.IntRange(0, 1000),
+    show_default=True,
+    help="Of the workers, those that only compute prompts for others; with --kv-transfer.",
+    cls=Option,
+    heading=CLUSTER,
+)
+@click.option(
+    "--decode-workers",
+    "num_decode",
+    default=0,
+    type=click.IntRange(0, 1000),
+    show_default=True,
+    help="Of the workers, those that compute no prompts for others; with --kv-transfer.",
+    cls=Option,
+    heading=CLUSTER,
 )
 @click.option(
     "--planner/--no-planner",
@@ -292,6 +313,8 @@ def up(**values: Any) -> None:
                 if values["with_planner"]
                 else None
             ),
+            num_prefill=values["num_prefill"],
+            num_decode=values["num_decode"],
         ) as cluster,
     ):
         try:

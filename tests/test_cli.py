@@ -352,6 +352,23 @@ def test_up_refuses_an_empty_redis_url() -> None:
     assert ended.stderr.startswith("Error: REDIS_URL '': must begin with one of redis://, ")
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--prefill-workers=1"], "need kv_transfer"),
+        (
+            ["--prefill-workers=1", "--decode-workers=2", "--workers=2", "--kv-transfer=kvroute"],
+            "1 prefill_workers and 2 decode_workers are more than 2 workers",
+        ),
+        (["--decode-workers=1", "--kv-transfer=kvroute", "--planner"], "with a planner"),
+    ],
+)
+def test_up_refuses_roles_that_cannot_be(options: list[str], why: str) -> None:
+    ended = CliRunner().invoke(main, [*UP, "--port=0", *options])
+    assert ended.exit_code == 1
+    assert why in ended.stderr
+
+
 def test_up_does_not_print_the_redis_password() -> None:
     cluster = Cluster(
         num_workers=1,

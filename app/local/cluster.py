@@ -19,10 +19,11 @@ from pathlib import Path
 from types import TracebackType
 
 from app.core.config import RouterSettings, WorkerSettings
-from app.core.errors import KvrouteError
+from app.core.errors import ConfigError, KvrouteError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
 from app.core.settings import CommonSettings, base_url
+from app.core.worker_report import Role
 from app.http.server import listen
 from app.local.child import start_child
 from app.local.detached import stop_workers
@@ -68,6 +69,8 @@ class Cluster:
     haproxy: None uses it if it is installed; without it, the replicas share one listening socket.
     planner: of the process that starts and stops the workers, of which there are then `num_workers`
     at least; None: there are `num_workers`.
+    num_prefill, num_decode: of the workers, those with that role alone; the others have the role of
+    `worker`. Raises ConfigError if they are too many, or cannot be.
     """
 
     def __init__(
@@ -82,7 +85,18 @@ class Cluster:
         port: int = 0,
         haproxy: bool | None = None,
         planner: PlannerSettings | None = None,
+        num_prefill: int = 0,
+        num_decode: int = 0,
     ) -> None:
+        if num_prefill + num_decode > num_workers:
+            raise ConfigError(
+                f"{num_prefill} prefill_workers and {num_decode} decode_workers are more than "
+                f"{num_workers} workers"
+            )
+        if num_prefill + num_decode and not worker.kv_transfer:
+            raise ConfigError("prefill_workers and decode_workers need kv_transfer")
+        if num_prefill + num_decode and planner is not None:
+            raise ConfigError("prefill_workers and decode_workers: with a planner, it decides")
         self.keyspace = Keyspace(router.namespace)
         self.redis = EmbeddedRedis() if redis_url is None else None
         self.redis_url = redis_url or ""
@@ -92,6 +106,7 @@ class Cluster:
         self.routers: list[Member] = []
         self.workers: list[Member] = []
         self._num_workers = num_workers
+        self._roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode
         self._planner = planner
         self.planner: Member | None = None
         self.planner_folder = ""
@@ -147,6 +162,7 @@ class Cluster:
             self._worker,
             worker_id=f"w{index}",
             port=free_port(),
+            role=self._roles[index] if index < len(self._roles) else self._worker.role,
         )
         url = base_url(settings.host, settings.port)
         member = self._spawn(f"worker w{index}", url, ["worker", *_flags(settings)])
