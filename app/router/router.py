@@ -120,7 +120,7 @@ class Router:
             if request.carried:
                 self._reports.carry(decision)
             elif request.reserve:
-                self.telemetry.reuse.ended(decision, request.model, None)
+                self.telemetry.reuse.ended(decision, "", None)
         except RoutingError as error:
             outcome = error.outcome
             raise

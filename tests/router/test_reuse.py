@@ -85,7 +85,7 @@ async def test_each_request_is_counted_once_and_as_its_engine_says(
     told = await router.route(request("r1", "latency", prompt=prompt, carried=True))
     assert router.counted("reuse_tokens", model="m", step="prompt") == 0
     router.telemetry.reuse.ended(told, "m", 12)
-    await router.route(request("r2", "latency", prompt=prompt))
+    await router.route(request("r2", "latency", prompt=prompt, model="anything"))
     await router.route(request("r3", "latency", prompt=prompt, reserve=False))
 
     def steps(model: str) -> list[float]:

@@ -4,10 +4,10 @@ import { Stack } from "./bars.js";
 import { percent, short } from "./format.js";
 
 const STEPS = [
-  ["seen", "asked before", "within the last hour, by anybody"],
-  ["held", "held by any", "still in some worker's cache"],
-  ["best", "held by one", "the most that a single worker holds"],
-  ["chosen", "at the chosen", "what the router went for"],
+  ["seen", "asked before", "within the last hour, of the same router"],
+  ["held", "held by a worker", "the most that any holds"],
+  ["best", "by one with room", "the most that any holds that could take the request"],
+  ["chosen", "by the chosen one", "of that, what the one holds that got the request"],
   ["used", "read from cache", "as the engine reported"],
 ];
 const TONES = ["c2", "c4", "c5", "c7", "c6", "c3"];
