@@ -331,8 +331,7 @@ class SimFleet:
             return
         worker.publish_metrics(now_s)
         answers = [done for done in step.finished if done.request_id in self._flights]
-        # The one token that a source generates says nothing of how long answers are.
-        worker.learner.observe(replace(step, finished=answers), took_s)
+        worker.learner.observe(step, took_s, self._supplied)
         worker.holdings.publish(worker.engine.take_events(), now_s)
         for request_id in step.first_tokens:
             if request_id in self._flights:

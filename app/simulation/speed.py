@@ -12,6 +12,7 @@ throughout, as small batches are memory-bound and large ones compute-bound.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import fields, replace
 
 import numpy as np
@@ -112,14 +113,20 @@ class SpeedLearner:
         self._mean_output = defaults.mean_output_tokens
         self._num_outputs = 10  # the default counts as ten requests
 
-    def observe(self, step: Step, wall_s: float) -> None:
-        """Learn from a step of `wall_s` seconds of wall time, including its share of loading."""
+    def observe(self, step: Step, wall_s: float, for_others: Container[str] = ()) -> None:
+        """Learn from a step of `wall_s` seconds of wall time, including its share of loading.
+
+        for_others: ids of requests whose prompts alone matter, as other workers decode them: their
+        answers of one token say nothing of how long answers are.
+        """
         load_s = wall_s * step.load_s / step.duration_s
         decode = (step.decode_seqs, step.decode_context_tokens)
         self._rows.append((wall_s - load_s, *decode, step.prefill_tokens, step.attention_pairs))
         if step.loaded_tokens:
             self.observe_load(Tier.HOST, step.loaded_tokens, load_s)
         for request in step.finished:
+            if request.request_id in for_others:
+                continue
             self._num_outputs = min(self._num_outputs + 1, OUTPUT_WINDOW)
             self._mean_output += (request.output_tokens - self._mean_output) / self._num_outputs
         if len(self._rows) >= self.FOLD_AT:

@@ -111,7 +111,7 @@ class EngineRunner:
             wall_s = step.duration_s / self._speedup
             deadline += wall_s
             await self._sleep(max(0.0, deadline - self._clock()))
-            self._learner.observe(step, wall_s)
+            self._learner.observe(step, wall_s, self._keeps)
             self._events += self.engine.take_events()
             self._deliver(emitted, ended)
             self.on_step()

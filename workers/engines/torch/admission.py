@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from dataclasses import replace
 
 from app.core.types import Tier
@@ -27,12 +28,12 @@ class AdaptiveAdmission:
         self._prefill_s = self._prefill_tokens = 0.0
         """Seconds and tokens of the last chunks; older ones count less."""
 
-    def observe(self, step: Step) -> None:
-        """Learn from a step whose `duration_s` is wall time."""
+    def observe(self, step: Step, for_others: Container[str]) -> None:
+        """Learn from a step whose `duration_s` is wall time. for_others: see SpeedLearner."""
         if step.prefill_tokens:
             self._prefill_s = FORGET * self._prefill_s + step.duration_s
             self._prefill_tokens = FORGET * self._prefill_tokens + step.prefill_tokens
-        self._learner.observe(step, step.duration_s)
+        self._learner.observe(step, step.duration_s, for_others)
 
     def observe_load(self, tier: Tier, num_blocks: int, seconds: float) -> None:
         """Learn from blocks that were loaded onto the device."""

@@ -296,6 +296,7 @@ class TorchEngine:
                 await self._may_step.wait()
                 continue
             self._in_step = {*decoding, *([chunk.sequence] if chunk else [])}
+            for_others = {one.request.request_id for one in self._in_step if one.request.keep_s}
             started = time.perf_counter()
             tokens, chunk, waited_s = await loop.run_in_executor(
                 self._thread, self._compute, chunk, decoding
@@ -303,7 +304,7 @@ class TorchEngine:
             duration_s = time.perf_counter() - started - waited_s
             finished = self._apply(chunk, decoding, tokens)
             step = step_of(chunk, decoding, duration_s, finished)
-            self._admission.observe(step)
+            self._admission.observe(step, for_others)
             if self.watcher is not None:
                 self.watcher.stepped(step, duration_s)
 

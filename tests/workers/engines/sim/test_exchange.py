@@ -94,6 +94,14 @@ async def kept_by(worker: Worker, keep_s: float = 60.0) -> Source:
     return kept
 
 
+async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are() -> None:
+    async with running() as worker:
+        await kept_by(worker)
+        assert worker.runner.speed().mean_output_tokens == DEFAULT_SPEED.mean_output_tokens
+        await worker.ask()
+        assert worker.runner.speed().mean_output_tokens < DEFAULT_SPEED.mean_output_tokens
+
+
 async def test_a_prompt_computed_elsewhere_is_cached_here_as_if_computed() -> None:
     async with running() as source, running() as target, running() as alone:
         kept = await kept_by(source)

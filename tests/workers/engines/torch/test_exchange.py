@@ -119,6 +119,17 @@ async def test_logits_after_a_split_are_those_of_one_worker_alone(
     assert target.fake_publisher.shown.scan(blocks_of(PROMPT)).total == WHOLE // BLOCK_SIZE
 
 
+async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are(
+    tmp_path: Path,
+) -> None:
+    async with linked(tmp_path) as (source, target):
+        kept = await kept_by(source)
+        await target.ask(PROMPT, 6, source=kept)
+        assert target.engine.speed().mean_output_tokens < 300
+        await all_let_go(source)
+        assert source.engine.speed().mean_output_tokens == 300
+
+
 async def test_the_control_another_prompts_blocks_change_the_logits(tmp_path: Path) -> None:
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source, prompt_of(2, 43))
