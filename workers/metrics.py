@@ -29,6 +29,7 @@ EVENTS = Family(
     "counter",
     "Blocks, by what became of them: evicted, loaded, stored, stores_dropped (too much was being "
     "stored, or nothing was free below), failed (the copy failed), recomputed (instead of loaded), "
+    "fetched (from another worker), lost (not fetched as they should be, and so computed), "
     "unconfirmed (slot freed before Redis confirmed the eviction); and fallbacks: requests that "
     "computed what they were to load.",
     ("event",),

@@ -181,6 +181,8 @@ class TorchEngine:
     def metrics(self) -> ForwardPassMetrics:
         device = self._manager.tiers[Tier.DEVICE]
         used = device.num_slots - device.num_free - device.num_idle - device.num_leaving
+        if self._exchange is not None:
+            used -= self._exchange.num_kept  # they are no load, and soon gone
         return ForwardPassMetrics(
             request_active_slots=len(self._prefills) + len(self._decoding),
             request_total_slots=self._max_num_seqs,
@@ -204,8 +206,13 @@ class TorchEngine:
         return True
 
     def block_events(self) -> dict[str, int]:
-        """See Counts in workers/kv/manager.py, and BlockCache.unconfirmed."""
-        return {**asdict(self._manager.counts), "unconfirmed": self._cache.unconfirmed}
+        """See Counts in workers/kv/manager.py, BlockCache.unconfirmed, and Prefills."""
+        return {
+            **asdict(self._manager.counts),
+            "unconfirmed": self._cache.unconfirmed,
+            "fetched": self._prefills.num_fetched,
+            "lost": self._prefills.num_lost,
+        }
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping contradicts itself."""

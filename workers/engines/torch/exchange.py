@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -39,8 +40,9 @@ class Exchange:
 
     @property
     def num_kept(self) -> int:
-        """Blocks that wait to be fetched."""
-        return self._kept.num_blocks
+        """Blocks that nothing needs but who is to fetch them."""
+        held = Counter(slot for table in self._kept.tables for slot in table.slots)
+        return sum(slot.references == times for slot, times in held.items())
 
     async def run(self) -> None:
         """Run until cancelled; then nothing is handed on any more, and nothing more arrives."""

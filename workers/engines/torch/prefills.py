@@ -17,6 +17,8 @@ class Prefills:
     """Admitted requests whose prompts are incomplete, in order.
 
     on_arrival: called with a request whenever more of what it fetches is there, and at the end.
+    num_fetched, num_lost: blocks that came from other workers, and that did not come as they
+    should.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class Prefills:
         chunk_tokens: int,
         on_arrival: Callable[[TokenSequence], None],
     ) -> None:
+        self.num_fetched = self.num_lost = 0
         self._cache = cache
         self._admission = admission
         self._exchange = exchange
@@ -107,6 +110,8 @@ class Prefills:
         assert arrival.is_settled
         num_tokens = self._whole(arrival.num_good * sequence.block_size)
         sequence.num_fetched = num_tokens // sequence.block_size
+        self.num_fetched += sequence.num_fetched
+        self.num_lost += arrival.num_blocks - sequence.num_fetched
         sequence.prefilled += num_tokens
         self._register(sequence)
         if arrival.num_good == arrival.num_blocks:

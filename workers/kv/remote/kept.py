@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from app.core.types import new_id
 from workers.kv.remote.frames import TransferError
 
-
-class Kept(Protocol):
-    """Blocks that an engine holds."""
-
-    @property
-    def slots(self) -> Sized: ...
-
-
-K = TypeVar("K", bound=Kept)
+K = TypeVar("K")
+"""Blocks that an engine holds."""
 
 
 @dataclass(slots=True)
@@ -41,9 +34,9 @@ class KeptBlocks(Generic[K]):
         self._promises: dict[str, _Promise[K]] = {}
 
     @property
-    def num_blocks(self) -> int:
-        """How many wait to be fetched; one that was promised twice counts twice."""
-        return sum(len(promise.table.slots) for promise in self._promises.values())
+    def tables(self) -> list[K]:
+        """What waits to be fetched."""
+        return [promise.table for promise in self._promises.values()]
 
     def keep(self, table: K, lease_s: float) -> str:
         """Returns an id that nobody guesses: whoever knows it may read the blocks."""

@@ -20,13 +20,13 @@ from workers.kv.remote.frames import (
     receive,
     send,
 )
-from workers.kv.remote.kept import Kept, KeptBlocks
+from workers.kv.remote.kept import KeptBlocks
 
 log = logging.getLogger(__name__)
 
 MAX_SENDING = 8
 """Transfers at once; others wait until they are accepted."""
-K = TypeVar("K", bound=Kept)
+K = TypeVar("K")
 
 
 class TransferServer(Generic[K]):
