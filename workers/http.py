@@ -144,7 +144,7 @@ async def handed_on(served: Served, prompts: Sequence[bytes], asked: Generated) 
     """Keeps what is held of a prompt for another worker, and says where. Raises InvalidRequest."""
     check_travels(served, asked, len(prompts))
     kept = await served.engine.hand_on(prompts[0], KEEP_S, asked.salt)
-    return json_response({PARAMS: params_of(kept)} if kept else {})
+    return json_response({PARAMS: params_of(kept, kept.num_tokens)} if kept else {})
 
 
 def _completion(served: Served, prompts: list[bytes], asked: Generated) -> Answer[Form]:

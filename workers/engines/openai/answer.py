@@ -51,7 +51,8 @@ class Usage:
 class Writer:
     """One choice of an answer, submitted on construction; `cancel` it in every case.
 
-    ends: the last token that the request may have is the natural end of what it says.
+    ends: the last token that the request may have is the natural end of what it says. most_cached:
+    as many tokens of the prompt count as cached; None: all that are.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Writer:
         stream_interval: int,
         stops: Sequence[str] = (),
         ends: bool = False,
+        most_cached: int | None = None,
     ) -> None:
         self._generation = engine.complete(request, stream_interval=stream_interval)
         self._prompt_tokens = len(request.prompt) // 4
         self._text = text
         self._stops = StopStrings(stops)
         self._ends = ends
+        self._most_cached = most_cached
         self.num_tokens = 0
         self.finished: Finished | None = None
 
@@ -101,7 +104,7 @@ class Writer:
 
     def usage(self) -> Usage:
         """So far."""
-        cached = None if self.finished is None else _by_tier(self.finished)
+        cached = None if self.finished is None else _by_tier(self.finished, self._most_cached)
         return Usage(self._prompt_tokens, self.num_tokens, cached)
 
     def _read(self, token_ids: list[int], is_last: bool) -> tuple[str, int]:
@@ -178,8 +181,10 @@ class Answer(Generic[F_co]):
             choices[piece.index] = Piece(
                 piece.index, text, token_ids, piece.finish_reason, piece.stopped_by
             )
-        body = self._form.whole([choices[index] for index in sorted(choices)], self._usage())
-        return with_kept(body, self._writers[0].kept)
+        usage = self._usage()
+        body = self._form.whole([choices[index] for index in sorted(choices)], usage)
+        cached = sum((usage.cached_tokens or {}).values())
+        return with_kept(body, self._writers[0].kept, cached)
 
     async def _pieces(self) -> AsyncIterator[Piece]:
         """Those of all choices, as they come."""
@@ -215,7 +220,9 @@ class Answer(Generic[F_co]):
         )
 
 
-def _by_tier(finished: Finished) -> dict[str, int]:
+def _by_tier(finished: Finished, most: int | None) -> dict[str, int]:
+    if most is not None and most < finished.cached_tokens:
+        return {"device": most, "host": 0, "disk": 0}
     return {
         "device": finished.cached_tokens - finished.host_tokens - finished.disk_tokens,
         "host": finished.host_tokens,

@@ -18,6 +18,9 @@ from app.core.errors import InvalidRequest, shown
 from workers.kv.remote.frames import Source
 
 PARAMS = "kv_transfer_params"
+CACHED = "remote_prefill_cached_tokens"
+"""As of what vLLM calls so, the target says in its usage that no more was cached: what the source
+has just computed was not, although the target has it from there."""
 KEEP_S = 30.0
 """How long what was computed for another worker is kept for it, unless it fetches it."""
 _TEXT = 255
@@ -27,11 +30,13 @@ _TEXT = 255
 @dataclass(frozen=True, slots=True)
 class Travels:
     """keeps: the prompt's KV is for another worker. held_only: what is held of it, computing
-    nothing. source: who keeps KV of the prompt for this worker."""
+    nothing. source: who keeps KV of the prompt for this worker. cached_tokens: so many of them were
+    cached there; None: that is not known."""
 
     keeps: bool = False
     held_only: bool = False
     source: Source | None = None
+    cached_tokens: int | None = None
 
 
 STAYS = Travels()
@@ -53,21 +58,25 @@ def travels(fields: Mapping[str, Any]) -> Travels:
         return Travels(keeps, keeps and held_only)
     source = Source(
         _text(params, "remote_host"),
-        _count(params, "remote_port", 65535),
+        _count(params, "remote_port", 1, 65535),
         _text(params, "remote_request_id"),
-        _count(params, "remote_num_tokens", 2**32),
+        _count(params, "remote_num_tokens", 1, 2**32),
     )
-    return Travels(source=source)
+    is_known = params.get(CACHED) is not None
+    return Travels(
+        source=source, cached_tokens=_count(params, CACHED, 0, 2**32) if is_known else None
+    )
 
 
-def with_kept(body: bytes, kept: Source | None) -> bytes:
+def with_kept(body: bytes, kept: Source | None, cached_tokens: int) -> bytes:
     """An answer that says where the KV of its prompt is kept."""
     if kept is None:
         return body
-    return orjson.dumps({**orjson.loads(body), PARAMS: params_of(kept)})
+    return orjson.dumps({**orjson.loads(body), PARAMS: params_of(kept, cached_tokens)})
 
 
-def params_of(kept: Source) -> dict[str, object]:
+def params_of(kept: Source, cached_tokens: int) -> dict[str, object]:
+    """cached_tokens: those of the prompt that the source has not computed for it."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -75,6 +84,7 @@ def params_of(kept: Source) -> dict[str, object]:
         "remote_port": kept.port,
         "remote_request_id": kept.transfer_id,
         "remote_num_tokens": kept.num_tokens,
+        CACHED: cached_tokens,
     }
 
 
@@ -92,8 +102,8 @@ def _text(params: Mapping[str, object], name: str) -> str:
     return value
 
 
-def _count(params: Mapping[str, object], name: str, most: int) -> int:
+def _count(params: Mapping[str, object], name: str, least: int, most: int) -> int:
     value = params.get(name)
-    if type(value) is not int or not 1 <= value <= most:
-        raise InvalidRequest(f"{PARAMS}.{name}", f"needs 1 to {most}, got {shown(value)}")
+    if type(value) is not int or not least <= value <= most:
+        raise InvalidRequest(f"{PARAMS}.{name}", f"needs {least} to {most}, got {shown(value)}")
     return value

@@ -76,6 +76,7 @@ def written(
                     stream_interval=asked.stream_interval if asked.stream else num_tokens,
                     stops=asked.stops,
                     ends=natural == num_tokens,
+                    most_cached=asked.travels.cached_tokens,
                 )
             )
     except BaseException:
