@@ -10,10 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.loads import Load
+from app.core.overlaps import Overlaps
 from app.core.types import TierOverlap
+from app.core.worker_report import Role
 from app.policy.decision import Decision
-from app.policy.reuse import held_tokens, lost_by_engine
+from app.policy.reuse import held_tokens, lost_by_decision, lost_by_engine
 from tests.policy.test_plan import plan, query, view_of
+from tests.policy.test_sources import able, fleet, route
+from tests.policy.test_view import ONE
 
 
 def decided(held: int, tokens: int, **engine: Any) -> Decision:
@@ -63,3 +67,32 @@ def test_what_is_used_and_what_is_lost_is_all_that_was_held(
     assert all(number > 0 for number in lost.values())
     used = held_tokens(decision) - sum(lost.values())
     assert used == min(held_tokens(decision), cached or 0)
+
+
+def test_of_a_prefix_on_the_way_what_its_owner_does_not_have_on_the_device_is_lost() -> None:
+    owner = Load(requests=8)
+    both = (able("a", Role.BOTH, "kvroute"), able("b", Role.BOTH, "kvroute"))
+    view = fleet(*both, loads=[owner, Load()])
+    asked = query({ONE: TierOverlap(50, 9)}, tokens=960)
+    asked.held = asked.overlaps
+    planned = plan(asked, view)
+    assert route(planned) == ("b", "a", "fetch")
+    assert lost_by_decision(asked, planned, 59, 59) == {
+        ("seen", "new"): 16,
+        ("chosen", "fetch"): 9 * 16,
+    }
+
+
+def test_of_many_that_hold_the_same_one_with_room_is_enough() -> None:
+    view = view_of(Load(requests=4), Load(requests=4), Load())
+    a, b, c = view.incarnations
+    shared = [(frozenset({a, b}), TierOverlap(5))]
+    asked = query(tokens=96)
+    for held, lost in (
+        (Overlaps({c: TierOverlap(2)}, shared), {("best", "full"): 3 * 16}),
+        (Overlaps({}, [*shared, (frozenset({b, c}), TierOverlap(6))]), {}),
+    ):
+        asked.overlaps = asked.held = held
+        planned = plan(asked, view)
+        found = lost_by_decision(asked, planned, 6, 0)
+        assert {why: n for why, n in found.items() if why[0] in ("best", "chosen")} == lost
