@@ -102,6 +102,14 @@ class Window:
         }
 
 
+def _finite(value: Any) -> float:
+    """Raises TypeError, ValueError."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value} is no number")
+    return number
+
+
 def _grown(now: Counter[str], before: Counter[str]) -> dict[str, float]:
     return {name: value - before[name] for name, value in now.items() if value > before[name]}
 
@@ -121,12 +129,12 @@ class Together:
                 continue
 
     def _add(self, figures: Mapping[str, Any]) -> None:
-        window_s = float(figures["window_s"])
-        per_s = {n: float(v) / window_s for n, v in figures["counts"].items() if window_s}
-        minute = {name: float(value) for name, value in figures["minute"].items()}
-        gauges = {name: float(value) for name, value in figures["gauges"].items()}
+        window_s = _finite(figures["window_s"])
+        per_s = {n: _finite(v) / window_s for n, v in figures["counts"].items() if window_s}
+        minute = {name: _finite(value) for name, value in figures["minute"].items()}
+        gauges = {name: _finite(value) for name, value in figures["gauges"].items()}
         buckets = {
-            name: {math.inf if bound is None else float(bound): float(n) for bound, n in rows}
+            name: {math.inf if bound is None else _finite(bound): _finite(n) for bound, n in rows}
             for name, rows in figures["buckets"].items()
         }
         self.per_s.update(per_s)

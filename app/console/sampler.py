@@ -53,6 +53,9 @@ class Sampler:
                     log.debug("no beat: %s", error)
                     if self._away_s is None:
                         self._away_s = time.monotonic()
+                except Exception:
+                    # What only shows a replica must not end it, whatever is in Redis.
+                    log.exception("a beat failed")
                 await asyncio.sleep(BEAT_S)
         finally:
             with suppress(KvrouteError):

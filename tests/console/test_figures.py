@@ -65,6 +65,13 @@ def test_percentiles_are_of_all_replicas_together() -> None:
         {"window_s": "long", "counts": {}, "minute": {}, "buckets": {}, "gauges": {}},
         {"window_s": 1, "counts": [], "minute": {}, "buckets": {}, "gauges": {}},
         {"window_s": 1, "counts": {"a": "b"}, "minute": {}, "buckets": {}, "gauges": {}},
+        {
+            "window_s": 1,
+            "counts": {},
+            "minute": {"locality:kept": "inf"},
+            "buckets": {},
+            "gauges": {},
+        },
         {"window_s": 1, "counts": {}, "minute": {}, "buckets": {"ttft": [1]}, "gauges": {}},
     ],
 )

@@ -417,3 +417,26 @@ async def test_with_a_thousand_workers_an_answer_stays_small(
     await eventually(lambda: answer(client, "workers"), lambda t: len(t["rows"]) == 1000)
     for question in ("overview", "workers", "decisions", "events", "waiting"):
         assert len((await client.get(f"{API}/{question}")).content) < size, question
+
+
+async def test_keys_of_other_types_end_no_replica_and_are_no_internal_error(
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    fleet: FakeWorkers,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(sampler, "BEAT_S", 0.05)
+    monkeypatch.setattr(replicas, "STEP_MS", 100)
+    for name in ("replicas", "history", "history_minutes", "events", "decisions", "planner"):
+        await fleet.redis.set(KEYS[name], "spoilt")
+    async with replica(one_redis_server.url) as client:
+        for question in ("overview", "workers", "decisions", "history", "events", "funnel"):
+            reply = await client.get(f"{API}/{question}")
+            assert reply.status_code in (200, 503), question
+        await route(client, "r1")
+        for name in ("replicas", "history", "events", "decisions", "planner"):
+            await fleet.redis.delete(KEYS[name])
+        await eventually(lambda: client.get(f"{API}/overview"), lambda r: r.status_code == 200)
+        await eventually(lambda: answer(client, "history"), lambda h: h["at_s"])
+    assert "a beat failed" not in caplog.text
