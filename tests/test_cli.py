@@ -273,6 +273,10 @@ def test_a_port_in_use_is_reported_in_one_line(command: list[str]) -> None:
             "Error: kv_pool_tokens: needs at least one block of 16, got 15",
         ),
         (
+            ["worker", "--port=0", "--role=prefill"],
+            "Error: --role prefill: needs --kv-transfer, as KV has to travel for it",
+        ),
+        (
             ["worker", "--port=0", "--host-pool-tokens=15"],
             "Error: host_pool_tokens: needs at least one block of 16, got 15",
         ),

@@ -42,10 +42,7 @@ async def serve(settings: EngineAgentSettings) -> None:
         raise ConfigError(
             f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
         )
-    if settings.role != "both" and not settings.kv_transfer:
-        raise ConfigError(
-            f"--role {settings.role}: needs --kv-transfer, as KV has to travel for it"
-        )
+    settings.check_role(settings.kv_transfer)
     if settings.role == "both" and settings.kv_transfer == "sglang":
         raise ConfigError("--kv-transfer sglang: needs --role prefill or decode, as the engine has")
     keyspace = Keyspace(settings.namespace)

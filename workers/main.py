@@ -41,6 +41,7 @@ async def serve(settings: WorkerSettings) -> None:
         raise ConfigError(
             f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
         )
+    settings.check_role(settings.kv_transfer)
     keyspace = Keyspace(settings.namespace)
     for name in ("kv_pool_tokens", "host_pool_tokens", "disk_pool_tokens"):
         tokens = getattr(settings, name)

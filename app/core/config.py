@@ -10,6 +10,7 @@ import socket
 from dataclasses import dataclass
 
 from app.core.door_settings import DoorSettings
+from app.core.errors import ConfigError
 from app.core.settings import (
     BASE_URL,
     COMMON,
@@ -202,6 +203,13 @@ class MemberSettings(CommonSettings):
 
     def resolved_id(self) -> str:
         return self.worker_id or socket.gethostname()
+
+    def check_role(self, kv_transfer: str) -> None:
+        """Raises ConfigError if no KV can travel, as the role needs."""
+        if self.role != "both" and not kv_transfer:
+            raise ConfigError(
+                f"--role {self.role}: needs --kv-transfer, as KV has to travel for it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
