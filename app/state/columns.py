@@ -31,8 +31,7 @@ class Columns:
     """What is known of each incarnation, in ascending order, written in place.
 
     For one caller that asks again only once it has the answer. It asks for everything after AUDIT_S
-    at most: somebody may have written in Redis by hand, or a worker of an earlier release, which
-    gives no versions.
+    at most, as somebody may have written in Redis by hand.
     """
 
     def __init__(self) -> None:
