@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 
 from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import RedisUnavailable
+from app.core.keys import MODELS
 from app.local.cluster import Cluster, Member
 from app.local.redis_server import EmbeddedRedis
 from app.ops import verify, workers
@@ -335,8 +336,9 @@ async def strays(redis: RedisClient, cluster: Cluster) -> set[str]:
     """Keys that a cluster at rest should not have."""
     keys = cluster.keyspace
     shard = keys.of_shard(0)
-    used = {keys[name] for name in ("meta", "workers", "current", "leases", "writers", "load")}
-    used |= {keys["metrics"], keys["decisions"], shard["shard"], shard["applied"]}
+    of_workers = ("meta", "workers", "current", "leases", "writers", "load", "versions", "metrics")
+    kept = ("decisions", "endings", "events", "history", "history_minutes", "replicas")
+    used = {MODELS, shard["shard"], shard["applied"], *(keys[name] for name in of_workers + kept)}
     found = {key.decode() async for key in redis.scan_iter(count=1000)}
     return {key for key in found - used if not key.startswith(shard["blocks:"])}
 
