@@ -89,7 +89,10 @@ class TorchEngine:
         self._cache = BlockCache(
             manager, carry_out, publisher, spare=spare, on_load=self._admission.observe_load
         )
-        self._exchange = None if link is None else Exchange(pool, self._cache, link)
+        self._may_admit = asyncio.Event()
+        self._exchange = (
+            None if link is None else Exchange(pool, self._cache, link, self._may_admit.set)
+        )
         self._hit_rate = HitRate()
         self._sequences: dict[str, TokenSequence] = {}
         self._waiting: deque[TokenSequence] = deque()
@@ -102,7 +105,6 @@ class TorchEngine:
         )
         self._decoding: list[TokenSequence] = []
         self._in_step: set[TokenSequence] = set()
-        self._may_admit = asyncio.Event()
         self._may_step = asyncio.Event()
         self._stopping = asyncio.Event()
         # Always the same thread, so that torch keeps one pool of threads for it.

@@ -25,15 +25,21 @@ LOAD_S = 1.0
 
 
 class Exchange:
-    """`run` it while the cache runs, on the same event loop."""
+    """`run` it while the cache runs, on the same event loop.
 
-    def __init__(self, pool: MemoryPool, cache: BlockCache, link: Link) -> None:
+    on_room: called when blocks were let go of, and others may get their slots.
+    """
+
+    def __init__(
+        self, pool: MemoryPool, cache: BlockCache, link: Link, on_room: Callable[[], None]
+    ) -> None:
         groups = LayerGroups(pool)
         self._cache = cache
         self._link = link
         self._groups = groups
         self._block_size = pool.shape.block_size
-        self._kept = KeptBlocks(cache.release)
+        self._on_room = on_room
+        self._kept = KeptBlocks(self._let_go)
         self._server = TransferServer(self._kept, link.kind, BlockSender(groups).offer)
         self._receiver = BlockReceiver(groups, link.kind)
         self._tasks: asyncio.TaskGroup | None = None
@@ -53,6 +59,10 @@ class Exchange:
         finally:
             self._tasks = None
             self._kept.close()
+
+    def _let_go(self, table: BlockTable) -> None:
+        self._cache.release(table)
+        self._on_room()
 
     def keep(self, chain: Sequence[SequenceHash], lease_s: float) -> Source:
         """Keep blocks that are on the device until they are fetched, or the lease ends."""

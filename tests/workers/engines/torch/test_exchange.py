@@ -306,6 +306,17 @@ def _prefilling(served: Served) -> Any:
     return count
 
 
+async def test_a_request_waits_for_the_room_of_what_is_kept(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (source, _):
+        prompts = [prompt_of(n, 43) for n in range(2, 4)]
+        for n, prompt in enumerate(prompts):
+            await output_of(source.submit(f"kept {n}", prompt, 1, keep_s=0.3))
+        # Twenty of 32 slots are kept.
+        tokens, _ = await source.ask(prompt_of(4, 60), 4)
+
+    assert tokens == alone(prompt_of(4, 60), 4)
+
+
 async def test_blocks_that_wait_to_be_fetched_are_no_load(tmp_path: Path) -> None:
     async with linked(tmp_path) as (source, _):
         await kept_by(source)
