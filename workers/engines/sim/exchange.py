@@ -4,7 +4,6 @@ but the time that they take passes."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Sequence
 from contextlib import closing
@@ -21,6 +20,7 @@ from workers.kv.remote.frames import (
     TransferError,
     Wanted,
     connected,
+    log_failure,
     offered_frame,
     read_offered,
     receive,
@@ -30,8 +30,6 @@ from workers.kv.remote.frames import (
 from workers.kv.remote.kept import KeptBlocks
 from workers.kv.remote.link import Link
 from workers.kv.remote.server import TransferServer
-
-log = logging.getLogger(__name__)
 
 UNDERWAY, ARRIVED = b"\0", b"\1"
 BEAT_S = STALL_S / 4
@@ -87,12 +85,7 @@ class SimExchange:
                     await receive(sock, memoryview(state))
                 await send(sock, ACKNOWLEDGED)
         except (TransferError, OSError, TimeoutError) as error:
-            log.warning(
-                "blocks from %s:%d are computed here instead: %s",
-                source.host,
-                source.port,
-                error or f"nothing came for {STALL_S:g} s",
-            )
+            log_failure(source, error)
             return 0
         return offered.num_blocks
 

@@ -12,6 +12,7 @@ sides know all lengths from the shape of a block and from `Offered`. Integers ar
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from typing import Any
 import orjson
 
 from app.core.types import SequenceHash
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_FRAME_BYTES = 4 << 20
@@ -115,6 +118,16 @@ async def connected(source: Source) -> socket.socket:
             else:
                 return sock
     raise failure
+
+
+def log_failure(source: Source, error: Exception) -> None:
+    """Of a transfer from there."""
+    log.warning(
+        "blocks from %s:%d are computed here instead: %s",
+        source.host,
+        source.port,
+        error or f"nothing came for {STALL_S:g} s",
+    )
 
 
 async def send(sock: socket.socket, data: bytes | memoryview) -> None:

@@ -21,6 +21,7 @@ from workers.kv.remote.frames import (
     TransferError,
     Wanted,
     connected,
+    log_failure,
     read_offered,
     receive,
     send,
@@ -140,12 +141,7 @@ class BlockReceiver:
                 if arrival.num_good == offered.num_blocks:
                     await send(sock, ACKNOWLEDGED)
         except (TransferError, OSError, TimeoutError) as error:
-            log.warning(
-                "blocks from %s:%d are computed here instead: %s",
-                source.host,
-                source.port,
-                error or f"nothing came for {STALL_S:g} s",
-            )
+            log_failure(source, error)
         finally:
             arrival.end()
 
