@@ -31,12 +31,12 @@ from app.simulation.profiles import PROFILES, Profile
 from app.simulation.setting import Setting
 from loadtest import report
 from loadtest.client import Outcome
-from loadtest.command import FILE, Command, distinct, json_option, save
+from loadtest.command import FILE, Command, distinct, json_option, save, trace_option
 from loadtest.day import Rates, curve, day_of
 from loadtest.processes import forked
 from loadtest.scaling import Coming, Played, Scaled, Scaling
 from loadtest.simulate import meets_slo
-from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
+from loadtest.traces import Trace, TraceError, read_trace
 from loadtest.victims import VICTIMS
 from loadtest.virtual import Prompts, Simulation
 
@@ -305,13 +305,7 @@ class _PolicyName(click.ParamType[str]):
 
 
 @click.command(cls=Command)
-@click.option(
-    "--trace",
-    "trace_file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    default=DEMO_TRACE,
-    help="JSON lines, as for kvroute replay. Default: the demo's trace.",
-)
+@trace_option
 @click.option(
     "--policy",
     "policies",

@@ -11,6 +11,7 @@ import orjson
 
 from app import options
 from app.local.interrupts import heed_interrupts
+from loadtest.traces import DEMO_TRACE
 
 
 class Command(options.Command):
@@ -53,6 +54,13 @@ class _File(click.Path):
 FILE = _File(dir_okay=False, writable=True)
 """The type of an option that names a report's file; refuses what `make_folder` refuses."""
 
+trace_option = click.option(
+    "--trace",
+    "trace_file",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    default=DEMO_TRACE,
+    help="JSON lines, as for kvroute replay. Default: the demo's trace.",
+)
 json_option = click.option("--json", "json_file", type=FILE, help="File to write the figures to.")
 
 

@@ -39,11 +39,11 @@ from app.simulation.profiles import PROFILES, Profile
 from app.simulation.setting import PolicyVariant, Setting, Sharing
 from loadtest import report
 from loadtest.client import Outcome
-from loadtest.command import FILE, Command, distinct, json_option, save
+from loadtest.command import FILE, Command, distinct, json_option, save, trace_option
 from loadtest.ideal import ideal
 from loadtest.processes import forked
 from loadtest.report import PolicyRun, PolicySummary, summarise
-from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
+from loadtest.traces import Trace, TraceError, read_trace
 from loadtest.virtual import Prompts, Simulation
 
 IDEAL = "ideal"
@@ -342,13 +342,7 @@ ROLES = _Roles()
 
 
 @click.command(cls=Command)
-@click.option(
-    "--trace",
-    "trace_file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    default=DEMO_TRACE,
-    help="JSON lines, as for kvroute replay. Default: the demo's trace.",
-)
+@trace_option
 @click.option("--requests", type=POSITIVE, help="Play at most this many.")
 @click.option(
     "--policy",

@@ -22,10 +22,10 @@ from app.options import COUNT, FACTOR, POSITIVE, PROCESSES
 from app.policy.sources import OWN_TRANSFER
 from app.simulation.link import Link
 from app.simulation.setting import Setting
-from loadtest.command import Command, distinct, json_option, save
+from loadtest.command import Command, distinct, json_option, save, trace_option
 from loadtest.processes import forked
 from loadtest.simulate import ROLES, Figures, Scenario, knee, simulate
-from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
+from loadtest.traces import Trace, TraceError, read_trace
 
 LATENCY = "latency"
 SHARES_OF_KNEE = (0.7, 0.9)
@@ -95,13 +95,7 @@ def play(
 
 
 @click.command(cls=Command)
-@click.option(
-    "--trace",
-    "trace_file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    default=DEMO_TRACE,
-    help="JSON lines, as for kvroute replay. Default: the demo's trace.",
-)
+@trace_option
 @click.option("--requests", type=POSITIVE, help="Play at most this many.")
 @click.option(
     "--load",
