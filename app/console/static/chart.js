@@ -39,7 +39,7 @@ function options(width, height, lines, text, plugin) {
   return {
     width,
     height,
-    padding: [8, 22, 0, 0],
+    padding: [8, 28, 0, 0],
     legend: { live: true },
     cursor: { y: false, points: { size: 5 }, sync: { key: "kvroute" } },
     scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.1 : 1] } },
@@ -71,7 +71,7 @@ const lastOf = (values) => values.findLast((value) => value !== null && value !=
 const at = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 
 // One set of axes. at: seconds, ascending. lines: [{label, values, tone, fill}], null for a gap.
-export function Chart({ title, at, lines, marks = [], text = short, height = 150 }) {
+export function Chart({ title, at, lines, marks = [], text = short, height = 150, children }) {
   const box = useRef(null);
   const plot = useRef(null);
   const seen = useRef(marks);
@@ -100,7 +100,7 @@ export function Chart({ title, at, lines, marks = [], text = short, height = 150
 
   const last = lines.map(({ label, values }) => `${label} ${text(lastOf(values))}`);
   return html`<figure class="chart">
-    <figcaption>${title}</figcaption>
+    <figcaption class="title"><span>${title}</span>${children}</figcaption>
     <div ref=${box} role="img" aria-label=${`${title}: now ${last.join(", ")}`}></div>
   </figure>`;
 }

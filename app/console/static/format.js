@@ -24,6 +24,7 @@ function digits(value) {
   return number(value, size >= 100 ? 0 : size >= 10 ? 1 : size === 0 ? 0 : 2);
 }
 
+export const share = (value) => percent(value, 0);
 export const percent = (value, places = 1) => (known(value) ? `${number(value * 100, places)} %` : NONE);
 
 export function seconds(value) {

@@ -3,6 +3,7 @@ import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalon
 import { clock, seconds } from "./format.js";
 
 const MAX_ROWS = 400;
+const MAX_NAMED = 25;
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const ENDS = {
@@ -59,7 +60,10 @@ export function Heat({ at_s, workers }) {
     if (rows[y]) setUnder(`${rows[y][0]} at ${clock(at_s[x] * 1000)}: ${seconds(rows[y][1][x])}`);
   };
   const height = Math.max(72, Math.min(360, rows.length * 14));
-  return html`<div>
+  // With more, names would lie on each other; the line below has that of the row pointed at.
+  const named = rows.length <= MAX_NAMED;
+  return html`<div class="heatmap">
+    <ol aria-hidden="true">${named && rows.map(([name]) => html`<li key=${name} class="clip">${name}</li>`)}</ol>
     <canvas class="heat" ref=${canvas} style=${{ height: `${height}px` }} role="img" onMouseMove=${pointed} onMouseLeave=${() => setUnder("")}
       aria-label=${`Queue of ${rows.length} workers over time, at most ${seconds(most)}`}></canvas>
     <p class="note ends"><span>${clock(at_s[0] * 1000)}</span><span>${under || `at most ${seconds(most)}`}</span><span>${clock(at_s.at(-1) * 1000)}</span></p>

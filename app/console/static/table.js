@@ -23,9 +23,15 @@ function Head({ column, by, down, sortBy }) {
   </th>`;
 }
 
-// columns: [{head, title, cell(row), sort(row), number}]; id(row): its key; initial: sorted by that
-// head, the largest first.
-export function Table({ label, columns, rows, id, initial, empty = "none", height = 520, tone }) {
+// columns: [{head, title, cell(row), sort(row), of(row), number}], left out where `sort` or `of` gives
+// nothing for any row; id(row): its key; initial: sorted by that head, numbers the largest first.
+const isKnown = (rows) => (column) => {
+  const of = column.sort ?? column.of;
+  return !of || rows.some((row) => (of(row) ?? null) !== null);
+};
+
+export function Table({ label, columns: all, rows, id, initial, empty = "none", height = 520, tone }) {
+  const columns = all.filter(isKnown(rows));
   const [{ by, down }, setSort] = useState({
     by: initial,
     down: Boolean(columns.find((c) => c.head === initial)?.number),

@@ -38,9 +38,9 @@ export const DECISION_COLUMNS = [
   },
   { head: "waited", number: true, cell: (row) => (row.waited_ms ? seconds(row.waited_ms / 1000) : "–") },
   { head: "tries", number: true, cell: (row) => row.tries },
-  { head: "model", cell: (row) => html`<span class="clip">${row.model || "–"}</span>` },
-  { head: "tenant", cell: (row) => html`<span class="clip">${row.tenant || "–"}</span>` },
-  { head: "trust", cell: (row) => row.trust ?? "–" },
+  { head: "model", of: (row) => row.model, cell: (row) => html`<span class="clip">${row.model || "–"}</span>` },
+  { head: "tenant", of: (row) => row.tenant, cell: (row) => html`<span class="clip">${row.tenant || "–"}</span>` },
+  { head: "trust", of: (row) => row.trust, cell: (row) => row.trust },
 ];
 
 // The newest rows of all answers so far, at most KEPT of them.

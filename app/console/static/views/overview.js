@@ -1,9 +1,10 @@
-import { html } from "../vendor/htm-preact-standalone.module.js";
-import { usePoll } from "../api.js";
+import { html, useState } from "../vendor/htm-preact-standalone.module.js";
+import { objects, usePoll } from "../api.js";
 import { Legend, Stack } from "../bars.js";
 import { Chart } from "../chart.js";
 import { bytes, number, percent, seconds, short } from "../format.js";
 import { Funnel } from "../funnel.js";
+import { Table } from "../table.js";
 
 const HISTORY_MS = 5000;
 // Of the longest overlap: what became of it, in the order of the words' names in the API.
@@ -20,7 +21,7 @@ export const REASONS = {
 };
 
 const Tile = ({ name, value, small }) =>
-  html`<div><dt>${name}</dt><dd data-tile=${name}>${value}</dd>${small && html`<small>${small}</small>`}</div>`;
+  html`<div><dt>${name}</dt><dd><b data-tile=${name}>${value}</b><small>${small}</small></dd></div>`;
 
 function Tiles({ tiles, redis, replicas }) {
   const memory = redis.max_bytes ? `${bytes(redis.used_bytes)} of ${bytes(redis.max_bytes)}` : bytes(redis.used_bytes);
@@ -70,18 +71,42 @@ export function Findings({ findings }) {
 }
 
 function Curves({ marks }) {
-  const { data } = usePoll("history?window_s=3600", HISTORY_MS);
+  const [window_s, setWindow] = useState(3600);
+  const { data } = usePoll(`history?window_s=${window_s}`, HISTORY_MS);
   if (!data) return null;
   const { at_s, series } = data;
   return html`<div class="two">
-    <${Chart} title="Requests a second" at=${at_s} marks=${marks} lines=${[{ label: "requests/s", tone: "c1", values: series.requests_per_s, fill: true }]} />
-    <${Chart} title="First token, seconds" at=${at_s} marks=${marks} text=${seconds}
+    <${Chart} title="Requests a second" at=${at_s} marks=${marks} lines=${[{ label: "requests/s", tone: "c1", values: series.requests_per_s, fill: true }]}>
+      <label class="note">last <select value=${window_s} onChange=${(e) => setWindow(Number(e.target.value))}>
+        <option value="3600">hour</option><option value="86400">day</option>
+      </select></label>
+    </${Chart}>
+    <${Chart} title="First token" at=${at_s} marks=${marks} text=${seconds}
       lines=${[
         { label: "p50", tone: "c1", values: series.ttft_p50_s },
         { label: "p99", tone: "c2", values: series.ttft_p99_s },
       ]} />
   </div>`;
 }
+
+const REPLICAS = [
+  { head: "replica", cell: (row) => html`<span class="id">${row.replica}</span>` },
+  { head: "address", cell: (row) => html`<span class="id">${row.address}</span>` },
+  { head: "version", cell: (row) => row.version },
+  { head: "up", number: true, cell: (row) => seconds(row.uptime_s) },
+  { head: "decisions/s", number: true, cell: (row) => number(row.decisions_per_s, 1) },
+  { head: "decision p99", number: true, cell: (row) => seconds(row.decision_p99_s) },
+  { head: "Redis p99", number: true, cell: (row) => seconds(row.redis_p99_s) },
+  { head: "degraded/s", number: true, cell: (row) => number(row.degraded_per_s, 1) },
+  { head: "waiting", number: true, cell: (row) => number(row.waiting) },
+  { head: "last heard of", number: true, cell: (row) => html`${seconds(row.age_s)} ago` },
+];
+
+const Replicas = ({ replicas }) =>
+  html`<section>
+    <h2>Router replicas</h2>
+    <${Table} label="Replicas" columns=${REPLICAS} rows=${objects(replicas)} id=${(row) => row.replica} />
+  </section>`;
 
 export function Overview() {
   const { data, error } = usePoll("overview");
@@ -93,10 +118,11 @@ export function Overview() {
     <div class="two">
       <section>
         <div class="title"><h2>Where reuse is lost</h2><a class="note" href="#/reuse">by model and cause</a></div>
-        ${funnel && html`<${Funnel} counts=${funnel.models[""]} />`}
+        <${Funnel} counts=${funnel?.models[""] ?? {}} />
       </section>
       <div class="column"><${Findings} findings=${data.findings} /><${WhyNot} localities=${data.localities} /></div>
     </div>
     <${Curves} marks=${events?.events} />
+    <${Replicas} replicas=${data.replicas} />
   `;
 }

@@ -15,7 +15,7 @@ export function Reuse() {
   const { data, error } = usePoll("funnel", 2000);
   const [model, setModel] = useState("");
   if (!data) return html`<p class="empty">${error || "Loading…"}</p>`;
-  const counts = data.models[model] ?? data.models[""];
+  const counts = data.models[model] ?? data.models[""] ?? {};
   const names = Object.keys(data.models).filter(Boolean).sort();
   return html`
     <section>

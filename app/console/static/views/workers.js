@@ -1,13 +1,11 @@
 import { html, useMemo, useState } from "../vendor/htm-preact-standalone.module.js";
 import { objects, usePoll } from "../api.js";
 import { Bar, Stack } from "../bars.js";
-import { number, percent, seconds, short } from "../format.js";
+import { number, seconds, share, short } from "../format.js";
 import { Heat } from "../heat.js";
 import { Table } from "../table.js";
 
 const LATE_EVENT_S = 10;
-const GONE_MS = 60_000;
-const MAX_GONE = 100;
 export const workerLink = (name) =>
   html`<a class="id clip" title=${name} href=${`#/workers/${encodeURIComponent(name)}`}>${name}</a>`;
 
@@ -27,7 +25,8 @@ function Blocks({ row, most }) {
   return html`<${Stack} parts=${parts} most=${most} label=${parts.map((p) => `${p.name} ${p.text}`).join(", ")} />`;
 }
 
-const held = (row) => row.device_blocks + row.host_blocks + row.disk_blocks;
+const held = (row) =>
+  row.device_blocks === null ? null : TIERS.reduce((sum, [name]) => sum + row[`${name}_blocks`], 0);
 const most = (rows, of) => Math.max(0, ...rows.map((row) => of(row) ?? 0));
 
 function columns(rows) {
@@ -65,13 +64,7 @@ function columns(rows) {
       "Reserved on it",
     ),
     plain("decoding", (row) => row.decoding, number, "Past their first token"),
-    bar(
-      "KV in use",
-      (row) => row.kv_used,
-      1,
-      (v) => percent(v, 0),
-      "Blocks of running requests, of all on its device",
-    ),
+    bar("KV in use", (row) => row.kv_used, 1, share, "Blocks of running requests, of all on its device"),
     {
       head: "blocks held",
       title: "By tier: device, host, disk",
@@ -86,13 +79,7 @@ function columns(rows) {
       seconds,
       "Seconds of recent prefills that would be done again without it",
     ),
-    bar(
-      "GPU",
-      (row) => row.gpu_util,
-      1,
-      (v) => percent(v, 0),
-      "As the device reports",
-    ),
+    bar("GPU", (row) => row.gpu_util, 1, share, "As the device reports"),
     {
       ...plain("last event", (row) => row.event_age_s, seconds, "Age of what it last published"),
       cell: (row) =>
@@ -101,34 +88,18 @@ function columns(rows) {
     plain(
       "hits foretold",
       (row) => row.predicted_hit,
-      (v) => percent(v, 0),
+      share,
       "Share of prompt tokens in its cache, when it was chosen",
     ),
-    plain(
-      "reported",
-      (row) => row.reported_hit,
-      (v) => percent(v, 0),
-      "The same, as the engine counted it afterwards",
-    ),
+    plain("reported", (row) => row.reported_hit, share, "The same, as the engine counted it afterwards"),
   ];
 }
 
-// A worker that has gone keeps its row for a while, and the row says so.
-function withGone(answer, data) {
-  const rows = objects(answer);
-  const here = new Set(rows.map((row) => row.worker));
-  const gone = (data?.rows ?? [])
-    .filter((row) => !here.has(row.worker))
-    .map((row) => ({ ...row, state: "gone", gone_at: row.gone_at ?? Date.now() }))
-    .filter((row) => Date.now() - row.gone_at < GONE_MS);
-  return { rows: [...rows, ...gone.slice(-MAX_GONE)] };
-}
-
 export function Workers() {
-  const { data, error } = usePoll("workers", 1500, withGone);
+  const { data, error } = usePoll("workers");
   const { data: history } = usePoll("history?window_s=3600", 5000);
   const [text, setText] = useState("");
-  const all = data?.rows ?? [];
+  const all = useMemo(() => objects(data), [data]);
   const rows = useMemo(
     () => all.filter((row) => `${row.worker} ${row.model} ${row.state}`.includes(text)),
     [all, text],
@@ -142,7 +113,7 @@ export function Workers() {
     </section>
     <section>
       <div class="title">
-        <h2>${number(all.filter((row) => !row.gone_at).length)} workers</h2>
+        <h2>${number(all.filter((row) => row.state !== "gone").length)} workers</h2>
         <label class="note">find <input type="search" value=${text} placeholder="id, model, state" onInput=${(e) => setText(e.target.value)} /></label>
       </div>
       <${Table} label="Workers" columns=${heads} rows=${rows} initial="worker" id=${(row) => row.worker} empty="No worker is registered."

@@ -1,0 +1,276 @@
+"""The console as a person sees it: in Chromium, over a cluster of real processes under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from app.local.child import start_child
+from app.local.cluster import Cluster
+from app.local.redis_server import free_port
+from tests.console.conftest import HOSTILE, NUM_WORKERS, SCREENSHOTS, Load, Watched
+from tests.e2e.conftest import listens
+from tests.redis_servers import stopped
+
+VIEWS = ("decisions", "prefix", "waiting", "whatif", "events", "workers", "reuse", "overview")
+HEALTH = ".health"
+LIVE = re.compile(r"^\d\.\d s old$")
+PHONE = {"width": 360, "height": 740}
+
+
+def inspected(cluster: Cluster, *command: str) -> Any:
+    """What `kvroute inspect … --json` says."""
+    environment = os.environ | {"REDIS_URL": cluster.redis_url}
+    done = subprocess.run(
+        [sys.executable, "-m", "app.cli", "inspect", *command, "--json"],
+        env=environment,
+        capture_output=True,
+        check=True,
+        timeout=30,
+    )
+    return json.loads(done.stdout)
+
+
+def cell(page: Page, worker: str, column: str) -> str:
+    """The text of a worker's cell."""
+    heads = page.locator("table[aria-rowcount] thead th").all_inner_texts()
+    at = next(i for i, head in enumerate(heads) if head.startswith(column))
+    row = page.locator("tbody tr", has=page.get_by_role("link", name=worker, exact=True))
+    return row.locator("td").nth(at).inner_text()
+
+
+def explained(cluster: Cluster) -> str:
+    """The id of a request whose candidates are kept."""
+    table = httpx.get(f"{cluster.balancer_url}/console/api/decisions").json()
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    return next(row["request_id"] for row in rows if row["explained"])
+
+
+@pytest.mark.parametrize(("scheme", "viewport"), [("light", None), ("dark", PHONE)])
+def test_every_view_is_shown_whole_to_everybody(
+    cluster: Cluster, load: Load, watch: Any, scheme: str, viewport: dict[str, int] | None
+) -> None:
+    size = viewport or {"width": 1360, "height": 850}
+    with watch(cluster.balancer_url, color_scheme=scheme, viewport=size) as seen:
+        for view in VIEWS:
+            page = seen.open(view)
+            expect(page.locator(HEALTH)).to_have_text(LIVE)
+            if view in ("reuse", "overview"):
+                expect(page.locator(".step").first).to_be_visible()
+            photograph(seen, view, scheme)
+        photograph(seen, "worker", scheme, "workers/w1:0")
+        photograph(seen, "explanation", scheme, f"decisions/{quote(explained(cluster), safe='')}")
+
+
+def photograph(seen: Watched, name: str, scheme: str, view: str = "") -> None:
+    """Save a picture of a view, which must be as wide as the screen and have no serious fault."""
+    page = seen.open(view) if view else seen.page
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+    assert seen.serious() == []
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}-{scheme}.png")
+
+
+def test_numbers_are_those_of_kvroute_inspect(cluster: Cluster, watch: Any) -> None:
+    load = Load(cluster)
+    for number in range(8):
+        load.send(number, 1)
+    load.stop()
+    found = inspected(cluster, "summary")["summary"]["workers"]
+    with watch(cluster.balancer_url) as seen:
+        page = seen.open("workers")
+        expect(page.get_by_role("heading", name=f"{NUM_WORKERS} workers")).to_be_visible()
+        for worker in found:
+            key = worker["info"]["key"]
+            assert cell(page, key, "requests") == "0"
+        page = seen.open("waiting")
+        expect(page.get_by_role("heading", name="0 requests wait")).to_be_visible()
+        assert inspected(cluster, "waiting") == []
+
+
+def test_hostile_names_stay_text(cluster: Cluster, load: Load, watch: Any) -> None:
+    with watch(cluster.balancer_url) as seen:
+        page = seen.open("decisions")
+        request = page.locator("tbody a.id", has_text=HOSTILE).first
+        request.click()
+        expect(page.get_by_role("heading", name=f"Why {HOSTILE}")).to_be_visible()
+        page = seen.open("workers/w0:0")
+        expect(page.get_by_text(HOSTILE, exact=True).first).to_be_visible()
+        expect(page.locator("main img")).to_have_count(0)
+        expect(page).not_to_have_title("owned")
+
+
+def test_it_works_below_a_prefix(cluster: Cluster, load: Load, watch: Any) -> None:
+    base = f"{cluster.balancer_url}/some/prefix"
+
+    def stripped(route: Route) -> None:
+        route.fulfill(response=route.fetch(url=route.request.url.replace("/some/prefix", "")))
+
+    with watch(base) as seen:
+        seen.page.route("**/some/prefix/**", stripped)
+        page = seen.open("overview")
+        expect(page.locator("[data-tile=workers]")).to_have_text(str(NUM_WORKERS))
+
+
+@pytest.fixture
+def locked_url(cluster: Cluster) -> Iterator[str]:
+    """Of a replica that asks for a key."""
+    url = f"http://127.0.0.1:{free_port()}"
+    flags = ["--port", url.rpartition(":")[2], "--api-key", "sesame", "--log-level", "error"]
+    environment = os.environ | {"REDIS_URL": cluster.redis_url}
+    process = start_child([sys.executable, "-m", "app.cli", "router", *flags], env=environment)
+    while not listens(url):
+        assert process.poll() is None
+        time.sleep(0.05)
+    yield url
+    process.terminate()
+    process.wait(10)
+
+
+def test_it_asks_for_a_key_and_keeps_it(locked_url: str, watch: Any) -> None:
+    with watch(locked_url, failures=True) as seen:
+        page = seen.open("overview")
+        page.get_by_label("Key").fill("open")
+        page.get_by_role("button", name="Open").click()
+        expect(page.get_by_role("heading", name="asks for a key")).to_be_visible()
+        page.get_by_label("Key").fill("sesame")
+        page.get_by_role("button", name="Open").click()
+        expect(page.locator("[data-tile=workers]")).to_have_text(str(NUM_WORKERS))
+        expect(page.get_by_label("Key")).to_have_count(0)
+        page.reload()
+        expect(page.locator("[data-tile=workers]")).to_have_text(str(NUM_WORKERS))
+
+
+def test_it_is_used_by_keyboard(cluster: Cluster, load: Load, watch: Any) -> None:
+    with watch(cluster.balancer_url) as seen:
+        page = seen.open("workers")
+        queue = page.get_by_role("button", name="queue")
+        queue.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("th[aria-sort=descending]")).to_have_text("queue")
+        page.get_by_role("link", name="w2:0", exact=True).focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", name="w2:0")).to_be_visible()
+
+
+def test_a_worker_drains_only_once_that_is_confirmed(cluster: Cluster, watch: Any) -> None:
+    with watch(cluster.balancer_url) as seen:
+        page = seen.open("workers/w3:0")
+        page.get_by_role("button", name="Drain…").click()
+        page.get_by_role("button", name="Cancel").click()
+        page.get_by_role("button", name="Drain…").click()
+        page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+        expect(page.get_by_role("status")).to_have_text("It gets no more requests.")
+        page.get_by_role("button", name="Undo drain…").click()
+        page.get_by_role("dialog").get_by_role("button", name="Undo drain").click()
+        expect(page.get_by_role("button", name="Drain…", exact=True)).to_be_visible()
+
+
+def test_a_prompt_is_looked_up_without_a_reservation(
+    cluster: Cluster, load: Load, watch: Any
+) -> None:
+    with watch(cluster.balancer_url, failures=True) as seen:
+        page = seen.open("prefix")
+        page.get_by_label("It is").select_option("token_ids")
+        page.locator("textarea").fill(" ".join(str(i) for i in range(100)))
+        page.get_by_role("button", name="Look up").click()
+        expect(page.get_by_text("100 tokens, 6 full blocks of 16")).to_be_visible()
+        expect(page.get_by_role("heading", name="Where it would go now")).to_be_visible()
+        expect(page.locator("tbody tr")).to_have_count(NUM_WORKERS)
+        page.locator("textarea").fill("1 2 many")
+        page.get_by_role("button", name="Look up").click()
+        expect(page.get_by_role("alert")).to_contain_text("token_ids")
+
+
+@pytest.mark.slow
+def test_another_policy_is_tried_on_recorded_decisions(
+    cluster: Cluster, load: Load, watch: Any
+) -> None:
+    with watch(cluster.balancer_url) as seen:
+        page = seen.open("whatif")
+        page.get_by_label("Policy").select_option("round_robin")
+        page.get_by_role("button", name="Try").click()
+        expect(page.get_by_text("decisions would have gone elsewhere")).to_be_visible()
+
+
+def test_a_thousand_workers_are_a_few_rows_in_the_page(cluster: Cluster, watch: Any) -> None:
+    table = httpx.get(f"{cluster.balancer_url}/console/api/workers").json()
+    at = table["columns"].index("worker")
+    table["rows"] = [
+        [*table["rows"][0][:at], f"x{i}:0", *table["rows"][0][at + 1 :]] for i in range(1000)
+    ]
+    with watch(cluster.balancer_url) as seen:
+        seen.page.route("**/api/workers", lambda route: route.fulfill(json=table))
+        page = seen.open("workers")
+        expect(page.get_by_role("heading", name="1,000 workers")).to_be_visible()
+        assert page.locator("tbody tr").count() < 100
+        page.get_by_role("region", name="Workers").evaluate("box => box.scrollTo(0, 1e6)")
+        expect(page.get_by_role("link", name="x999:0")).to_be_visible()
+
+
+def test_a_hidden_tab_asks_nothing(cluster: Cluster, load: Load, watch: Any) -> None:
+    with watch(cluster.balancer_url) as seen:
+        page = seen.page
+        page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => window.gone})")
+        page.clock.install()
+        page.goto(f"{seen.base}/console/#/overview")
+        page.wait_for_selector("[data-tile=workers]")
+        turn(page, hidden=True)
+        page.wait_for_load_state("networkidle")
+        asked: list[str] = []
+        page.on("request", lambda sent: asked.append(sent.url))
+        page.clock.run_for(60_000)
+        expect(page.locator(HEALTH)).to_have_text("paused")
+        assert asked == []
+        with page.expect_request("**/api/overview"):
+            turn(page, hidden=False)
+
+
+def turn(page: Page, *, hidden: bool) -> None:
+    page.evaluate(f"window.gone = {str(hidden).lower()}")
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
+def test_it_says_how_old_its_data_is_while_redis_is_away(
+    cluster: Cluster, load: Load, watch: Any
+) -> None:
+    assert cluster.redis is not None
+    with watch(cluster.balancer_url, failures=True) as seen:
+        page = seen.open("overview")
+        with stopped(cluster.redis.pid):
+            expect(page.locator(HEALTH)).to_contain_text("data", timeout=30_000)
+            expect(page.locator("[data-tile=workers]")).to_have_text(str(NUM_WORKERS))
+        expect(page.locator(HEALTH)).to_have_text(LIVE, timeout=30_000)
+
+
+def test_a_killed_workers_row_says_that_it_is_gone(
+    cluster: Cluster, load: Load, watch: Any
+) -> None:
+    with watch(cluster.balancer_url) as seen:
+        page = seen.open("workers")
+        cluster.workers[0].process.kill()
+        row = page.locator("tbody tr", has=page.get_by_role("link", name="w0:0", exact=True))
+        expect(row).to_contain_text("gone")
+        page = seen.open("events")
+        expect(page.locator("tbody tr", has_text="w0:0").first).to_be_visible()
+
+
+def test_the_page_outlives_the_replica_that_served_it(
+    cluster: Cluster, load: Load, watch: Any
+) -> None:
+    with watch(cluster.balancer_url, failures=True) as seen:
+        page = seen.open("overview")
+        cluster.routers[0].process.kill()
+        expect(page.locator("[data-tile=replicas]")).to_have_text("1")
+        expect(page.locator(HEALTH)).to_have_text(LIVE)
