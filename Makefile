@@ -6,7 +6,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick test-slow test-gpu test-vllm test-vllm-pd test-sglang test-clients lint format docs demo demo-torch clean
+.PHONY: help setup test test-quick test-slow test-gpu test-vllm test-vllm-pd test-sglang test-clients lint format docs demo demo-torch pictures clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ demo: $(DEMO_STAMP) ## Run a whole cluster on this machine, without a GPU
 
 demo-torch: setup ## Run two workers with a real model on this machine's CPU
 	$(BIN)/python -m loadtest.demo_torch
+
+pictures: setup ## Take the README's pictures of the console anew
+	KVROUTE_PICTURES=docs/images $(BIN)/pytest -m slow tests/console/test_pictures.py
 
 clean: ## Remove .venv, caches and builds
 	rm -rf $(VENV) $(VLLM) $(SGLANG) $(CLIENTS) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -81,6 +81,8 @@ class Sampler:
             **self._window.figures(),
         }
         now_ms = await self._runner.one(replicas.beat(self._keyspace, self._replica, said))
+        if now_ms is None:
+            return
         step = now_ms // replicas.STEP_MS
         if step != self._step:
             self._step = step

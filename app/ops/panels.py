@@ -148,7 +148,7 @@ REUSE = [
     ),
     stack(
         "Where it is lost",
-        "Share of all prompt tokens that did not reach a step, by cause: see docs/reuse.md.",
+        "Share of all prompt tokens that did not reach a step, by cause.",
         "percentunit",
         (
             of_all(rate("reuse_lost_tokens_total", "step, cause", not_step="seen"), PROMPTS),
@@ -368,7 +368,7 @@ PLANNER = [
     ),
     chart(
         "Reasons",
-        "Of proposals, a minute; see docs/planner.md.",
+        "Of proposals, a minute.",
         "short",
         (
             f"60 * {rate('planner_proposals_total', 'namespace, reason', job=PLANNERS)}",

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from app.core.keys import Keyspace
+from app.core.keys import DATA_VERSION, Keyspace
 from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.scripts import Call, call
@@ -22,10 +22,15 @@ PAGE = 120
 """Samples read at a time: with two hundred workers, of 4 KB each."""
 
 
-def beat(keyspace: Keyspace, replica: str, figures: Mapping[str, Any] | None) -> Call[int]:
-    """Say that a replica is there; returns the Redis clock in ms. figures: None: it ends."""
+def beat(keyspace: Keyspace, replica: str, figures: Mapping[str, Any] | None) -> Call[int | None]:
+    """Say that a replica is there; returns the Redis clock in ms, or None: another release wrote
+    the namespace, where it says nothing. figures: None: it ends."""
     text = "" if figures is None else orjson.dumps(figures).decode()
-    return call("beat", keyspace, replica, text, parse=int)
+    return call("beat", keyspace, replica, text, DATA_VERSION, parse=_clock)
+
+
+def _clock(reply: int | None) -> int | None:
+    return reply
 
 
 async def read(

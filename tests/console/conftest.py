@@ -67,12 +67,19 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Load:
-    """Chats of SESSIONS sessions, some dearer to their users than others, from CLIENTS clients."""
+    """Chats of sessions, some dearer to their users than others.
 
-    def __init__(self, cluster: Cluster) -> None:
+    names: of the model, and of the tenants.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *names: str, clients: int = CLIENTS, sessions: int = SESSIONS
+    ) -> None:
+        self._model, *self._tenants = names or (HOSTILE, HOSTILE)
+        self._sessions = sessions
         self._client = httpx.Client(base_url=cluster.balancer_url, timeout=10.0)
         self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(clients)]
         for thread in self._threads:
             thread.start()
 
@@ -81,19 +88,22 @@ class Load:
         while not self._stopping.is_set():
             # While a test has stopped Redis or killed a replica, some fail.
             with suppress(httpx.HTTPError):
-                self.send(int(SESSIONS * rng.random() ** 2), rng.randrange(8))
+                self.send(int(self._sessions * rng.random() ** 2), rng.randrange(8))
 
     def send(self, session: int, turn: int) -> None:
         words = f"session {session} " * 200 + "".join(f"turn {i} " * 40 for i in range(turn))
         self._client.post(
             "/v1/chat/completions",
             json={
-                "model": HOSTILE,
+                "model": self._model,
                 "messages": [{"role": "user", "content": words}],
                 "max_tokens": 8,
                 "stream": True,
             },
-            headers={"x-tenant-id": HOSTILE, "x-request-id": f"{HOSTILE}{random.random()}"},
+            headers={
+                "x-tenant-id": self._tenants[session % len(self._tenants)],
+                "x-request-id": f"{self._tenants[0]}-{random.getrandbits(32):08x}",
+            },
         )
 
     def stop(self) -> None:

@@ -49,6 +49,7 @@ WORKER = WorkerInfo(
     publishing=True,
     role=Role.DECODE,
     kv_transfer="nixl",
+    bootstrap_port=8998,
     host_total_blocks=50_000,
     event_addresses=("tcp://10.0.0.7:5557",),
 )
@@ -58,9 +59,10 @@ WORKER_TEXT = (
     b'"reuse_blocks":4,"recomputed_blocks":2,"engine":"vllm 0.33.0",'
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
-    b'"publishing":true,"role":"decode","kv_transfer":"nixl","host_total_blocks":50000,'
+    b'"publishing":true,"role":"decode","kv_transfer":"nixl","bootstrap_port":8998,'
+    b'"host_total_blocks":50000,'
     b'"event_addresses":["tcp://10.0.0.7:5557"],'
-    b'"lease_ttl_ms":3000,"version":3}'
+    b'"lease_ttl_ms":3000,"version":4}'
 )
 METRICS_SEEN = ForwardPassMetrics(
     request_active_slots=3,
@@ -135,6 +137,7 @@ SHOWN = {
     "publishing": ("publishing", ""),
     "role": ("role", ""),
     "kv_transfer": ("kv_transfer", ""),
+    "bootstrap_port": ("", ""),
     "host_total_blocks": ("", ""),
     "event_addresses": ("", ""),
     "request_active_slots": ("", ""),
@@ -171,7 +174,7 @@ def test_a_registration_is_this_text_and_is_read_as_it_was_written() -> None:
     assert encode_info(WORKER, 3000) == WORKER_TEXT
     assert decode_info(WORKER_TEXT) == WORKER
     assert decode_info(WORKER_TEXT.decode()) == WORKER
-    assert version_in(WORKER_TEXT) == 3
+    assert version_in(WORKER_TEXT) == 4
 
 
 def test_a_registration_without_a_version_is_of_the_first() -> None:
@@ -222,6 +225,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "publishing": False,
         "role": "both",
         "kv_transfer": "",
+        "bootstrap_port": 0,
         "host_total_blocks": 0,
         "event_addresses": (),
     }

@@ -237,7 +237,7 @@ class TestHangingUp:
         self, app: Application, workers: FakeWorkers
     ) -> None:
         watched: list[Any] = []
-        app.replica.router._decider._note_decision = lambda _: watched[0]()
+        app.replica.router._decider._note_decision = lambda *_: watched[0]()
         asked = {"type": "http.request", "body": b'{"token_ids": [1, 2, 3]}'}
         assert await self.ask(app, asked, watch=watched.append) == []
         assert (await workers.load("w1")).total == 1
