@@ -265,7 +265,8 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     "--planner/--no-planner",
     "with_planner",
     default=False,
-    help="Have a planner start and stop the workers, of which there are then at least --workers.",
+    help="Have a planner start and stop the workers, of which there are then at least --workers; 0 "
+    "lets the last one leave.",
     cls=Option,
     heading=CLUSTER,
 )

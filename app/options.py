@@ -99,7 +99,10 @@ POLICY = option_type(settings.PolicyName())
 
 def cluster_size(command: F) -> F:
     """Adds --workers and --replicas to a command that starts a cluster on this machine."""
-    for name, number, what in (("replicas", 3, "router replicas"), ("workers", 8, "workers")):
+    for name, number, least, what in (
+        ("replicas", 3, 1, "router replicas"),
+        ("workers", 8, 0, "workers"),
+    ):
         command = click.option(
             f"--{name}",
             f"num_{name}",
@@ -107,7 +110,7 @@ def cluster_size(command: F) -> F:
             heading=CLUSTER,
             default=number,
             show_default=True,
-            type=PROCESSES,
+            type=option_type(settings.Whole(least, settings.PROCESSES.most)),
             help=f"Number of {what}.",
         )(command)
     return command

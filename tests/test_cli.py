@@ -479,6 +479,13 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+@pytest.mark.parametrize("more", [[], ["--planner"], ["--wait-queue=9"]])
+def test_a_cluster_without_workers_needs_who_starts_one_and_where_to_wait(more: list[str]) -> None:
+    result = CliRunner().invoke(main, ["up", "--workers=0", *more])
+    assert result.exit_code == 1
+    assert "workers: 0 needs --planner" in result.output
+
+
 def test_killing_up_ends_all_its_processes() -> None:
     require_redis(default_kind())
     require_binary("haproxy")

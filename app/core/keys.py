@@ -233,7 +233,9 @@ KEYSPACE = (
         "hash",
         "`holder`, `token` and `until_ms` (by the Redis clock) of the planner that leads; its "
         "`state`, JSON for the next one; `desired`, `size`, `reason` and `victim` of the last "
-        "proposal; `values`, JSON: worker → seconds of prefill that losing it would cost",
+        "proposal, `desired_prefill` and `desired_decode` where workers have roles; `wakes`: 1 if "
+        "a worker is started for requests that find none; `values`, JSON: worker → seconds of "
+        "prefill that losing it would cost",
         ("lead", "propose"),
         "for good",
     ),

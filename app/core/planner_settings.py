@@ -15,6 +15,7 @@ from app.core.settings import (
     OneOf,
     PolicyName,
     Real,
+    Whole,
     setting,
 )
 
@@ -53,7 +54,14 @@ class PlannerSettings(CommonSettings):
         bool,
     )
     interval_s: float = setting(30.0, "Seconds between proposals.", POSITIVE_SECONDS)
-    min_workers: int = setting(1, "Minimum number of workers.", PROCESSES)
+    min_workers: int = setting(
+        1,
+        "Minimum number of workers; 0: the last one leaves too, and the next request starts one.",
+        Whole(0, 1024),
+    )
+    idle_s: float = setting(
+        300.0, "With --min-workers 0: seconds without requests after which workers leave.", SECONDS
+    )
     max_workers: int = setting(8, "Maximum number of workers.", PROCESSES)
     grace_intervals: int = setting(
         3, "Number of intervals after a worker joined during which none is removed.", PROCESSES

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
 
-from app.core.errors import InvalidRequest, RedisUnavailable, cut
+from app.core.errors import InvalidRequest, NoWorkers, RedisUnavailable, cut
 from app.core.worker_report import WorkerInfo
 from app.door.errors import ModelUnavailable, UnknownModel
 from app.router.router import Router
@@ -90,6 +90,17 @@ class Models:
         if isinstance(name, str) and name in self._holders:
             raise ModelUnavailable(name)
         raise UnknownModel(name)
+
+    async def wake(self, error: ModelUnavailable) -> None:
+        """Wait for a worker of that model where a planner starts one. Raises `error` if none comes,
+        and AllWorkersBusy if too many wait."""
+        router = self._routers.by_namespace.get(self._holders.get(error.model, ""))
+        if router is None or not router.fleet.is_asleep:
+            raise error
+        try:
+            await router.awake()
+        except NoWorkers:
+            raise error from None
 
     def _only(self) -> str:
         names = self._holders.keys() | {model.name for model in self}

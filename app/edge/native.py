@@ -148,7 +148,7 @@ async def readiness(client: Client) -> None:
         missing.append(f"redis: {error}")
         # Without Redis a router still routes, by the last loads it saw.
         view = router.fleet.last_view
-    ready = view is not None and bool(view.infos)
+    ready = view is not None and (bool(view.infos) or router.fleet.wakes)
     missing += client.replica.door.remarks()
     if router.danger_of_eviction:
         missing.append(f"redis: {router.danger_of_eviction}")

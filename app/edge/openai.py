@@ -9,6 +9,7 @@ from app.core.worker_report import WorkerInfo
 from app.door import asked, members
 from app.door.asked import COUNT_TOKENS, MODELS, PASSED_ON, PATHS, Api
 from app.door.door import Headers
+from app.door.errors import ModelUnavailable
 from app.door.forwarding import Outgoing, headers_for_engine
 from app.door.lifecycle import Lifecycle
 from app.door.migration import can_migrate
@@ -37,7 +38,7 @@ async def answer(client: Client) -> None:
     body = await _read(client)
     record.enter(Stage.TOKENS)
     record.asked = generation = asked.read(api, body.fields)
-    record.model = model = door.models.find(generation.model)
+    record.model = model = await _model(client, generation.model)
     record.request = request_of(
         headers,
         settings.policy,
@@ -76,7 +77,7 @@ async def answer(client: Client) -> None:
 async def pass_on(client: Client) -> None:
     """Have any worker of the model answer."""
     body = await _read(client)
-    client.record.model = model = client.replica.door.models.find(body.fields.get("model"))
+    client.record.model = model = await _model(client, body.fields.get("model"))
     async with client.watched():
         await _ask_any(client, model, body)
 
@@ -87,7 +88,7 @@ async def count_tokens(client: Client) -> None:
     door = client.replica.door
     body = await _read(client)
     client.record.asked = generation = asked.read(Api.MESSAGES, body.fields)
-    client.record.model = model = door.models.find(generation.model)
+    client.record.model = model = await _model(client, generation.model)
     async with client.watched():
         ids = await door.prompts.of(Api.MESSAGES, model, body.fields)
         if ids.ids is None:
@@ -107,6 +108,17 @@ async def models(client: Client) -> None:
 async def one_model(client: Client) -> None:
     """Describe a model."""
     await client.answer(_card(client.replica.door.models.find(client.path_params["model"])))
+
+
+async def _model(client: Client, name: object) -> Model:
+    """As Models.find; a request for a model that sleeps waits until it is awake."""
+    models = client.replica.door.models
+    try:
+        return models.find(name)
+    except ModelUnavailable as error:
+        async with client.watched():
+            await models.wake(error)
+    return models.find(name)
 
 
 def _card(model: Model) -> dict[str, object]:

@@ -10,13 +10,17 @@ from app.core.settings import LONGEST_S
 from app.core.worker_report import Role
 from app.planner.rules.state import USUAL_STARTUP_S
 
+MOST_MODELS = 64
+"""Names that are remembered."""
+
 
 @dataclass(slots=True)
 class Changing:
     """pending: when each worker that has not registered yet was asked for, seconds since 1970, by
     its role. known: workers that count as registered. leaving: the worker that drains, since when,
     and whether it was told to stop. successor: role of the worker to be asked for once it was; "":
-    none. startup_s: from when a worker is asked for until it registers, as lately seen.
+    none. models: names that workers had lately; routers are told of them while there is no worker.
+    startup_s: from when a worker is asked for until it registers, as lately seen.
     """
 
     pending: dict[Role, list[float]] = field(default_factory=dict)
@@ -25,6 +29,7 @@ class Changing:
     leaving_since_s: float = 0.0
     is_stopped: bool = False
     successor: str = ""
+    models: list[str] = field(default_factory=list)
     startup_s: float = USUAL_STARTUP_S
 
     def coming(self) -> Iterator[tuple[Role, float]]:
@@ -78,6 +83,7 @@ class Changing:
                 leaving_since_s=float(state.get("leaving_since_s", 0.0)),
                 is_stopped=bool(state.get("is_stopped", False)),
                 successor=str(state.get("successor", "") and Role(state["successor"])),
+                models=[str(name) for name in state.get("models", [])][:MOST_MODELS],
                 startup_s=float(state.get("startup_s", USUAL_STARTUP_S)),
             )
         except (AttributeError, TypeError, ValueError):

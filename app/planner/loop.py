@@ -14,7 +14,7 @@ from app.core.errors import KvrouteError, LeadershipLost
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
 from app.core.worker_report import Role
-from app.planner.changing import Changing
+from app.planner.changing import MOST_MODELS, Changing
 from app.planner.connectors.base import Advise, Connector, ConnectorError
 from app.planner.lease import Lease
 from app.planner.metrics import PlannerMetrics
@@ -26,7 +26,7 @@ from app.planner.rules.pools import propose_pools
 from app.planner.rules.replay import ReplayTooLong
 from app.planner.rules.state import FleetState, Pools, Proposal, Reason, Rules, Slo
 from app.planner.rules.victims import least_valued
-from app.state import leases, planner
+from app.state import leases, models, planner
 from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Planner:
         self._rules = Rules(
             min_workers=settings.min_workers,
             max_workers=max(settings.min_workers, settings.max_workers),
+            idle_s=settings.idle_s,
             interval_s=settings.interval_s,
             grace_intervals=settings.grace_intervals,
             slo=Slo(
@@ -106,7 +107,7 @@ class Planner:
             await self._observer.sample()
             if self.leads:
                 await self._follow_changes()
-                if time.monotonic() >= self._due_s:
+                if time.monotonic() >= self._due_s or self._is_called:
                     self._due_s = time.monotonic() + self._settings.interval_s
                     await self._propose()
         except KvrouteError as error:
@@ -121,6 +122,12 @@ class Planner:
         else:
             self._metrics.silence()
 
+    @property
+    def _is_called(self) -> bool:
+        """Whether requests wait, and there was to be no worker."""
+        was_asleep = bool(self._proposals) and not self._proposals[-1].desired
+        return was_asleep and self._observer.somebody_waits
+
     async def leave(self) -> None:
         await self._lease.leave()
 
@@ -132,9 +139,9 @@ class Planner:
         self, proposal: Proposal | None = None, values: Mapping[str, float] | None = None
     ) -> None:
         """Raises LeadershipLost, after which nothing may be done, and RedisUnavailable."""
-        shown: dict[str, str | int] = {}
+        shown: dict[str, str | int] = {"wakes": int(not self._rules.min_workers)}
         if proposal is not None:
-            shown = {
+            shown |= {
                 "desired": proposal.desired,
                 "size": proposal.size,
                 "reason": str(proposal.reason),
@@ -162,6 +169,9 @@ class Planner:
                 self._rules, [*changing.coming()], tuple(self._proposals), changing.startup_s
             )
         )
+        may_sleep = bool(changing.models) and not observer.is_new
+        waits = observer.somebody_waits
+        state = replace(state, somebody_waits=waits, may_sleep=may_sleep)
         proposal = await self._lease.hold(asyncio.to_thread(self._proposed, state))
         observer.forget_samples()
         since_s = proposal.at_s - REMEMBERED_S
@@ -172,6 +182,8 @@ class Planner:
         elif acts and proposal.victim and not changing.leaving:
             changing.leaving, changing.leaving_since_s = proposal.victim, observer.now_s
             changing.is_stopped, changing.successor = False, "".join(starts)
+        if not (self._rules.min_workers or observer.workers_seen):
+            await self._runner.one(models.announce(self._keyspace.namespace, changing.models))
         values = {w.name: w.unique_value_s for w in state.workers if w.unique_value_s}
         await self._record(proposal, values)
         self._metrics.proposed(proposal, values, observer.unreplayable)
@@ -234,6 +246,9 @@ class Planner:
         for name in seen.keys() - changing.known:
             changing.joined(seen[name].info.role, self._observer.now_s)
         changing.known = set(seen)
+        if seen:
+            names = {name for worker in seen.values() for name in worker.info.models}
+            changing.models = sorted(names)[:MOST_MODELS]
         now_s = self._observer.now_s
         for _ in range(changing.give_up_before(now_s - self._settings.startup_deadline_s, now_s)):
             self._metrics.failures.inc()

@@ -68,9 +68,13 @@ class Observer:
     ) -> None:
         self.workers_seen: dict[str, ObservedWorker] = {}
         """By worker id; those that are registered now."""
+        self.is_new = False
+        """Whether no worker has ever registered, or Redis has lost all: routers know nothing."""
         self.now_s = 0.0
         """When it last looked, by the Redis clock, by which decisions are dated; seconds since
         1970."""
+        self.somebody_waits = False
+        """Whether any request waits at a router."""
         self.unreplayable = 0
         """Of the decisions that `recent` last found, those that no worker could have answered as
         their records say."""
@@ -90,7 +94,9 @@ class Observer:
             snapshot = await self._runner.one(reservations.loads(self._keyspace))
         except NamespaceMissing:
             self.workers_seen.clear()
+            self.is_new, self.somebody_waits = True, False
             return
+        self.is_new, self.somebody_waits = False, snapshot.somebody_waits
         view = await self._fleet.view(snapshot)
         infos = dict(zip(view.incarnations, view.infos, strict=True)) | dict(view.paused)
         found: dict[str, list[tuple[WorkerInfo, Load | None, Measured, bool]]] = {}
@@ -183,7 +189,9 @@ class Observer:
         block_size = self.block_size
         if block_size is None:
             return [], USUAL_BLOCK_SIZE
-        past_s = (rules.window_s + rules.lead_s, 2 * rules.half_life_s, rules.attained_s)
+        past_s = [rules.window_s + rules.lead_s, 2 * rules.half_life_s, rules.attained_s]
+        if not rules.min_workers:
+            past_s.append(rules.idle_s)
         since_s = self.now_s - max(past_s)
         ended = await endings.read(
             self._redis, self._keyspace, round(1000 * since_s), MOST_DECISIONS

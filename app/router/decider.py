@@ -249,10 +249,14 @@ class Decider:
 
     def _turn_away(self, pending: Pending, view: View, error: RoutingError) -> None:
         """No worker can take it now: let it wait, if that is of use, else fail it."""
+        if isinstance(error, NoWorkers):
+            is_of_use = self._replica.fleet.is_asleep
+        else:
+            is_of_use = isinstance(error, AllWorkersBusy) and not pending.for_any
         if (
             self._waiting is None
-            or not pending.request.reserve
-            or not isinstance(error, AllWorkersBusy)
+            or not is_of_use
+            or not (pending.request.reserve or pending.for_any)
         ):
             pending.fail(error)
         elif pending.queued is None:
@@ -341,6 +345,10 @@ class Decider:
             pending.query.waited_ms = pending.waited_ms(time.perf_counter())
             try:
                 plan = self._selector.plan(pending.query, view, degraded=True)
+            except NoWorkers as error:
+                # The first one may be about to register.
+                self._turn_away(pending, view, error)
+                continue
             except RoutingError as error:
                 pending.fail(error)
                 continue

@@ -19,7 +19,7 @@ from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable, Wro
 from app.core.keys import DATA_VERSION, METRICS_INTERVAL_S, Keyspace, metrics_interval_s
 from app.core.loads import Snapshot
 from app.core.types import Incarnation
-from app.core.worker_report import WorkerInfo
+from app.core.worker_report import Role, WorkerInfo
 from app.policy.view import UNMEASURED, Measured, View, Workers
 from app.state.connect import deadline
 from app.state.streams import id_ms, pages_backwards
@@ -33,6 +33,8 @@ MAX_AHEAD_S = 60.0
 CLOCK_SET_BACK_MS = 1000.0
 CLOCK_DRIFT_MS = 0.01
 """Between two answers of Redis, at most."""
+TAKE_OVER_MS = 30_000
+"""Another planner follows one that is gone within that time."""
 RECOVERY_S = 5.0
 """How long recovery may take after Redis was unreachable. Agents renew a third of a lease after it
 is back, usually 1 s."""
@@ -48,6 +50,8 @@ class Fleet:
         self.strangers: dict[Incarnation, str] = {}
         """Incarnations of workers that another release runs, and what is wrong with each: they are
         not routed to."""
+        self.wakes_until_ms = 0
+        """See app.state.planner.wakes_until."""
         self._redis = redis
         self._keyspace = keyspace
         self._timeout_s = timeout_s
@@ -94,6 +98,22 @@ class Fleet:
     def recovers(self) -> bool:
         """Whether Redis was unreachable so recently that a live worker's lease may have run out."""
         return time.monotonic() < self._recovers_until
+
+    @property
+    def wakes(self) -> bool:
+        """Whether a planner starts a worker for requests that find none."""
+        return (self.redis_now_ms or 0) < self.wakes_until_ms + TAKE_OVER_MS
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether, when Redis was last asked, there was no worker that decodes, and one will come
+        if a request waits."""
+        view = self.last_view
+        return (
+            self.wakes
+            and view is not None
+            and all(info.role is Role.PREFILL for info in view.infos)
+        )
 
     @property
     def redis_now_ms(self) -> int | None:

@@ -18,7 +18,7 @@ from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
 from app.core.types import Incarnation
 from app.router.history import History
 from app.router.replica import Replica
-from app.state import index, leases, predictions, reading, reservations
+from app.state import index, leases, planner, predictions, reading, reservations
 from app.state.columns import Columns
 from app.state.connect import danger_of_eviction
 from app.state.predictions import PredictionSettings
@@ -38,6 +38,7 @@ SWEEP_PAUSE_MS, SWEEP_IDLE_MS = 4, 200
 them cost Redis no more. Both are a little less than the pauses that a router makes."""
 FILL_INTERVAL_S = 10.0
 POLICY_INTERVAL_S, POLICY_TIMEOUT_S = 10.0, 2.0
+PLANNER_INTERVAL_S = 1.0
 PRUNE_BUCKETS = 64
 """All of 8,192 buckets are then searched every 32 s, or more often if that is too slow for the
 lifetime of predictions."""
@@ -70,6 +71,7 @@ class Maintenance:
                 tasks.create_task(self._maintain_index())
                 tasks.create_task(self._watch_fill())
                 tasks.create_task(self._watch_eviction_policy())
+                tasks.create_task(self._watch_planner())
                 if self._history.predictions is not None:
                     tasks.create_task(self._prune(self._history.predictions))
         finally:
@@ -145,6 +147,14 @@ class Maintenance:
                     fill = await reading.fill(self._runner.redis, self._keyspace, shards, rng)
                     self._telemetry.index_fill.set(fill)
             await asyncio.sleep(pause)
+
+    async def _watch_planner(self) -> None:
+        """Learn whether one starts workers for requests that find none."""
+        wakes_until = planner.wakes_until(self._keyspace)
+        while True:
+            with suppress(RedisUnavailable):
+                self._fleet.wakes_until_ms = await self._runner.one(wakes_until)
+            await asyncio.sleep(PLANNER_INTERVAL_S)
 
     async def _watch_eviction_policy(self) -> None:
         """As at the start, when a dangerous one is refused: it may be changed at any time."""

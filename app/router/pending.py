@@ -17,6 +17,8 @@ class Pending:
     answer: asyncio.Future[Decision]
     queued: Queued | None = None
     """Its place in the queue, if it had to wait."""
+    for_any: bool = False
+    """Whether it asks for nothing but that there be a worker, and waits for one."""
 
     @property
     def request(self) -> RouteRequest:

@@ -9,6 +9,7 @@ import time
 
 from app.core.config import RouterSettings
 from app.core.errors import (
+    AllWorkersBusy,
     KvrouteError,
     NoWorkers,
     RedisUnavailable,
@@ -60,6 +61,7 @@ class Router:
         replica = Replica(runner, keyspace, settings, fleet, telemetry)
         self.fleet = fleet
         self.telemetry = telemetry
+        self._policy = settings.policy
         # rate() does not see the first failures in a series that begins with them.
         telemetry.decisions_of(settings.policy, RoutingError.outcome)
         for outcome in (GONE, *(error.outcome for error in RoutingError.__subclasses__())):
@@ -152,11 +154,28 @@ class Router:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
         return await self._look_up.workers()
 
+    async def awake(self) -> None:
+        """Returns once there is a worker; where a planner starts one for those that wait, waits for
+        that. Raises NoWorkers, AllWorkersBusy if too many wait, and RouterOverloaded."""
+        answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        tag = _tag("")
+        request = RouteRequest(f"awake-{tag}", [], 1, self._policy, reserve=False)
+        pending = Pending(Query(request, tag), answer, for_any=True)
+        if not self._decider.submit(pending):
+            raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
+        try:
+            await answer
+        except AllWorkersBusy:
+            if self.fleet.is_asleep:
+                raise
+
     async def _block_size(self, policy: str) -> int:
         """Tokens per block. A request that finds them unknown counts as a decision for `policy`."""
         try:
             if self.fleet.block_size is None:
                 await self.refresh()
+            if self.fleet.block_size is None:
+                await self.awake()
             size = self.fleet.block_size
             if size is None:
                 raise NoWorkers("no worker is alive")

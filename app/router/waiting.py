@@ -19,6 +19,7 @@ from typing import Any
 from app.core.errors import (
     AllWorkersBusy,
     NamespaceMissing,
+    NoWorkers,
     RedisUnavailable,
     WrongVersion,
 )
@@ -241,7 +242,10 @@ class Waiting:
         for queued in self._queue:
             if queued.since_s <= oldest_s and not queued.deciding:
                 late = f"no worker had room within {self._timeout_s:g} s"
-                self._end(queued, "timed_out", AllWorkersBusy(late, self._retry_after_s))
+                error: Exception = AllWorkersBusy(late, self._retry_after_s)
+                if self._fleet.is_asleep:
+                    error = NoWorkers(f"no worker has started within {self._timeout_s:g} s")
+                self._end(queued, "timed_out", error)
 
     def _end(self, queued: Queued, outcome: str, error: Exception) -> None:
         if not queued.pending.answer.done():

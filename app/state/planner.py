@@ -12,7 +12,7 @@ import orjson
 from app.core.keys import Keyspace
 from app.state.client import RedisClient
 from app.state.connect import deadline
-from app.state.scripts import Call, call
+from app.state.scripts import Call, call, command
 
 TIMEOUT_S = 2.0
 KEPT = 2048
@@ -67,6 +67,17 @@ def propose(
         *fields,
         parse=bool,
     )
+
+
+def wakes_until(keyspace: Keyspace) -> Call[int]:
+    """Until when, in ms of the Redis clock, there is a planner that starts a worker for requests
+    that find none; 0: there is none."""
+
+    def parse(reply: list[bytes | None]) -> int:
+        wakes, until_ms = reply
+        return int(until_ms) if until_ms and until_ms.isdigit() and wakes == b"1" else 0
+
+    return command("wakes_until", "HMGET", keyspace["planner"], "wakes", "until_ms", parse=parse)
 
 
 async def proposals(redis: RedisClient, keyspace: Keyspace, count: int) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
+from app.core.keys import MODELS
 from app.core.loads import Reservation, Wish
 from app.core.planner_settings import PlannerSettings
 from app.core.types import Incarnation, SequenceHash, WorkerKey
@@ -80,7 +81,9 @@ class Agents:
             if role is Role.PREFILL:
                 self.prefills.add(name)
             own = await self._stack.enter_async_context(AsyncExitStack())
-            fake = fake_agent(self.runner, KEYS, name, role=role, kv_transfer="kvroute")
+            fake = fake_agent(
+                self.runner, KEYS, name, role=role, kv_transfer="kvroute", models=("m",)
+            )
             agent = await own.enter_async_context(running(fake))
             own.push_async_callback(agent.stop)
             self._stops[name] = own
@@ -211,6 +214,26 @@ async def test_a_worker_makes_room_for_one_of_the_other_role(
     async with planning(one_redis_server.url, agents, SETTINGS):
         await eventually(lambda: workers(redis), lambda seen: len(seen) == 2 and leaves not in seen)
     assert agents.orders == [f"remove {leaves} prefill", "add 1 decode"]
+
+
+async def test_a_model_that_sleeps_stays_known_and_wakes_when_somebody_waits(
+    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
+) -> None:
+    settings = replace(SETTINGS, min_workers=0, idle_s=0.2)
+    async with planning(one_redis_server.url, agents, settings):
+        # Routers would not know a model that never had a worker.
+        await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
+        await eventually(lambda: workers(redis), lambda seen: not seen)
+        assert await redis.hget(KEYS["planner"], "wakes") == b"1"
+        await redis.delete(MODELS)
+        await eventually(lambda: redis.hget(MODELS, "m"), lambda entry: entry is not None)
+        assert agents.orders == ["add 1", "remove a0"]
+        await redis.zadd(KEYS["flows"], {"normal:": 1})
+        await eventually(lambda: workers(redis), lambda seen: seen == ["a1"])
+        assert "woken" in await reasons(redis)
+        # While somebody waits, none leaves.
+        await redis.delete(KEYS["flows"])
+        await eventually(lambda: workers(redis), lambda seen: not seen)
 
 
 async def incarnations(redis: Redis) -> list[tuple[str, Incarnation]]:

@@ -10,6 +10,7 @@ from statistics import fmean
 from app.core.planner_settings import ScalingPolicy
 from app.core.worker_report import DEFAULT_SPEED
 from app.planner.rules.forecast import growth
+from app.planner.rules.sleep import asleep, while_awake
 from app.planner.rules.state import (
     FleetState,
     Phase,
@@ -51,7 +52,11 @@ def propose(
 
     At most one worker leaves at a time.
     """
-    wish = _bounded(_wish(name, state, rules, predict), state, rules)
+    if (sleeps := asleep(state, rules)) is not None:
+        wish = WantedSize(max(0, state.size - 1), sleeps)
+    else:
+        rules = while_awake(rules)
+        wish = _bounded(_wish(name, state, rules, predict), state, rules)
     desired = max(wish.desired, state.size - 1)
     return Proposal(
         at_s=state.now_s,
@@ -68,12 +73,16 @@ def propose(
 def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
     size = state.size
     if size < rules.min_workers:
-        return WantedSize(rules.min_workers, Reason.BELOW_MINIMUM)
+        return WantedSize(rules.min_workers, below_minimum(state))
     if size > rules.max_workers:
         return WantedSize(rules.max_workers, Reason.OVER_BUDGET)
     if (reason := held_by(state)) is not None:
         return WantedSize(size, reason)
     return POLICIES[name](state, rules, predict)
+
+
+def below_minimum(state: FleetState) -> Reason:
+    return Reason.WOKEN if state.somebody_waits and not state.size else Reason.BELOW_MINIMUM
 
 
 def held_by(state: FleetState) -> Reason | None:

@@ -11,6 +11,7 @@ from app.core.planner_settings import ScalingPolicy
 from app.core.worker_report import Role
 from app.planner.rules.policies import (
     Victim,
+    below_minimum,
     change_s,
     held_by,
     in_grace,
@@ -19,6 +20,7 @@ from app.planner.rules.policies import (
     kv_load,
     prefill_queue,
 )
+from app.planner.rules.sleep import asleep
 from app.planner.rules.state import (
     FleetState,
     Pools,
@@ -84,6 +86,9 @@ def propose_pools(
 
 def _wish(name: str, state: FleetState, rules: Rules, predict: PredictPools) -> WantedPools:
     now = state.pools
+    if (sleeps := asleep(state, rules)) is not None:
+        fewer = now.but(prefill=-1) if now.prefill else now.but(decode=-min(1, now.decode))
+        return WantedPools(fewer, sleeps)
     if name not in POOL_POLICIES:
         raise RolesNotPlanned(
             f"scaling_policy {name} knows no roles, which workers here have: use "
@@ -92,7 +97,7 @@ def _wish(name: str, state: FleetState, rules: Rules, predict: PredictPools) -> 
     least = Pools(max(1, now.prefill), max(1, now.decode))
     least = least.but(decode=max(0, rules.min_workers - least.size))
     if least != now:
-        return WantedPools(least, Reason.BELOW_MINIMUM)
+        return WantedPools(least, below_minimum(state))
     if now.size > max(2, rules.max_workers):
         fewer = now.but(prefill=-1) if now.prefill > now.decode else now.but(decode=-1)
         return WantedPools(fewer, Reason.OVER_BUDGET)

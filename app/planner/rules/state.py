@@ -47,6 +47,11 @@ class Reason(StrEnum):
     OTHER_ROLE = "other_role"
     """A worker would do more good in the other pool."""
     ENOUGH = "enough"
+    WOKEN = "woken"
+    """Requests wait, and there is no worker."""
+    ASLEEP = "asleep"
+    IDLE = "idle"
+    """For so long that even the last worker leaves."""
     SCHEDULED = "scheduled"
     """By somebody who sets sizes by the clock."""
 
@@ -191,6 +196,10 @@ class FleetState:
     proposals: Sequence[Proposal] = ()
     block_size: int = 256
     startup_s: float = USUAL_STARTUP_S
+    somebody_waits: bool = False
+    """Whether any request waits at a router."""
+    may_sleep: bool = False
+    """Whether routers would know its models without a worker."""
 
     def those(self, phase: Phase) -> list[WorkerState]:
         return [worker for worker in self.workers if worker.phase is phase]
@@ -239,7 +248,9 @@ class Rules:
     """What every policy keeps to, and what some of them are set to."""
 
     min_workers: int = 1
+    """0: all leave when nothing was asked for `idle_s`."""
     max_workers: int = 64
+    idle_s: float = 300.0
     interval_s: float = 30.0
     """From one proposal to the next."""
     grace_intervals: int = 3

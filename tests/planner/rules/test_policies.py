@@ -301,3 +301,38 @@ def test_ongoing_wants_a_worker_for_two_requests_and_keeps_for_ten_minutes_what_
     ]
     assert decided(run("ongoing", replace(calm, proposals=past))) == (3, Reason.ONGOING)
     assert run("ongoing", replace(calm, proposals=past[1:])).reason is Reason.COOL_DOWN
+
+
+IDLE = WorkerLoad(0.0, 0.0, 0.0, 0.0, 0.0)
+SLEEPY = replace(RULES, min_workers=0, idle_s=300.0)
+
+
+def idle(size: int, last_s: float, **more: bool) -> FleetState:
+    """A fleet that was last asked at `last_s`."""
+    asked = PastRequest(last_s, "w0", SimRequest("r", (), (), 1, 1))
+    return replace(fleet(size, IDLE), recent=[asked], **({"may_sleep": True} | more))
+
+
+@pytest.mark.parametrize("policy", ["threshold", "slo"])
+def test_the_last_worker_leaves_only_after_it_was_idle_for_long(policy: str) -> None:
+    short = run(policy, idle(1, NOW_S - 299.0), {1: 1.0}, SLEEPY)
+    assert decided(short) == (1, Reason.AT_MINIMUM)
+    proposal = run(policy, idle(1, NOW_S - 301.0), rules=SLEEPY)
+    assert (decided(proposal), proposal.victim) == ((0, Reason.IDLE), "w0")
+    assert decided(run(policy, idle(0, NOW_S - 301.0), rules=SLEEPY)) == (0, Reason.ASLEEP)
+
+
+def test_none_leaves_whose_models_nobody_would_know_or_while_somebody_waits() -> None:
+    for more in ({"may_sleep": False}, {"somebody_waits": True}):
+        assert run("threshold", idle(1, NOW_S - 999.0, **more), rules=SLEEPY).desired == 1
+    busy = replace(idle(1, NOW_S - 999.0), workers=[worker("w0", replace(IDLE, requests=0.1))])
+    assert run("threshold", busy, rules=SLEEPY).desired == 1
+    new = replace(idle(1, NOW_S - 999.0), workers=[worker("w0", IDLE, since_s=NOW_S - 1.0)])
+    assert run("threshold", new, rules=SLEEPY).desired == 1
+
+
+def test_a_request_that_waits_wakes_a_fleet() -> None:
+    state = idle(0, NOW_S - 999.0, somebody_waits=True)
+    assert decided(run("threshold", state, rules=SLEEPY)) == (1, Reason.WOKEN)
+    unknown = idle(0, NOW_S - 999.0, may_sleep=False)
+    assert decided(run("threshold", unknown, rules=SLEEPY)) == (1, Reason.BELOW_MINIMUM)

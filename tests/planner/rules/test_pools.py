@@ -191,3 +191,16 @@ def test_a_role_that_somebody_else_has_changed_is_accepted() -> None:
 def test_policies_that_know_no_roles_say_so(policy: str) -> None:
     with pytest.raises(RolesNotPlanned, match=f"scaling_policy {policy} knows no roles"):
         run(policy, fleet(pool(Role.PREFILL, 1), pool(Role.DECODE, 1)))
+
+
+def test_pools_fall_asleep_one_worker_at_a_time_and_wake_with_one_each() -> None:
+    rules = replace(RULES, min_workers=0)
+    state = replace(fleet(pool(Role.PREFILL, 1, IDLE), pool(Role.DECODE, 1, IDLE)), may_sleep=True)
+    first = run("threshold", state, rules=rules)
+    assert (decided(first), first.victim) == ((0, 1, Reason.IDLE), "p0")
+    second = run("threshold", replace(state, workers=state.workers[1:]), rules=rules)
+    assert (decided(second), second.victim) == ((0, 0, Reason.IDLE), "d0")
+    none = replace(state, workers=[])
+    assert decided(run("threshold", none, rules=rules)) == (0, 0, Reason.ASLEEP)
+    woken = run("threshold", replace(none, somebody_waits=True), rules=rules)
+    assert decided(woken) == (1, 1, Reason.WOKEN)
