@@ -21,6 +21,7 @@ from app.core.keys import DATA_VERSION, Keyspace
 from app.core.worker_report import WorkerInfo, version_in
 from app.ops import namespaces
 from app.ops.terminal import counted
+from app.ops.transfer_checks import of_transfers
 from app.ops.workers import WorkerStatus
 from app.policy.record import DecisionRecord
 from app.state import decisions, models
@@ -140,6 +141,7 @@ def of_workers(
     infos = [w.info for w in live if w.info]
     yield from _alike(infos)
     yield _adapters(infos)
+    yield from of_transfers(infos)
     taken = models.taken(holders, namespace, infos)
     yield Check(
         "model names",

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.core.worker_report import Role, WorkerInfo
+from app.ops.transfer_checks import of_transfers
+from tests.fake_worker import worker_info
+
+NIXL = replace(worker_info("a"), kv_transfer="nixl", engine="vllm 0.32.0")
+PREFILL = replace(NIXL, role=Role.PREFILL)
+DECODE = replace(NIXL, role=Role.DECODE)
+OWN = replace(NIXL, kv_transfer="kvroute")
+
+
+def bad(*infos: WorkerInfo) -> set[str]:
+    return {check.about for check in of_transfers(infos) if check.ok is False}
+
+
+@pytest.mark.parametrize(
+    ("infos", "wrong"),
+    [
+        ([worker_info("a"), worker_info("b")], set()),
+        ([NIXL, NIXL], set()),
+        ([PREFILL, DECODE], set()),
+        ([PREFILL, NIXL], set()),
+        ([NIXL, worker_info("b")], {"kv transfer"}),
+        ([NIXL, NIXL, OWN], {"kv transfer"}),
+        ([PREFILL, PREFILL], {"roles"}),
+        ([DECODE, DECODE], {"roles"}),
+        ([PREFILL, replace(DECODE, engine="vllm 0.33.0")], {"kv transfer engines"}),
+    ],
+)
+def test_what_keeps_kv_from_travelling_is_told(infos: list[WorkerInfo], wrong: set[str]) -> None:
+    assert bad(*infos) == wrong
+
+
+def test_what_engines_do_not_tell_is_said_to_be_unknown() -> None:
+    unknown = {check.about: check for check in of_transfers([NIXL, NIXL]) if check.ok is None}
+    assert list(unknown) == ["kv transfer lease"]
+    for word in ("kv_lease_duration", "recompute", "--kv-lease-s", "side channel"):
+        assert word in unknown["kv transfer lease"].found
+    assert all(check.ok is not None for check in of_transfers([OWN, OWN]))
+
+
+@pytest.mark.parametrize(("infos", "role"), [([PREFILL] * 2, "decode"), ([DECODE] * 2, "prefill")])
+def test_the_missing_half_is_named(infos: list[WorkerInfo], role: str) -> None:
+    [check] = [check for check in of_transfers(infos) if check.ok is False]
+    assert f"--role {role}" in check.remedy
