@@ -190,7 +190,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
 
 @main.command(cls=Command)
 @with_config_file
-@cluster_size
+@cluster_size(least_workers=0)
 @click.option(
     "--redis",
     "--redis-url",
@@ -295,6 +295,11 @@ def up(**values: Any) -> None:
     from app.local.interrupts import INTERRUPTS, heed_interrupts
 
     _start_log(values["log_level"])
+    if not values["num_workers"] and not (values["with_planner"] and values["wait_queue"]):
+        raise ConfigError(
+            "workers: 0 needs --planner, which starts one for a request, and --wait-queue, in "
+            "which that waits"
+        )
     if values["redis_url"] is not None:
         asyncio.run(_reach(values["redis_url"]))
     heed_interrupts()

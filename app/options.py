@@ -97,23 +97,27 @@ BASE_URL = option_type(settings.BASE_URL)
 POLICY = option_type(settings.PolicyName())
 
 
-def cluster_size(command: F) -> F:
+def cluster_size(least_workers: int = 1) -> Callable[[F], F]:
     """Adds --workers and --replicas to a command that starts a cluster on this machine."""
-    for name, number, least, what in (
-        ("replicas", 3, 1, "router replicas"),
-        ("workers", 8, 0, "workers"),
-    ):
-        command = click.option(
-            f"--{name}",
-            f"num_{name}",
-            cls=Option,
-            heading=CLUSTER,
-            default=number,
-            show_default=True,
-            type=option_type(settings.Whole(least, settings.PROCESSES.most)),
-            help=f"Number of {what}.",
-        )(command)
-    return command
+
+    def added(command: F) -> F:
+        for name, number, least, what in (
+            ("replicas", 3, 1, "router replicas"),
+            ("workers", 8, least_workers, "workers"),
+        ):
+            command = click.option(
+                f"--{name}",
+                f"num_{name}",
+                cls=Option,
+                heading=CLUSTER,
+                default=number,
+                show_default=True,
+                type=option_type(settings.Whole(least, settings.PROCESSES.most)),
+                help=f"Number of {what}.",
+            )(command)
+        return command
+
+    return added
 
 
 class _OneLine(click.Command):

@@ -23,7 +23,7 @@ NUM_REQUESTS = 1800
 
 
 @click.command(cls=Command)
-@cluster_size
+@cluster_size()
 @click.option(
     "--policy",
     "policies",

@@ -478,7 +478,6 @@ def runs(pid: int) -> bool:
     return stat.exists() and not stat.read_text().rpartition(")")[2].startswith(" Z")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 @pytest.mark.parametrize("more", [[], ["--planner"], ["--wait-queue=9"]])
 def test_a_cluster_without_workers_needs_who_starts_one_and_where_to_wait(more: list[str]) -> None:
     result = CliRunner().invoke(main, ["up", "--workers=0", *more])
@@ -486,6 +485,7 @@ def test_a_cluster_without_workers_needs_who_starts_one_and_where_to_wait(more: 
     assert "workers: 0 needs --planner" in result.output
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 def test_killing_up_ends_all_its_processes() -> None:
     require_redis(default_kind())
     require_binary("haproxy")

@@ -70,8 +70,7 @@ class Cluster:
     planner: of the process that starts and stops the workers, of which there are then `num_workers`
     at least; None: there are `num_workers`.
     num_prefill, num_decode: of the workers, those with that role alone; the others have the role of
-    `worker`. Raises ConfigError if they are too many, or cannot be, and for no worker without a
-    planner, or where nobody may wait.
+    `worker`. Raises ConfigError if they are too many, or cannot be.
     """
 
     def __init__(
@@ -98,11 +97,6 @@ class Cluster:
             raise ConfigError("prefill_workers and decode_workers need kv_transfer")
         if num_prefill + num_decode and planner is not None:
             raise ConfigError("prefill_workers and decode_workers: with a planner, it decides")
-        if not num_workers and (planner is None or not router.wait_queue):
-            raise ConfigError(
-                "workers: 0 needs --planner, which starts one for a request, and --wait-queue, in "
-                "which that waits"
-            )
         self.keyspace = Keyspace(router.namespace)
         self.redis = EmbeddedRedis() if redis_url is None else None
         self.redis_url = redis_url or ""
