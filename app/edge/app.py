@@ -180,9 +180,12 @@ class Application(FastAPI):
                     tasks.create_task(replica.routers.run()),
                     tasks.create_task(replica.keys.run()),
                 ]
-                if replica.console is not None:
-                    running.append(tasks.create_task(replica.console.run()))
+                shown = replica.console and tasks.create_task(replica.console.run())
                 yield
+                if shown:
+                    # It says that the replica is gone, over connections that the routers close.
+                    shown.cancel()
+                    await asyncio.wait([shown])
                 for task in running:
                     task.cancel()
 

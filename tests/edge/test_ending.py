@@ -1,0 +1,37 @@
+"""What a replica leaves open when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from redis.asyncio import Redis
+
+from app.console.sampler import Sampler
+from app.core.config import RouterSettings
+from app.edge.app import create_app
+from app.local.redis_server import EmbeddedRedis
+from tests.fake_worker import NAMESPACE
+
+
+async def test_what_it_says_last_leaves_no_connection(
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said_last = Sampler.run
+
+    async def late(self: Sampler) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.05)  # as a busy machine lets it come late
+        ending = asyncio.create_task(said_last(self))
+        await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.wait([ending])
+
+    monkeypatch.setattr(Sampler, "run", late)
+    before = len(await redis.client_list())
+    app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(0)
+    assert len(await redis.client_list()) == before
