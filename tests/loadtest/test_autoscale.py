@@ -108,6 +108,7 @@ def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_fig
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_figures(tmp_path: Path) -> None:
     texts = []
     for name in ("one.json", "two.json"):

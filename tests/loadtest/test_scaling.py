@@ -65,6 +65,7 @@ def test_a_worker_costs_from_when_it_is_asked_for_until_it_has_left() -> None:
     assert {proposal.reason for proposal in played.proposals} == {Reason.SCHEDULED}
 
 
+@pytest.mark.slow
 def test_the_proposals_of_slo_say_what_they_predict() -> None:
     played = play("slo")
     up = next(p for p in played.proposals if p.desired > p.size)
