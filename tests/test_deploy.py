@@ -26,6 +26,7 @@ from redis.retry import Retry
 from app.cli import main
 from app.core import settings
 from app.core.config import EngineAgentSettings
+from app.core.worker_report import Role
 from app.door.access_log import AccessLog
 from app.door.metrics import SECONDS, Outcomes
 from app.local.redis_server import free_port
@@ -120,9 +121,19 @@ def test_the_dashboard_promises_first_tokens_within_bounds_that_are_counted() ->
 
 OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD"}
 """What the manifest gives a container only for others of its variables."""
-MANIFESTS = ("kubernetes.yaml", "planner.kubernetes.yaml", "vllm.kubernetes.yaml")
+MANIFESTS = (
+    "kubernetes.yaml",
+    "planner.kubernetes.yaml",
+    "vllm.kubernetes.yaml",
+    "split.kubernetes.yaml",
+)
 SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-RESOURCES = [r for name in MANIFESTS for r in yaml.safe_load_all((DEPLOY / name).read_text())]
+RESOURCES = [
+    resource
+    for name in MANIFESTS
+    for document in yaml.safe_load_all((DEPLOY / name).read_text())
+    for resource in document.get("items", [document])
+]
 POLICIES = [r["spec"] for r in RESOURCES if r["kind"] == "NetworkPolicy"]
 PODS = {
     r["metadata"]["name"].removeprefix("kvroute-"): r["spec"]["template"]
@@ -154,6 +165,23 @@ def test_the_planner_may_do_what_its_connector_does_and_reaches_what_it_needs() 
     account = PLANNER["ServiceAccount"]["metadata"]["name"]
     assert deployment["spec"]["serviceAccountName"] == account
     assert PLANNER["RoleBinding"]["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+
+
+def test_a_planner_is_told_of_deployments_that_there_are() -> None:
+    told = re.findall(r"deployment/([\w-]+)", (DEPLOY / "planner.kubernetes.yaml").read_text())
+    there = {r["metadata"]["name"] for r in RESOURCES if r["kind"] == "Deployment"}
+    assert set(told) == there - {"redis", "kvroute-router", "kvroute-planner"}
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_agent_of_a_split_fleet_has_the_role_of_its_deployment(role: Role) -> None:
+    pod = PODS[role]
+    agent = next(each for each in pod["spec"]["containers"] if each["name"] == "agent")
+    said = {entry["name"]: entry for entry in agent["env"]}
+    field = said["KVROUTE_ROLE"]["valueFrom"]["fieldRef"]["fieldPath"]
+    [label] = re.findall(r"metadata\.labels\['(\w+)'\]", field)
+    assert pod["metadata"]["labels"][label] == role
+    assert said["KVROUTE_KV_TRANSFER"]["value"] == "nixl"
 
 
 def environment(part: str) -> Iterator[tuple[str, Any]]:
@@ -202,13 +230,17 @@ def test_a_pod_can_do_no_more_than_it_needs(name: str) -> None:
 
 def connections() -> set[tuple[str, str, int]]:
     """(from, to, port) of each that the parts make; client: any pod of theirs, Prometheus too."""
-    parts = ("router", "worker", "vllm", "planner")
+    engines = ("vllm", "prefill", "decode")
+    parts = ("router", "worker", "planner", *engines)
     made = {(part, "redis", 6379) for part in parts} | {(part, "elsewhere", 53) for part in parts}
-    made |= {("router", "worker", 8081), ("router", "vllm", 8000)}
+    made |= {("router", "worker", 8081)} | {("router", engine, 8000) for engine in engines}
     for part, ports in PORTS.items():
         made |= {("client", part, port) for port in ports if part != "redis"}
     made |= {("planner", "elsewhere", 443), ("planner", "elsewhere", 6443)}  # the API server
-    return made | {("vllm", "elsewhere", 443)}  # models
+    made |= {(engine, "elsewhere", 443) for engine in engines}  # models
+    for pair in (("prefill", "decode"), ("decode", "prefill")):
+        made |= {(*pair, port) for port in PORTS[pair[1]] | {22}}  # KV, at any port
+    return made
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
@@ -422,7 +454,7 @@ def test_an_agent_in_the_examples_is_told_only_what_it_knows(where: str) -> None
 
 
 def test_the_engines_of_the_examples_publish_events_that_can_be_asked_for_again() -> None:
-    for name in ("vllm.compose.yaml", "vllm.kubernetes.yaml"):
+    for name in ("vllm.compose.yaml", "vllm.kubernetes.yaml", "split.kubernetes.yaml"):
         [config] = re.findall(r"--kv-events-config=(\{.*?\})'?\n", (DEPLOY / name).read_text())
         said = json.loads(config)
         assert said["enable_kv_cache_events"]
