@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from app.core.cache_stats import IdleBeforeEvict
 from app.core.errors import NotEnoughBlocks
@@ -55,8 +54,6 @@ class BlockManager:
     the slots that they fill. now: seconds.
     """
 
-    slots_type: ClassVar = Slots
-
     def __init__(
         self,
         num_slots: Mapping[Tier, int],
@@ -69,9 +66,7 @@ class BlockManager:
     ) -> None:
         if Tier.DEVICE not in num_slots:
             raise ValueError("a block manager needs slots on the device")
-        self.tiers: dict[Tier, Slots] = {
-            tier: self.slots_type(num_slots[tier], now) for tier in sorted(num_slots)
-        }
+        self.tiers = {tier: Slots(num_slots[tier], now) for tier in sorted(num_slots)}
         self.counts = Counts()
         self.admission = admission or AdmissionPolicy()
         self._device = self.tiers[Tier.DEVICE]
@@ -302,7 +297,12 @@ class BlockManager:
             raise ValueError(
                 f"{len(self._tables)} requests and {len(self._moves.under_way)} copies remain"
             )
-        self._forget_all()
+        for slots in self.tiers.values():
+            for slot in slots.registered():
+                slot.published = False
+                slots.forget(slot)
+        self._uses_before.clear()
+        self._events.clear()
 
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call, in order."""
@@ -329,14 +329,6 @@ class BlockManager:
                 assert slot.published <= found, f"{name} is published"
                 assert found <= (slot.published or slot.leaving > 0), f"{name} is not published"
         assert len(self._uses_before) <= self._device.num_slots
-
-    def _forget_all(self) -> None:
-        for slots in self.tiers.values():
-            for slot in slots.registered():
-                slot.published = False
-                slots.forget(slot)
-        self._uses_before.clear()
-        self._events.clear()
 
     def _find(self, chain: Iterable[SequenceHash]) -> list[tuple[Tier, Slot]]:
         """Where each leading block is, in the fastest tier that has it."""

@@ -45,7 +45,7 @@ class Moves:
         for slot, above in zip(sources, targets, strict=True):
             self._tiers[target].register(above, block_of(slot), slot.parent)
             above.filling = move
-            above.inherit(slot)
+            above.uses = slot.uses
         self._plan(move)
 
     def store(self, source: Tier, target: Tier, sources: list[Slot]) -> Move:
@@ -56,7 +56,7 @@ class Moves:
         move = Move(source, target, sources, targets, [block_of(slot) for slot in sources], [])
         for slot, below in zip(sources, targets, strict=True):
             below.parent = slot.parent
-            below.inherit(slot)
+            below.uses = slot.uses
         self._storing[target].update(move.blocks)
         self._plan(move)
         return move
@@ -73,9 +73,9 @@ class Moves:
         loaded = []
         for n, slot in enumerate(move.targets):
             slot.filling = None
-            if slot.block is not None and n < num_done:
+            if n < num_done:
                 loaded.append(slot)
-            elif slot.block is not None:
+            else:
                 target.forget(slot)
         self._events.publish(move.target, loaded)
         if num_done < len(move.sources):
@@ -95,7 +95,7 @@ class Moves:
         for slot, block, above in list(zip(move.targets, move.blocks, move.sources, strict=True))[
             :num_done
         ]:
-            # A source found bad meanwhile, or fenced off, has forgotten its block.
+            # A source found bad meanwhile has forgotten its block.
             if above.block == block:
                 target.register(slot, block, slot.parent)
                 stored[slot] = above

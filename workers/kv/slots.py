@@ -11,9 +11,8 @@ it until it is reclaimed, and a request that takes it before then keeps it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash, Tier
@@ -64,10 +63,6 @@ class Slot:
         self.generation += 1
         self._empty()
 
-    def inherit(self, source: Slot) -> None:
-        """The block is copied here from another tier: it counts as used as often as there."""
-        self.uses = source.uses
-
 
 def block_of(slot: Slot) -> SequenceHash:
     """The block of a slot that others can find."""
@@ -116,14 +111,12 @@ class Slots:
     now: seconds.
     """
 
-    slot_type: ClassVar = Slot
-
     def __init__(self, num_slots: int, now: Callable[[], float]) -> None:
         if num_slots < 1:
             raise ValueError(f"a tier of {num_slots} slots")
         self.num_slots = num_slots
         self._now = now
-        self._slots = [self.slot_type(n) for n in range(num_slots)]
+        self._slots = [Slot(n) for n in range(num_slots)]
         self._free = FreeRuns()
         self._free.add(0, num_slots - 1)
         self._by_block: dict[SequenceHash, Slot] = {}
@@ -243,14 +236,14 @@ class Slots:
     def choose(self, num: int) -> list[Slot]:
         """Mark up to `num` idle slots as leaving, the longest unused first."""
         self._num_choices += 1
-        chosen = self._pop_idle(min(num, self.num_idle))
+        chosen = [self._idle.popitem(last=False)[1] for _ in range(min(num, self.num_idle))]
         for slot in chosen:
             slot.leaving = self._num_choices
         self._num_leaving += len(chosen)
         return chosen
 
     def is_evictable(self, slot: Slot) -> bool:
-        """Is it idle or leaving, unless something else protects it?"""
+        """Is it idle or leaving?"""
         return slot.leaving > 0 or not slot.references
 
     def registered(self) -> list[Slot]:
@@ -262,10 +255,6 @@ class Slots:
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping contradicts itself. Takes a while."""
-        self._check()
-
-    def _check(self, protected: Collection[int] = ()) -> None:
-        """protected: slots that nobody uses, but that `choose` must not take."""
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is free twice"
         num_leaving = 0
@@ -278,13 +267,11 @@ class Slots:
                 "free" if n in free else
                 "leaving" if slot.leaving else
                 "used" if slot.references else
-                "protected" if n in protected else
                 "idle"
             )  # fmt: skip
             num_leaving += state == "leaving"
             assert (n in free) == (state == "free")
             assert (n in self._idle) == (state == "idle"), f"slot {n} is {state}"
-            assert (n in protected) == (state == "protected"), f"slot {n} is {state}"
             assert found or state in ("free", "used"), f"slot {n} is {state} and cannot be found"
             assert not (found and state == "free"), f"slot {n} is free and may be found"
         assert num_leaving == self._num_leaving
@@ -303,9 +290,6 @@ class Slots:
             self._num_leaving -= 1
         elif self._is_idle(slot):
             del self._idle[slot.block_id]
-
-    def _pop_idle(self, num: int) -> list[Slot]:
-        return [self._idle.popitem(last=False)[1] for _ in range(num)]
 
     def _free_slot(self, slot: Slot) -> None:
         slot.free()

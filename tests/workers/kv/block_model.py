@@ -16,13 +16,10 @@ class Cell:
     block: SequenceHash | None = None
     parent: SequenceHash | None = None
     references: int = 1
-    priority: int = 0
     uses: int = 0
     filling: Copy | None = None
     eviction: ModelEviction | None = None
     published: bool = False
-    pinned_until: float = 0.0
-    pinned_since: int = 0
     idle_since: int = 0
 
 
@@ -45,7 +42,6 @@ class Table:
     cells: list[Cell]
     num_matched: int
     chain: list[SequenceHash]
-    epoch: int
 
 
 class BlockModel:
@@ -65,7 +61,6 @@ class BlockModel:
         self._admission = admission
         self._max_storing = max_storing
         self._reuse_multiple = reuse_multiple
-        self._epoch = 0
         self._tick = 0
         self._ghosts: list[tuple[SequenceHash, int]] = []
 
@@ -76,12 +71,8 @@ class BlockModel:
 
     def idle(self, tier: Tier) -> list[Cell]:
         """Cells that may be chosen for eviction, the next one first."""
-        for cell in sorted(self.cells[tier], key=lambda c: (c.pinned_until, c.pinned_since)):
-            if 0 < cell.pinned_until <= self.now and self._unused(cell):
-                cell.pinned_until = 0.0
-                self._make_idle(cell)
-        idle = [cell for cell in self.cells[tier] if self._unused(cell) and not cell.pinned_until]
-        return sorted(idle, key=lambda cell: (cell.priority, cell.idle_since))
+        idle = filter(self._unused, self.cells[tier])
+        return sorted(idle, key=lambda cell: cell.idle_since)
 
     def published(self, tier: Tier) -> set[SequenceHash]:
         return {
@@ -125,11 +116,9 @@ class BlockModel:
             ]
             self._load(source, Tier.DEVICE, pairs)
         cells += [self._take(Tier.DEVICE) for _ in range(num_blocks - len(cells))]
-        return Table(cells, len(found), list(prefix[: len(found)]), self._epoch)
+        return Table(cells, len(found), list(prefix[: len(found)]))
 
     def register(self, table: Table, blocks: Iterable[SequenceHash]) -> None:
-        if table.epoch != self._epoch:
-            return
         fresh = []
         for block in blocks:
             at = len(table.chain)
@@ -153,8 +142,6 @@ class BlockModel:
             self._store(Tier.DEVICE, fresh)
 
     def share(self, table: Table, prefix: Sequence[SequenceHash]) -> int:
-        if table.epoch != self._epoch:
-            return 0
         at = end = len(table.chain)
         device = {cell.block for cell in self.cells[Tier.DEVICE] if cell.filling is None}
         while end < len(prefix) and prefix[end] in device:
@@ -178,14 +165,13 @@ class BlockModel:
         table.chain[whole:] = []
         table.num_matched = whole
         if matched - whole > self.num_free(Tier.DEVICE):
-            self.release(table, 0)
+            self.release(table)
             return False
         table.cells[whole:whole] = [self._take(Tier.DEVICE) for _ in range(matched - whole)]
         return True
 
-    def release(self, table: Table, priority: int) -> None:
+    def release(self, table: Table) -> None:
         for cell in reversed(table.cells):
-            cell.priority = max(cell.priority, priority)
             self._release(Tier.DEVICE, cell)
 
     def prefetch(self, chain: Sequence[SequenceHash], tier: Tier) -> int:
@@ -197,12 +183,6 @@ class BlockModel:
             pairs = [(cell, self._take(tier)) for of, cell in wanted if of is source]
             self._load(source, tier, pairs)
         return len(wanted)
-
-    def pin(self, chain: Sequence[SequenceHash], ttl: float) -> None:
-        for _, cell in reversed(self.find(chain)):
-            if self.now + ttl > max(self.now, cell.pinned_until):
-                self._tick += 1
-                cell.pinned_until, cell.pinned_since = self.now + ttl, self._tick
 
     def evict(self, tier: Tier, count: int) -> ModelEviction:
         eviction = ModelEviction(tier, self.idle(tier)[:count])
@@ -236,7 +216,7 @@ class BlockModel:
         for n, (source, target) in enumerate(copy.cells):
             if copy.target < copy.source:
                 target.filling = None
-                if n < num_done and target.block is not None:
+                if n < num_done:
                     target.published = True
                 else:
                     target.block = None
@@ -257,15 +237,6 @@ class BlockModel:
             self._release(copy.target, target)
         for source, _ in reversed(copy.cells):
             self._release(copy.source, source)
-
-    def fence(self) -> None:
-        self._epoch += 1
-        self._ghosts = []
-        for tier, cells in self.cells.items():
-            for cell in list(cells):
-                self._lose(cell)
-                if not cell.references:
-                    self.cells[tier].remove(cell)
 
     def _lose(self, cell: Cell) -> None:
         cell.block, cell.published, cell.eviction = None, False, None
@@ -290,14 +261,10 @@ class BlockModel:
         if cell.block is None:
             self.cells[tier].remove(cell)
         elif cell.eviction is None:
-            if cell.pinned_until <= self.now:
-                cell.pinned_until = 0.0
             self._make_idle(cell)
 
     def _touch(self, cell: Cell) -> None:
         if self._unused(cell):
-            if cell.pinned_until <= self.now:
-                cell.pinned_until = 0.0
             self._make_idle(cell)
 
     def _make_idle(self, cell: Cell) -> None:
@@ -311,7 +278,7 @@ class BlockModel:
         copy = Copy(source, target, pairs, blocks)
         for cell, above in pairs:
             above.block, above.parent, above.filling = cell.block, cell.parent, copy
-            above.uses, above.priority = cell.uses, cell.priority
+            above.uses = cell.uses
         self.copies.append(copy)
 
     def _store(self, tier: Tier, cells: Iterable[Cell]) -> None:
@@ -337,7 +304,7 @@ class BlockModel:
         for cell in wanted:
             cell.references += 1
             below = self._take(target)
-            below.parent, below.uses, below.priority = cell.parent, cell.uses, cell.priority
+            below.parent, below.uses = cell.parent, cell.uses
             pairs.append((cell, below))
         blocks = [cell.block for cell in wanted if cell.block is not None]
         self.copies.append(Copy(tier, target, pairs, blocks))

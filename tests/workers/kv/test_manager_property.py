@@ -13,9 +13,7 @@ from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash, Tier
 from tests.workers.kv.block_model import BlockModel, Copy, ModelEviction, Table
 from tests.workers.kv.cache_model import CacheModel
-from workers.kv.fence import FencingBlockManager
 from workers.kv.manager import BlockManager
-from workers.kv.pins import PinningBlockManager
 from workers.kv.policies import AdmissionPolicy, WritePolicy
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable, Eviction
@@ -43,16 +41,10 @@ class Request:
     plain: Table
 
 
-class EveryManager(PinningBlockManager, FencingBlockManager):
-    """A manager with all that engines yet to come may ask for."""
-
-
 class Run:
     """Applies the same operations to the manager and to the model, and compares the two."""
 
-    def __init__(
-        self, kind: type[BlockManager], seed: int, num_slots: dict[Tier, int], write: WritePolicy
-    ) -> None:
+    def __init__(self, seed: int, num_slots: dict[Tier, int], write: WritePolicy) -> None:
         self.rng = random.Random(seed)
         self.chains = some_chains(self.rng)
         admission = AdmissionPolicy(min_uses=self.rng.choice((1, 2)))
@@ -60,7 +52,7 @@ class Run:
         self.model = BlockModel(
             num_slots, write, admission, max_storing=9, reuse_multiple=reuse_multiple
         )
-        self.manager = kind(
+        self.manager = BlockManager(
             num_slots,
             write=write,
             admission=admission,
@@ -89,8 +81,6 @@ class Run:
             (self.prefetch, 2),
             (self.wait, 2),
         ]
-        if isinstance(self.manager, EveryManager):
-            steps += [(self.pin, 1), (self.fence, 0.15)]
         step = self.rng.choices([s for s, _ in steps], [weight for _, weight in steps])[0]
         step()
         self.done[step.__name__] += 1
@@ -140,12 +130,8 @@ class Run:
         """Release a request in any state: still loading, or with some or all blocks full."""
         if self.requests:
             request = self.requests.pop(self.rng.randrange(len(self.requests)))
-            priority = 0
-            if isinstance(self.manager, EveryManager):
-                priority = self.rng.choice((0, 0, 0, 1, 2))
-                self.manager.rank(request.real, priority)
             self.manager.release(request.real)
-            self.model.release(request.plain, priority)
+            self.model.release(request.plain)
 
     def fall_back(self) -> None:
         broken = [r for r in self.requests if r.real.is_ready and not self.is_whole(r)]
@@ -201,19 +187,8 @@ class Run:
         tier = self.rng.choice(list(self.manager.tiers))
         assert self.manager.prefetch(chain, tier) == self.model.prefetch(chain, tier)
 
-    def pin(self) -> None:
-        chain, ttl = self.rng.choice(self.chains)[: self.rng.randrange(4)], self.rng.randrange(4)
-        assert isinstance(self.manager, EveryManager)
-        self.manager.pin(chain, ttl)
-        self.model.pin(chain, ttl)
-
     def wait(self) -> None:
         self.model.now += self.rng.random()
-
-    def fence(self) -> None:
-        assert isinstance(self.manager, EveryManager)
-        self.manager.fence()
-        self.model.fence()
 
     def compare(self) -> None:
         self.manager.check()
@@ -262,20 +237,15 @@ TIERS = [
 
 @pytest.mark.parametrize("write", WritePolicy, ids=lambda policy: policy.value)
 @pytest.mark.parametrize("num_slots", TIERS, ids=len)
-@pytest.mark.parametrize(("kind", "num_seeds"), [(BlockManager, 4), (EveryManager, 2)])
-def test_the_manager_behaves_like_the_model(
-    kind: type[BlockManager], num_seeds: int, num_slots: dict[Tier, int], write: WritePolicy
-) -> None:
+def test_the_manager_behaves_like_the_model(num_slots: dict[Tier, int], write: WritePolicy) -> None:
     done: Counter[str] = Counter()
-    for seed in range(num_seeds):
-        run = Run(kind, seed, num_slots, write)
+    for seed in range(4):
+        run = Run(seed, num_slots, write)
         for _ in range(NUM_STEPS):
             run.step()
         run.end()
         done += run.done
     rare = {"refused", "reclaim"}
-    if kind is EveryManager:
-        rare |= {"fence", "pin"}
     if len(num_slots) > 1:
         rare |= {"failed", "fallen back"}
     assert min(done[name] for name in rare) >= 3, done

@@ -21,8 +21,9 @@ from tests.workers.kv.pools import NUM_BLOCKS, ODD, SMALL, WIDE, pool_of
 from workers.kv import transfers
 from workers.kv.disk import SlotFile
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
-from workers.kv.fence import FencingBlockManager
+from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
+from workers.kv.slots import Move
 from workers.kv.transfers import Transfers
 
 DEVICE, HOST, DISK = Tier
@@ -36,7 +37,7 @@ class Tiers:
         self.pools = {DEVICE: pool_of(shape, 1, num_slots), HOST: pool_of(shape, 2, num_slots)}
         self.disk = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots)
         self.transfers = Transfers(self.pools, self.disk)
-        self.manager = FencingBlockManager(dict.fromkeys(Tier, num_slots), now=lambda: 0.0)
+        self.manager = BlockManager(dict.fromkeys(Tier, num_slots), now=lambda: 0.0)
         self.content: dict[SequenceHash, Tensor] = {}
 
     def close(self) -> None:
@@ -81,6 +82,11 @@ class Tiers:
         self.manager.release(table)
         self.manager.check()
         return whole
+
+    def lose(self, move: Move) -> None:
+        """Another move has found the same sources bad."""
+        for slot in move.sources:
+            self.manager.tiers[move.source].forget(slot)
 
     def spoil(self, block: SequenceHash) -> None:
         """Flip a bit of the block on disk."""
@@ -373,7 +379,7 @@ def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tier
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_blocks_fenced_off_before_a_transfer_ends_do_not_count_as_copied(
+def test_blocks_found_bad_before_a_transfer_ends_do_not_count_as_copied(
     is_copied: bool, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers.compute(BLOCKS)
@@ -382,24 +388,24 @@ def test_blocks_fenced_off_before_a_transfer_ends_do_not_count_as_copied(
     (load,) = tiers.manager.take_moves()
     copy = tiers.transfers.copy_blocks
 
-    def copy_then_fence(*args: Any) -> int:
+    def copy_then_lose(*args: Any) -> int:
         done = copy(*args)
-        tiers.manager.fence()
+        tiers.lose(load)
         return done
 
     if is_copied:
-        monkeypatch.setattr(tiers.transfers, "copy_blocks", copy_then_fence)
+        monkeypatch.setattr(tiers.transfers, "copy_blocks", copy_then_lose)
     else:
-        tiers.manager.fence()
+        tiers.lose(load)
     assert tiers.transfers.carry_out(load) == 0
 
 
-def test_fenced_off_blocks_are_not_stored_for_the_next_process(tiers: Tiers) -> None:
+def test_blocks_found_bad_are_not_stored_for_the_next_process(tiers: Tiers) -> None:
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.manager.evict(HOST, 6)
     (store,) = tiers.manager.take_moves()
-    tiers.manager.fence()
+    tiers.lose(store)
     assert tiers.transfers.carry_out(store) == 0
     assert not list(tiers.disk.records())
 
