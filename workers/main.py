@@ -178,7 +178,7 @@ async def _new_agent(
         models=settings.model_names(hosted.model),
         max_model_len=hosted.num_blocks[Tier.DEVICE] * settings.block_size,
         tokenizer=hosted.tokenizer_source,
-        host_total_blocks=hosted.num_blocks[Tier.HOST],
+        host_total_blocks=hosted.num_blocks.get(Tier.HOST, 0),
         role=Role.parse(settings.role),
         kv_transfer=settings.kv_transfer,
     )
