@@ -21,6 +21,8 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.loading",
         "workers.engines.torch.sampling",
         "workers.engines.torch.sequence",
+        "workers.engines.torch.attention",
+        "workers.engines.torch.tiers",
         "workers.engines.torch.weights",
         "workers.engines.torch.engine",
         "workers.engines.torch.exchange",

@@ -181,6 +181,7 @@ async def _new_agent(
         host_total_blocks=hosted.num_blocks.get(Tier.HOST, 0),
         role=Role.parse(settings.role),
         kv_transfer=settings.kv_transfer,
+        tp_size=settings.tp_size if settings.engine == "torch" else 1,
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)

@@ -287,6 +287,12 @@ class WorkerSettings(MemberSettings):
         "Threads the torch engine computes with on a CPU; unset: all cores.",
         Whole(1, 1024),
     )
+    tp_size: int = setting(
+        1,
+        "Shards that the torch engine's KV heads are split into, each with pools of its own; on as "
+        "many GPUs, if there are and --device names none.",
+        Whole(1, 1024),
+    )
     prefill_chunk: int = setting(
         256,
         "Prompt tokens the torch engine computes at a time; prefix reuse is in multiples of it.",

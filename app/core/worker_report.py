@@ -162,6 +162,7 @@ class WorkerInfo:
     kv_transfer: str = _said(
         "the way in which KV travels between it and other workers; empty: in none", "", text=""
     )
+    tp_size: int = _said("shards that its KV heads are split into", 1, least=1, text="")
     bootstrap_port: int = _said(
         "of the bootstrap server at which others meet it, beside SGLang; 0: none",
         0,

@@ -49,6 +49,7 @@ WORKER = WorkerInfo(
     publishing=True,
     role=Role.DECODE,
     kv_transfer="nixl",
+    tp_size=4,
     bootstrap_port=8998,
     host_total_blocks=50_000,
     event_addresses=("tcp://10.0.0.7:5557",),
@@ -59,7 +60,7 @@ WORKER_TEXT = (
     b'"reuse_blocks":4,"recomputed_blocks":2,"engine":"vllm 0.33.0",'
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
-    b'"publishing":true,"role":"decode","kv_transfer":"nixl","bootstrap_port":8998,'
+    b'"publishing":true,"role":"decode","kv_transfer":"nixl","tp_size":4,"bootstrap_port":8998,'
     b'"host_total_blocks":50000,'
     b'"event_addresses":["tcp://10.0.0.7:5557"],'
     b'"lease_ttl_ms":3000,"version":4}'
@@ -137,6 +138,7 @@ SHOWN = {
     "publishing": ("publishing", ""),
     "role": ("role", ""),
     "kv_transfer": ("kv_transfer", ""),
+    "tp_size": ("tp_size", ""),
     "bootstrap_port": ("", ""),
     "host_total_blocks": ("", ""),
     "event_addresses": ("", ""),
@@ -225,6 +227,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "publishing": False,
         "role": "both",
         "kv_transfer": "",
+        "tp_size": 1,
         "bootstrap_port": 0,
         "host_total_blocks": 0,
         "event_addresses": (),

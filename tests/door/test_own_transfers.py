@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -28,13 +29,18 @@ async def fleet(
     roles: dict[str, str],
     policy: str = "latency",
     kv_lease_s: float = 30.0,
+    of_each: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     **options: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, Process]]]:
-    """A door before workers of those roles."""
+    """A door before workers of those roles. of_each: options of some, by name."""
     with ExitStack() as opened:
         workers = {
             name: opened.enter_context(
-                worker(url, name, role=role, kv_transfer="kvroute", **options)
+                worker(
+                    url,
+                    name,
+                    **{"role": role, "kv_transfer": "kvroute", **options, **of_each.get(name, {})},
+                )
             )
             for name, role in roles.items()
         }
@@ -85,6 +91,42 @@ async def test_a_split_prompt_is_computed_by_its_source_and_cached_at_both(
         assert cached(answer) == 0, "nobody had it cached"
         if path == "completions":
             assert cached(await ask(door, [*prompt, 1])) == 160
+        await nothing_reserved(redis)
+
+
+async def test_a_prompt_computed_on_two_ranks_is_gone_on_from_on_one(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    prompt = [n * 7 % 251 for n in range(170)]
+    options = {
+        "engine": "torch",
+        "model": "tiny",
+        "device": "cpu",
+        "threads": 1,
+        "prefill_chunk": 32,
+        "kv_pool_tokens": 1024,
+    }
+    ranks = {"p": {"tp_size": 2}, "d": {"tp_size": 1}}
+    async with fleet(
+        one_redis_server.url, ROLES, policy="least_loaded", of_each=ranks, **options
+    ) as (door, workers):
+        registered = (await door.get("/v1/workers")).json()["workers"]
+        assert {each["worker_id"]: each["tp_size"] for each in registered} == {"p": 2, "d": 1}
+        split = await ask(door, prompt, temperature=0)
+        assert split.status_code == 200, split.text
+        assert split.headers["x-kvroute-source"] == "p:0"
+        assert split.headers["x-kvroute-worker"] == "d:0"
+        for name in ROLES:
+            await eventually(
+                lambda name=name: overlap_of(door, prompt, name),  # type: ignore[misc]
+                lambda blocks: blocks == 10,
+            )
+        again = await ask(door, prompt, temperature=0)
+        assert cached(again) == 160
+        assert again.json()["choices"] == split.json()["choices"]
+        async with httpx.AsyncClient(base_url=workers["d"].url) as target:
+            counted = (await target.get("/metrics")).text
+        assert 'kv_block_events_total{event="fetched"} 10.0' in counted
         await nothing_reserved(redis)
 
 

@@ -12,7 +12,7 @@ import math
 import mmap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
@@ -60,6 +60,15 @@ class KVShape:
             )
         if not isinstance(self.tp_rank, int) or not 0 <= self.tp_rank < self.tp_size:
             raise ConfigError(f"tp_rank: needs one of {self.tp_size} ranks, got {self.tp_rank!r}")
+
+    @property
+    def whole(self) -> KVShape:
+        """All ranks' parts together."""
+        return replace(self, tp_size=1, tp_rank=0)
+
+    def split(self, tp_size: int) -> list[KVShape]:
+        """The parts of so many ranks. Raises ConfigError unless they share the heads evenly."""
+        return [replace(self, tp_size=tp_size, tp_rank=rank) for rank in range(tp_size)]
 
     @property
     def num_heads(self) -> int:
@@ -131,8 +140,7 @@ class MemoryPool:
                 f"num_blocks: {device} has no room for {num_blocks} blocks of {shape.block_bytes} "
                 f"bytes: {first_line}"
             ) from error
-        used = self.words.view(torch.uint8)[..., : shape.layer_bytes]
-        self.kv = used.view(shape.dtype).view(num_blocks, *shape.block_shape)
+        self.kv = as_numbers(self.words, shape)
 
     @property
     def device(self) -> torch.device:
@@ -146,6 +154,12 @@ def _pageable_zeros(num_words: int) -> Tensor:
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.int64)
+
+
+def as_numbers(words: Tensor, shape: KVShape) -> Tensor:
+    """The same memory as (num_blocks, num_layers, *shape.layer_shape), whatever the layers."""
+    used = words.view(torch.uint8)[..., : shape.layer_bytes]
+    return used.view(shape.dtype).view(*words.shape[:2], *shape.layer_shape)
 
 
 def host_pool(shape: KVShape, num_blocks: int) -> MemoryPool:

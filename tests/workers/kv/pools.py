@@ -53,3 +53,8 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(
         one.contiguous().view(torch.uint8).cpu(), other.contiguous().view(torch.uint8).cpu()
     )
+
+
+def joined(ranks: Sequence[MemoryPool]) -> Tensor:
+    """What the ranks hold together: (num_blocks, *whole block_shape)."""
+    return torch.cat([pool.kv for pool in ranks], -2)

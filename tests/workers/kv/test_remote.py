@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from app.http.server import listen
 from tests.eventually import eventually
 from tests.workers.kv.bad_link import Alter, bad_link, cut, flipped
-from tests.workers.kv.pools import ODD, SMALL, WIDE
+from tests.workers.kv.pools import ODD, SMALL, WIDE, joined, same
 from tests.workers.kv.words import chain, computed, free, manager_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
@@ -34,11 +35,11 @@ LEASE_S = 60.0
 
 @dataclass
 class Pair:
-    """A source that keeps the blocks of WORD, and the pool of a target."""
+    """A source that keeps the blocks of WORD, and a target: their pools, by rank."""
 
     manager: BlockManager
-    source: MemoryPool
-    target: MemoryPool
+    source: list[MemoryPool]
+    target: list[MemoryPool]
     kept: KeptBlocks[BlockTable]
     transfer_id: str
     source_ids: list[int]
@@ -62,19 +63,26 @@ class Pair:
 
     def copied(self, num_blocks: int) -> bool:
         """Are these leading blocks in the target's slots?"""
-        return torch.equal(
-            self.source.words[self.source_ids[:num_blocks]].cpu(),
-            self.target.words[SLOTS[:num_blocks]].cpu(),
+        return same(
+            joined(self.source)[self.source_ids[:num_blocks]],
+            joined(self.target)[SLOTS[:num_blocks]],
         )
 
 
 @asynccontextmanager
 async def pair(
-    shape: KVShape = WIDE, *, device: str = "cpu", lease_s: float = LEASE_S
+    shape: KVShape = WIDE,
+    *,
+    device: str = "cpu",
+    lease_s: float = LEASE_S,
+    tp_sizes: tuple[int, int] = (1, 1),
 ) -> AsyncIterator[Pair]:
     manager = manager_of(12)
-    source, target = (MemoryPool(shape, 12, device) for _ in range(2))
-    source.words.random_()
+    source, target = (
+        [MemoryPool(rank, 12, device) for rank in shape.split(tp_size)] for tp_size in tp_sizes
+    )
+    for pool in source:
+        pool.words.random_()
     table = computed(manager, WORD)
     kept = KeptBlocks(manager.release)
     with listen("127.0.0.1", 0) as listening:
@@ -103,9 +111,22 @@ async def test_blocks_arrive_bit_by_bit_and_are_let_go(shape: KVShape) -> None:
         assert again.num_good == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp_sizes", [p for p in product((1, 2, 4), repeat=2) if p != (1, 1)])
+async def test_blocks_arrive_however_each_side_splits_their_heads(
+    tp_sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    # With two-byte numbers, each rank's layers end within a word.
+    shape = KVShape(num_layers=5, num_kv_heads=4, head_size=1, dtype=dtype, block_size=3)
+    async with pair(shape, tp_sizes=tp_sizes) as workers:
+        assert (await workers.fetch("ABCX")).num_good == 3
+        assert workers.copied(3)
+
+
 @pytest.mark.gpu
-async def test_blocks_travel_between_gpus() -> None:
-    async with pair(device="cuda") as workers:
+@pytest.mark.parametrize("tp_sizes", [(1, 1), (2, 1), (1, 4)])
+async def test_blocks_travel_between_gpus(tp_sizes: tuple[int, int]) -> None:
+    async with pair(device="cuda", tp_sizes=tp_sizes) as workers:
         assert (await workers.fetch()).num_good == 5
         assert workers.copied(5)
 
@@ -123,15 +144,13 @@ async def test_blocks_behind_those_that_the_target_has_travel_too() -> None:
         source = Source("127.0.0.1", workers.port, workers.transfer_id, 0)
         await BlockReceiver(groups, KIND).fetch(source, chain(WORD)[3:], [1, 8], arrival)
         assert arrival.num_good == 2
-        assert torch.equal(
-            workers.source.words[workers.source_ids[3:]], workers.target.words[[1, 8]]
-        )
+        assert same(joined(workers.source)[workers.source_ids[3:]], joined(workers.target)[[1, 8]])
 
 
 async def test_another_prompts_blocks_do_not_travel() -> None:
     async with pair() as workers:
         assert (await workers.fetch("XBCDE")).num_good == 0
-        assert not workers.target.words.any()
+        assert not joined(workers.target).any()
 
 
 async def _altered(workers: Pair, alter: Alter) -> Arrival:
@@ -151,7 +170,7 @@ async def test_a_flipped_byte_loses_its_block_and_those_after_it() -> None:
         arrival = await _altered(workers, flipped(in_block_3))
         assert arrival.num_good == 3
         assert workers.copied(3)
-        assert not workers.target.words[SLOTS[3:], 2:4].any(), "no wrong bits reach a slot"
+        assert not joined(workers.target)[SLOTS[3:], 2:4].any(), "no wrong bits reach a slot"
         with pytest.raises(TransferError, match="3 of 5 blocks came whole"):
             arrival.wait_layer(0)
         # Not acknowledged, so another target may still fetch them.

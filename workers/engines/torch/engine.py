@@ -56,7 +56,8 @@ would evict each other's blocks, and cached blocks that are not in use at the mo
 class TorchEngine:
     """`run` it and submit requests with `complete`, on one event loop.
 
-    manager: of the blocks that `pool` holds on the device; it must reuse multiples of a chunk.
+    manager: of the blocks that `pools` hold on the device, each rank its heads of every block; it
+    must reuse multiples of a chunk.
     carry_out: see Transfers. spare: see BlockCache. max_num_seqs: requests that run at once.
     max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
     """
@@ -64,7 +65,7 @@ class TorchEngine:
     def __init__(
         self,
         model: Llama,
-        pool: MemoryPool,
+        pools: Sequence[MemoryPool],
         manager: BlockManager,
         carry_out: Callable[[Move], int],
         publisher: EventSink,
@@ -78,9 +79,9 @@ class TorchEngine:
         self.running = False
         self.watcher: Watcher | None = None
         self.transfers = link is not None
-        self.block_size = pool.shape.block_size
+        self.block_size = pools[0].shape.block_size
         self._model = model
-        self._pool = pool
+        self._pools = pools
         self._manager = manager
         self._chunk_tokens = chunk_tokens
         self._max_num_seqs = max_num_seqs
@@ -91,7 +92,7 @@ class TorchEngine:
         )
         self._may_admit = asyncio.Event()
         self._exchange = (
-            None if link is None else Exchange(pool, self._cache, link, self._may_admit.set)
+            None if link is None else Exchange(pools, self._cache, link, self._may_admit.set)
         )
         self._hit_rate = HitRate()
         self._sequences: dict[str, TokenSequence] = {}
@@ -332,7 +333,7 @@ class TorchEngine:
         computed, waited_s = chunk, 0.0
         if decoding:
             logits = self._model.decode(
-                self._pool.kv,
+                [pool.kv for pool in self._pools],
                 [sequence.tokens[-1] for sequence in decoding],
                 [len(sequence.tokens) - 1 for sequence in decoding],
                 [sequence.block_ids for sequence in decoding],
@@ -345,16 +346,16 @@ class TorchEngine:
                 computed = None
             if chunk.arrival is not None:
                 waited_s = chunk.arrival.waited_s
-        if self._pool.words.is_cuda:
+        for device in {pool.device for pool in self._pools if pool.words.is_cuda}:
             # Later work may read what was written, and the caller measures how long the step took.
-            torch.cuda.current_stream(self._pool.device).synchronize()
+            torch.cuda.current_stream(device).synchronize()
         return tokens, computed, waited_s
 
     def _prefill(self, chunk: Chunk) -> list[int]:
         """The token after the prompt, if the chunk is its last. Raises TransferError."""
         sequence = chunk.sequence
         logits = self._model.prefill(
-            self._pool.kv,
+            [pool.kv for pool in self._pools],
             sequence.tokens[chunk.start : chunk.stop],
             chunk.start,
             sequence.block_ids,

@@ -27,17 +27,22 @@ LOAD_S = 1.0
 class Exchange:
     """`run` it while the cache runs, on the same event loop.
 
-    on_room: called when blocks were let go of, and others may get their slots.
+    pools: on the device, by rank. on_room: called when blocks were let go of, and others may get
+    their slots.
     """
 
     def __init__(
-        self, pool: MemoryPool, cache: BlockCache, link: Link, on_room: Callable[[], None]
+        self,
+        pools: Sequence[MemoryPool],
+        cache: BlockCache,
+        link: Link,
+        on_room: Callable[[], None],
     ) -> None:
-        groups = LayerGroups(pool)
+        groups = LayerGroups(pools)
         self._cache = cache
         self._link = link
         self._groups = groups
-        self._block_size = pool.shape.block_size
+        self._block_size = pools[0].shape.block_size
         self._on_room = on_room
         self._kept = KeptBlocks(self._let_go)
         self._server = TransferServer(self._kept, link.kind, BlockSender(groups).offer)

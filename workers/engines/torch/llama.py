@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -18,18 +17,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from workers.engines.torch.attention import Attend, chunk_attention, tokens_attention
 from workers.engines.torch.llama_config import SIZES, LlamaConfig
 from workers.engines.torch.weights import fill_weights
 from workers.kv.memory import KVShape
 
 __all__ = ["SIZES", "Llama", "LlamaConfig"]
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(queries, keys, values) of a layer -> (num_tokens, num_heads * head_size).
-
-queries: (num_tokens, num_heads, head_size); keys, values: (num_blocks, block_size, num_kv_heads,
-head_size), those of the whole pool, including the tokens' own.
-"""
 
 
 class _Layer(NamedTuple):
@@ -41,19 +34,6 @@ class _Layer(NamedTuple):
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
-
-
-class _Group(NamedTuple):
-    """Sequences of similar length, which attend together, padded to the longest.
-
-    rows: their rows in the batch.
-    block_ids: their blocks, (num_seqs * num_blocks,).
-    mask: (num_seqs, 1, 1, num_blocks * block_size), added to the scores.
-    """
-
-    rows: slice
-    block_ids: Tensor
-    mask: Tensor
 
 
 class Llama:
@@ -147,14 +127,14 @@ class Llama:
         return checksum
 
     def kv_shape(self, block_size: int) -> KVShape:
-        """What the pool of an unsharded model keeps of each block."""
+        """What the pools of all ranks together keep of each block."""
         c = self.config
         return KVShape(c.num_layers, c.num_kv_heads, c.head_size, self.dtype, block_size)
 
     @torch.inference_mode()
     def prefill(
         self,
-        kv: Tensor,
+        kv: Sequence[Tensor],
         tokens: Sequence[int],
         start: int,
         block_ids: Sequence[int],
@@ -162,36 +142,19 @@ class Llama:
     ) -> Tensor:
         """Compute one chunk of one sequence; returns float32 logits of its last token.
 
-        kv: (num_blocks, num_layers, 2, block_size, num_kv_heads, head_size), strided; holds the KV
-        of positions before `start`, and receives that of the chunk. Keys are stored after RoPE.
+        kv: by rank, (num_blocks, num_layers, 2, block_size, num_heads, head_size) each, strided,
+        where ranks have equal shares of the KV heads, in order; holds the KV of positions before
+        `start`, and receives that of the chunk. Keys are stored after RoPE.
         start: position of tokens[0].
         block_ids: block_ids[i] has positions i * block_size on; surplus ones are not used.
         before_layer: called with each layer's number before its KV is read.
         Returns (vocab_size,).
         """
-        c = self.config
-        block_size = kv.shape[3]
+        block_size = kv[0].shape[3]
         end = start + len(tokens)
         own_blocks = self._index(block_ids[: -(-end // block_size)])
         positions = torch.arange(start, end, device=self.device)
-        mask = None
-        if start and len(tokens) > 1:  # a single token attends to all before it
-            mask = self._masked(torch.arange(end, device=self.device) > positions[:, None])
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            # The heads that share a KV head form a batch over it, so that no KV is repeated.
-            shape = c.num_kv_heads, c.group_size, -1, c.head_size
-            q = queries.transpose(0, 1).view(shape)
-            k, v = (
-                blocks.index_select(0, own_blocks)
-                .flatten(0, 1)[:end]
-                .transpose(0, 1)[:, None]
-                .expand(shape)
-                for blocks in (keys, values)
-            )
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not start)
-            return out.permute(2, 0, 1, 3).flatten(1)
-
+        attend = chunk_attention(own_blocks, start, end, self.dtype)
         blocks = own_blocks[positions // block_size]
         hidden = self._forward(
             kv, self._index(tokens), positions, blocks, positions % block_size, attend, before_layer
@@ -201,7 +164,7 @@ class Llama:
     @torch.inference_mode()
     def decode(
         self,
-        kv: Tensor,
+        kv: Sequence[Tensor],
         tokens: Sequence[int],
         positions: Sequence[int],
         block_ids: Sequence[Sequence[int]],
@@ -212,28 +175,15 @@ class Llama:
         token is masked, so it must be finite, as zeros are and everything computed here.
         Returns (num_seqs, vocab_size).
         """
-        c = self.config
-        block_size = kv.shape[3]
+        block_size = kv[0].shape[3]
         order = sorted(range(len(tokens)), key=positions.__getitem__)
-        groups = self._groups(
-            [positions[i] for i in order], [block_ids[i] for i in order], block_size
+        attend = tokens_attention(
+            [positions[i] for i in order],
+            [block_ids[i] for i in order],
+            block_size,
+            self.dtype,
+            self.device,
         )
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            outs = []
-            for rows, own_blocks, mask in groups:
-                # For a single query, the heads that share a KV head act as that many queries.
-                q = queries[rows].view(-1, c.num_kv_heads, c.group_size, c.head_size)
-                k, v = (
-                    blocks.index_select(0, own_blocks)
-                    .view(len(q), -1, *blocks.shape[2:])
-                    .transpose(1, 2)
-                    for blocks in (keys, values)
-                )
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-                outs.append(out.flatten(1))
-            return torch.cat(outs)
-
         hidden = self._forward(
             kv,
             self._index([tokens[i] for i in order]),
@@ -247,7 +197,7 @@ class Llama:
 
     def _forward(
         self,
-        kv: Tensor,
+        kv: Sequence[Tensor],
         tokens: Tensor,
         positions: Tensor,
         blocks: Tensor,
@@ -264,17 +214,20 @@ class Llama:
         num_heads, kv_heads, head_size = c.num_heads, c.num_kv_heads, c.head_size
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         x = F.embedding(tokens, self._embedding)
-        for n, (layer, layer_kv) in enumerate(zip(self._layers, kv.unbind(1), strict=True)):
+        for n, layer in enumerate(self._layers):
             before_layer(n)
             qkv = F.linear(self._normed(x, layer.attention_norm), layer.qkv)
             qk, v = torch.split(
                 qkv.view(len(x), -1, head_size), [num_heads + kv_heads, kv_heads], 1
             )
             q, k = torch.split(_rotate(qk, cos, sin), [num_heads, kv_heads], 1)
-            keys, values = layer_kv.unbind(1)
-            # Whoever gets the block next multiplies even what it masks: a NaN would survive.
-            keys[blocks, offsets] = k.nan_to_num(0.0, 0.0, 0.0)
-            values[blocks, offsets] = v.nan_to_num(0.0, 0.0, 0.0)
+            keys, values = zip(*(rank[:, n].unbind(1) for rank in kv), strict=True)
+            for ranks, new in (keys, k), (values, v):
+                # Whoever gets the block next multiplies even what it masks: a NaN would survive.
+                parts = new.nan_to_num(0.0, 0.0, 0.0).chunk(len(kv), 1)
+                for rank, part in zip(ranks, parts, strict=True):
+                    at = blocks.to(rank.device), offsets.to(rank.device)
+                    rank[at] = part.to(rank.device)
             x = x + F.linear(attend(q, keys, values), layer.output)
             gate, up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
@@ -285,33 +238,6 @@ class Llama:
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
-
-    def _groups(
-        self, positions: Sequence[int], block_ids: Sequence[Sequence[int]], block_size: int
-    ) -> list[_Group]:
-        """Groups of sequences, given in order of length, whose size padding at most doubles."""
-        groups = []
-        last = [position // block_size for position in positions]
-        for _, alike in groupby(range(len(last)), key=lambda row: last[row].bit_length()):
-            rows = list(alike)
-            num_blocks = last[rows[-1]] + 1
-            padded: list[int] = []
-            for row in rows:
-                # Padded with a block of its own, as any other might hold values that are not
-                # finite.
-                padding = [block_ids[row][0]] * (num_blocks - last[row] - 1)
-                padded += [*block_ids[row][: last[row] + 1], *padding]
-            at = torch.arange(num_blocks * block_size, device=self.device)
-            later = at > self._index([positions[row] for row in rows]).view(-1, 1, 1, 1)
-            groups.append(
-                _Group(slice(rows[0], rows[-1] + 1), self._index(padded), self._masked(later))
-            )
-        return groups
-
-    def _masked(self, hidden: Tensor) -> Tensor:
-        """What to add to scores: minus infinity where `hidden`, otherwise nothing."""
-        zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-        return zeros.masked_fill_(hidden, -torch.inf)
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -84,11 +84,6 @@ class LlamaConfig:
                     f"eos_token_ids: needs tokens below {self.vocab_size}, got {token!r}"
                 )
 
-    @property
-    def group_size(self) -> int:
-        """Heads that share a KV head."""
-        return self.num_heads // self.num_kv_heads
-
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
         """Read `config.json`, and the end-of-sequence tokens of `generation_config.json`.

@@ -1,10 +1,10 @@
-"""Builds a torch engine from a worker's settings: weights, KV pools of all tiers, block manager."""
+"""Builds a torch engine from a worker's settings."""
 
 from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,23 +13,17 @@ from xxhash import xxh3_64_intdigest
 
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
-from app.core.types import Tier, WorkerKey
 from workers.engines.base import Engine, Hosted
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
+from workers.engines.torch.tiers import open_tiers
 from workers.engines.torch.tokenizer import Tokenizer
 from workers.kv.cache import EventSink
-from workers.kv.disk import SlotFile
-from workers.kv.manager import BlockManager
-from workers.kv.memory import KVShape, MemoryPool, host_pool
-from workers.kv.policies import AdmissionPolicy, WritePolicy
+from workers.kv.memory import KVShape
 from workers.kv.remote.link import Link, open_link
-from workers.kv.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
-DEFAULT_POOL_BYTES = 1 << 30
-"""Size of the device KV pool, if none is given."""
 SPARE = 8
 """One in this many slots of a tier is kept free, for requests and stores from the tier above."""
 WEIGHTS_SEED = 0
@@ -90,52 +84,26 @@ def _with_tiers(
     settings: WorkerSettings, model: Llama, tokenizer: Tokenizer | None, identity: str
 ) -> Hosted:
     shape = model.kv_shape(settings.block_size)
-    num_blocks = {
-        Tier.DEVICE: (settings.kv_pool_tokens or 0) // settings.block_size
-        or max(1, DEFAULT_POOL_BYTES // shape.block_bytes),
-        Tier.HOST: settings.host_pool_tokens // settings.block_size,
-        Tier.DISK: settings.disk_pool_tokens // settings.block_size,
-    }
-    num_blocks = {tier: number for tier, number in num_blocks.items() if number}
-    # Memory and files first: they fail at once if there is no room for this many blocks.
-    try:
-        pools = {Tier.DEVICE: MemoryPool(shape, num_blocks[Tier.DEVICE], model.device)}
-        if Tier.HOST in num_blocks:
-            pools[Tier.HOST] = host_pool(shape, num_blocks[Tier.HOST])
-    except ConfigError as error:
-        raise ConfigError(
-            f"kv_pool_tokens {settings.kv_pool_tokens}, "
-            f"host_pool_tokens {settings.host_pool_tokens}: {error}"
-        ) from error
     with ExitStack() as stack:
-        disk = None
-        if Tier.DISK in num_blocks:
-            fingerprint = _fingerprint(settings, model, shape, identity)
-            file = _slot_file(settings, shape, num_blocks[Tier.DISK], fingerprint)
-            disk = stack.enter_context(closing(file))
-        manager = BlockManager(
-            num_blocks,
-            write=WritePolicy(settings.write_policy),
-            admission=AdmissionPolicy(min_uses=settings.store_min_uses),
-            reuse_multiple=settings.prefill_chunk // settings.block_size,
-            now=time.monotonic,
+        tiers = open_tiers(
+            settings,
+            shape,
+            model.device,
+            lambda part: _fingerprint(settings, model, part, identity),
+            stack,
         )
-        if disk is not None:
-            stored = ((slot, r.generation, r.block, r.parent) for slot, r in disk.records())
-            manager.adopt(Tier.DISK, stored)
-        transfers = Transfers(pools, disk)
         link = _link(settings, model, shape, stack) if settings.kv_transfer else None
         kept = stack.pop_all()
 
     def start(publisher: EventSink) -> Engine:
         return TorchEngine(
             model,
-            pools[Tier.DEVICE],
-            manager,
-            transfers.carry_out,
+            tiers.pools,
+            tiers.manager,
+            tiers.carry_out,
             publisher,
             chunk_tokens=settings.prefill_chunk,
-            spare={tier: -(-number // SPARE) for tier, number in num_blocks.items()},
+            spare={tier: -(-number // SPARE) for tier, number in tiers.num_blocks.items()},
             max_num_seqs=settings.max_num_seqs,
             link=link,
         )
@@ -143,7 +111,7 @@ def _with_tiers(
     gpu = None if model.device.type == "cpu" else model.device.index or 0
     return Hosted(
         settings.model,
-        num_blocks,
+        tiers.num_blocks,
         start,
         kept.close,
         tokenizer,
@@ -159,24 +127,6 @@ def _link(settings: WorkerSettings, model: Llama, shape: KVShape, stack: ExitSta
     computed = _fingerprint(settings, model, shape, weights)
     kind = {"weights": weights, "blocks": str(shape), "computed": f"{computed:016x}"}
     return open_link(settings, kind, stack)
-
-
-def _slot_file(
-    settings: WorkerSettings, shape: KVShape, num_slots: int, fingerprint: int
-) -> SlotFile:
-    folder = Path(settings.disk_folder) / str(WorkerKey(settings.resolved_id(), settings.dp_rank))
-    try:
-        return SlotFile(
-            folder,
-            block_bytes=shape.block_bytes,
-            num_slots=num_slots,
-            fingerprint=fingerprint,
-        )
-    except (OSError, OverflowError, MemoryError) as error:
-        raise ConfigError(
-            f"disk_folder: {settings.disk_folder!r} cannot hold disk_pool_tokens "
-            f"{settings.disk_pool_tokens}: {error}"
-        ) from error
 
 
 def _device(name: str) -> torch.device:

@@ -35,6 +35,7 @@ from workers.engines.sampling_options import Sampling
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.sequence import TokenSequence
+from workers.engines.torch.tiers import carried_out
 from workers.kv.cache import EventSink
 from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
@@ -62,7 +63,9 @@ class Spy:
         """The number of prompt tokens computed."""
         self.model = model
 
-    def prefill(self, kv: Tensor, tokens: Sequence[int], start: int, *where: Any) -> Tensor:
+    def prefill(
+        self, kv: Sequence[Tensor], tokens: Sequence[int], start: int, *where: Any
+    ) -> Tensor:
         logits = self.model.prefill(kv, tokens, start, *where)
         self.computed += len(tokens)
         self.logits.append(logits)
@@ -98,29 +101,36 @@ class Served:
         write: WritePolicy = WritePolicy.BACK,
         spy: Spy | None = None,
         link: Link | None = None,
+        tp_size: int = 1,
     ) -> None:
         self.spy = spy or Spy(MODEL)
         model = self.spy.model
-        shape = model.kv_shape(BLOCK_SIZE)
+        ranks = model.kv_shape(BLOCK_SIZE).split(tp_size)
         self.fake_publisher = FakePublisher()
         self.now_s = 0.0
         self.manager = BlockManager(
             num_slots, write=write, reuse_multiple=CHUNK // BLOCK_SIZE, now=lambda: self.now_s
         )
-        self.pools = {DEVICE: MemoryPool(shape, num_slots[DEVICE], model.device)}
+        self.pools = {DEVICE: [MemoryPool(rank, num_slots[DEVICE], model.device) for rank in ranks]}
         if HOST in num_slots:
-            self.pools[HOST] = host_pool(shape, num_slots[HOST])
-        disk = None
-        if DISK in num_slots:
-            file = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots[DISK])
-            disk = stack.enter_context(closing(file))
-        transfers = Transfers(self.pools, disk)
+            self.pools[HOST] = [host_pool(rank, num_slots[HOST]) for rank in ranks]
+        transfers = []
+        for n, rank in enumerate(ranks):
+            disk = None
+            if DISK in num_slots:
+                file = SlotFile(
+                    folder if not n else folder / f"{n}",
+                    block_bytes=rank.block_bytes,
+                    num_slots=num_slots[DISK],
+                )
+                disk = stack.enter_context(closing(file))
+            transfers.append(Transfers({t: pools[n] for t, pools in self.pools.items()}, disk))
         self.spare = {tier: -(-number // 4) for tier, number in num_slots.items()}
         self.engine = TorchEngine(
             self.spy,  # type: ignore[arg-type]
             self.pools[DEVICE],
             self.manager,
-            transfers.carry_out,
+            carried_out(transfers),
             publisher or self.fake_publisher,
             chunk_tokens=CHUNK,
             spare=self.spare,
@@ -161,8 +171,8 @@ class Served:
         await self.settle()
         await self.engine._cache._free(tier, slots.num_slots)
         await self.settle()
-        if tier in self.pools:
-            self.pools[tier].words.zero_()
+        for pool in self.pools.get(tier, ()):
+            pool.words.zero_()
         assert slots.num_free == slots.num_slots
 
 
@@ -201,7 +211,7 @@ def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
     pool = MemoryPool(MODEL.kv_shape(BLOCK_SIZE), 32)
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(int(MODEL.prefill(pool.kv, tokens, 0, range(32)).argmax()))
+        tokens.append(int(MODEL.prefill([pool.kv], tokens, 0, range(32)).argmax()))
     return tokens[len(prompt) :]
 
 
@@ -221,16 +231,17 @@ async def test_greedy_output_is_that_of_the_model_alone(tmp_path: Path, length: 
     [(DEVICE,), (DEVICE, HOST), (DEVICE, HOST, DISK), (DEVICE, DISK)],
     ids=lambda tiers: "-".join(tier.name.lower() for tier in tiers),
 )
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 async def test_logits_with_blocks_reused_from_a_tier_are_bit_identical(
-    tmp_path: Path, device: str, dtype: torch.dtype, tiers: tuple[Tier, ...]
+    tmp_path: Path, device: str, dtype: torch.dtype, tp_size: int, tiers: tuple[Tier, ...]
 ) -> None:
     *above, tier = tiers
     prompt = prompt_of(1, 43)
     model = Llama.random(SIZES["tiny"], seed=0, dtype=dtype, device=device)
     num_slots = {t: NUM_SLOTS[t] for t in tiers}
-    async with running(tmp_path, num_slots, spy=Spy(model)) as served:
+    async with running(tmp_path, num_slots, spy=Spy(model), tp_size=tp_size) as served:
         cold = await served.ask(prompt)
         first = served.spy.logits[-1]
         for evicted in above:

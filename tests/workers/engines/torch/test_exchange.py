@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,20 @@ LAYER_BYTES = MODEL.kv_shape(BLOCK_SIZE).layer_bytes
 
 @asynccontextmanager
 async def linked(
-    folder: Path, *, spies: tuple[Spy, Spy] | None = None, **options: Any
+    folder: Path,
+    *,
+    spies: tuple[Spy, Spy] | None = None,
+    tp_sizes: tuple[int, int] = (1, 1),
+    **options: Any,
 ) -> AsyncIterator[tuple[Served, Served]]:
     """A source and a target, which can reach each other."""
     async with AsyncExitStack() as stack:
         engines = []
-        for name, spy in zip(("source", "target"), spies or (None, None), strict=True):
+        sides = zip(("source", "target"), spies or (None, None), tp_sizes, strict=True)
+        for name, spy, tp_size in sides:
             link = Link(stack.enter_context(listen("127.0.0.1", 0)), "127.0.0.1", KIND)
-            running_one = running(folder / name, NUM_SLOTS, spy=spy, link=link, **options)
+            options |= {"spy": spy, "link": link, "tp_size": tp_size}
+            running_one = running(folder / name, NUM_SLOTS, **options)
             engines.append(await stack.enter_async_context(running_one))
         await eventually(lambda: _all_run(engines))
         yield engines[0], engines[1]
@@ -117,6 +124,35 @@ async def test_logits_after_a_split_are_those_of_one_worker_alone(
     assert target.spy.computed == len(PROMPT) - WHOLE
     assert (finished.cached_tokens, finished.host_tokens) == (WHOLE, 0)
     assert target.fake_publisher.shown.scan(blocks_of(PROMPT)).total == WHOLE // BLOCK_SIZE
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tp_sizes", list(product((1, 2, 4), repeat=2)), ids=str)
+async def test_logits_are_those_of_one_rank_however_source_and_target_split_the_heads(
+    tmp_path: Path, tp_sizes: tuple[int, int], device: str
+) -> None:
+    config = replace(SIZES["tiny"], num_kv_heads=4)
+    model = Llama.random(config, seed=0, dtype=torch.float32, device=device)
+    held = prompt_of(7, 43)
+    longer = [*held[:33], *prompt_of(9, 30)]
+    expected = {}
+    async with running(tmp_path / "alone", spy=Spy(model)) as one:
+        for name, prompt in (("split", PROMPT), ("fetch", longer)):
+            expected[name] = (await one.ask(prompt, 6))[0], one.spy.logits[-1]
+
+    async with linked(tmp_path, spies=(Spy(model), Spy(model)), tp_sizes=tp_sizes) as engines:
+        source, target = engines
+        await source.ask(held)
+        await source.evict(DEVICE)
+        kept = {
+            "split": await kept_by(source),
+            "fetch": await source.engine.hand_on(token_bytes(longer), LEASE_S),
+        }
+        for name, prompt, reused in (("split", PROMPT, WHOLE), ("fetch", longer, 32)):
+            tokens, finished = await target.ask(prompt, 6, source=kept[name])
+            assert finished.cached_tokens == reused
+            assert tokens == expected[name][0]
+            assert torch.equal(target.spy.logits[-1], expected[name][1])
 
 
 async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are(

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from app.core.errors import ConfigError
 from tests.workers.engines.torch.checkpoints import reference
+from tests.workers.kv.pools import joined
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig, _rope_tables
 from workers.kv.memory import MemoryPool
 
@@ -74,7 +75,7 @@ def prefilled(
     """The logits at the end of each chunk; the chunks may end before the tokens do."""
     ends = [sum(chunks[: n + 1]) for n in range(len(chunks))]
     return [
-        model.prefill(kv, tokens[end - size : end], end - size, block_ids)
+        model.prefill([kv], tokens[end - size : end], end - size, block_ids)
         for end, size in zip(ends, chunks, strict=True)
     ]
 
@@ -114,7 +115,7 @@ def test_logits_match_those_of_transformers_at_every_position(
     while unfinished := [n for n in range(len(tokens)) if at[n] < len(tokens[n])]:
         torch.testing.assert_close(
             ours.decode(
-                kv,
+                [kv],
                 [tokens[n][at[n]] for n in unfinished],
                 [at[n] for n in unfinished],
                 [blocks[n] for n in unfinished],
@@ -170,7 +171,7 @@ def test_a_chunk_is_bit_for_bit_the_same_wherever_its_blocks_are(
     there.kv[other_ids[:num_blocks]] = here.kv[block_ids[:num_blocks]]
     for size, expected in zip(chunks[num_reused:], logits[num_reused:], strict=True):
         assert torch.equal(
-            model.prefill(there.kv, tokens[start : start + size], start, other_ids), expected
+            model.prefill([there.kv], tokens[start : start + size], start, other_ids), expected
         )
         start += size
     for pool, ids in ((here, block_ids), (there, other_ids)):
@@ -189,8 +190,37 @@ def test_a_long_prefill_is_bit_for_bit_the_same_in_other_slots(
     block_ids, other_ids = (random.Random(seed).sample(range(64), 44) for seed in (1, 2))
     logits = prefilled(model, here, tokens, [256, 256, 188], block_ids)
     there[other_ids[:32]] = here[block_ids[:32]]
-    assert torch.equal(model.prefill(there, tokens[512:], 512, other_ids), logits[-1])
+    assert torch.equal(model.prefill([there], tokens[512:], 512, other_ids), logits[-1])
     assert torch.equal(there[other_ids], here[block_ids])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_logits_and_kv_are_bit_for_bit_the_same_however_the_heads_are_split(
+    tp_size: int, dtype: torch.dtype, device: str
+) -> None:
+    model = Llama.random(replace(TINY, num_kv_heads=4), seed=1, dtype=dtype, device=device)
+    whole = [pool_of(model)]
+    ranks = [
+        MemoryPool(rank, NUM_BLOCKS, device) for rank in model.kv_shape(BLOCK_SIZE).split(tp_size)
+    ]
+    blocks = slots(90, 12)
+    logits = []
+    for pools in (whole, ranks):
+        kv = [pool.kv for pool in pools]
+        found = []
+        for length, own in zip((89, 11), blocks, strict=True):
+            tokens = prompt(length, 256, seed=length)
+            # Kernels depend on the number of tokens and heads, above all with few of both.
+            for start in (0, 3, 10):
+                stop = {0: 3, 3: 10}.get(start, length)
+                found.append(model.prefill(kv, tokens[start:stop], start, own))
+        found.append(model.decode(kv, [7, 8], [89, 11], blocks))
+        logits.append(found)
+    assert all(map(torch.equal, *logits))
+    written = [*blocks[0][:-1], *blocks[1][:-1]]
+    assert torch.equal(whole[0].kv[written], joined(ranks)[written])
 
 
 def test_only_the_sequences_own_blocks_are_written() -> None:
@@ -198,8 +228,8 @@ def test_only_the_sequences_own_blocks_are_written() -> None:
     pool = pool_of(model)
     before = pool.kv.clone()
     [block_ids, others] = slots(11, 4 * (NUM_BLOCKS - 3))
-    model.prefill(pool.kv, prompt(10, 256), 0, block_ids)
-    model.decode(pool.kv, [3], [10], [block_ids])
+    model.prefill([pool.kv], prompt(10, 256), 0, block_ids)
+    model.decode([pool.kv], [3], [10], [block_ids])
     assert torch.equal(pool.kv[others], before[others])
     assert torch.equal(pool.kv[block_ids[-1], :, :, 3:], before[block_ids[-1], :, :, 3:])
 
@@ -214,8 +244,8 @@ def test_earlier_content_of_the_pool_does_not_matter() -> None:
     logits = []
     for pool in (one, other):
         for length, block_ids in zip((37, 33), blocks, strict=True):
-            model.prefill(pool.kv, prompt(length, 256), 0, block_ids)
-        logits.append(model.decode(pool.kv, [9, 9], [37, 33], blocks))
+            model.prefill([pool.kv], prompt(length, 256), 0, block_ids)
+        logits.append(model.decode([pool.kv], [9, 9], [37, 33], blocks))
     assert torch.equal(logits[0], logits[1])
 
 
@@ -228,11 +258,11 @@ def test_a_sequence_that_overflows_does_not_affect_the_next_owner_of_its_blocks(
     model = Llama.random(config, seed=1, dtype=dtype, device=device)
     model._embedding[5] = torch.inf
     fresh, used = (MemoryPool(model.kv_shape(BLOCK_SIZE), 2, device).kv for _ in range(2))
-    assert model.prefill(used, [1, 2, 3, 5, 5, 5, 5, 5], 0, [0, 1]).isnan().all()
+    assert model.prefill([used], [1, 2, 3, 5, 5, 5, 5, 5], 0, [0, 1]).isnan().all()
     logits = []
     for kv in (fresh, used):
-        model.prefill(kv, [6, 7, 8, 9, 10], 0, [0, 1])
-        logits.append(model.decode(kv, [11], [5], [[0, 1]]))
+        model.prefill([kv], [6, 7, 8, 9, 10], 0, [0, 1])
+        logits.append(model.decode([kv], [11], [5], [[0, 1]]))
     assert logits[0].isfinite().all()
     assert torch.equal(logits[0], logits[1])
 
@@ -243,12 +273,12 @@ def test_a_sequence_decodes_the_same_with_much_longer_and_shorter_ones_in_its_ba
     lengths = [120, 5, 33, 1, 17]
     blocks = slots(*(length + 1 for length in lengths))
     for length, block_ids in zip(lengths, blocks, strict=True):
-        model.prefill(kv, prompt(length, 256, seed=length), 0, block_ids)
-    together = model.decode(kv, [1, 2, 3, 4, 5], lengths, blocks)
+        model.prefill([kv], prompt(length, 256, seed=length), 0, block_ids)
+    together = model.decode([kv], [1, 2, 3, 4, 5], lengths, blocks)
     for n, length in enumerate(lengths):
-        alone = model.decode(kv, [n + 1], [length], [blocks[n]])
+        alone = model.decode([kv], [n + 1], [length], [blocks[n]])
         torch.testing.assert_close(together[n], alone[0], rtol=0, atol=1e-5)
-        again = model.prefill(kv, [n + 1], length, blocks[n])
+        again = model.prefill([kv], [n + 1], length, blocks[n])
         torch.testing.assert_close(together[n], again, rtol=0, atol=1e-5)
 
 
@@ -257,15 +287,15 @@ def test_with_random_weights_the_logits_depend_on_the_whole_context() -> None:
     kv = pool_of(model).kv
     [block_ids] = slots(50)
     tokens = prompt(50, 256)
-    logits = model.prefill(kv, tokens, 0, block_ids)
-    other = model.prefill(kv, [tokens[0] ^ 1, *tokens[1:]], 0, block_ids)
+    logits = model.prefill([kv], tokens, 0, block_ids)
+    other = model.prefill([kv], [tokens[0] ^ 1, *tokens[1:]], 0, block_ids)
     assert (logits - other).abs().max() > 0.01
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
     def logits(seed: int) -> Tensor:
         model = Llama.random(TINY, seed=seed, dtype=torch.float32, device="cpu")
-        return model.prefill(pool_of(model).kv, [1, 2, 3], 0, [0])
+        return model.prefill([pool_of(model).kv], [1, 2, 3], 0, [0])
 
     assert torch.equal(logits(1), logits(1))
     assert not torch.equal(logits(1), logits(2))
@@ -276,7 +306,7 @@ def test_a_checkpoint_may_come_in_shards(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     ours = loaded(tmp_path)
-    logits = ours.prefill(pool_of(ours).kv, [5, 6, 7], 0, [0])
+    logits = ours.prefill([pool_of(ours).kv], [5, 6, 7], 0, [0])
     torch.testing.assert_close(logits, logits_of(model, [5, 6, 7])[-1], rtol=0, atol=1e-4)
 
 
@@ -364,5 +394,5 @@ def test_prefill_and_decode_do_not_synchronise_with_the_device() -> None:
     kv = torch.empty(NUM_BLOCKS, *model.kv_shape(BLOCK_SIZE).block_shape, device="meta")
     [block_ids] = slots(20)
     for start in (0, 9):
-        assert model.prefill(kv, prompt(9, 256), start, block_ids).shape == (256,)
-    assert model.decode(kv, [1, 2], [18, 3], [block_ids, block_ids]).shape == (2, 256)
+        assert model.prefill([kv], prompt(9, 256), start, block_ids).shape == (256,)
+    assert model.decode([kv], [1, 2], [18, 3], [block_ids, block_ids]).shape == (2, 256)

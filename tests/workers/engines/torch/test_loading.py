@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from redis.asyncio import Redis
@@ -28,6 +29,7 @@ from workers.engines.hosting import host
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.loading import _fingerprint, _identity
+from workers.kv.disk_records import _RECORD, PAGE_BYTES
 from workers.kv.remote.frames import Source
 from workers.main import serve
 
@@ -50,6 +52,7 @@ SETTINGS = WorkerSettings(
         ({"device": "meta"}, "device: .*'meta'"),
         ({"device": "cuda:99"}, "device: 'cuda:99'"),
         ({"prefill_chunk": 100}, "prefill_chunk: .*100"),
+        ({"tp_size": 4}, "tp_size: 4 ranks cannot share 2 KV heads evenly"),
         ({"kv_pool_tokens": 10**30}, "kv_pool_tokens 1000000"),
         ({"host_pool_tokens": 10**15}, "host_pool_tokens 1000000"),
         ({"disk_pool_tokens": 1024}, "disk_pool_tokens .* 1024"),
@@ -85,7 +88,7 @@ def test_an_engine_reports_the_gpu_it_computes_on(device: str, gpu: int | None) 
 def test_a_default_pool_smaller_than_a_block_holds_one_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("workers.engines.torch.loading.DEFAULT_POOL_BYTES", 100)
+    monkeypatch.setattr("workers.engines.torch.tiers.DEFAULT_POOL_BYTES", 100)
     hosted = host(replace(SETTINGS, kv_pool_tokens=None, host_pool_tokens=0))
     hosted.close()
     assert hosted.num_blocks == {Tier.DEVICE: 1}
@@ -209,7 +212,8 @@ async def finished(engine: Engine, prompt: list[int], source: Source | None = No
 
 
 @pytest.mark.parametrize(
-    ("changes", "fetched"), [({}, 256), ({"block_size": 32}, 0), ({"prefill_chunk": 128}, 0)]
+    ("changes", "fetched"),
+    [({}, 256), ({"tp_size": 2}, 256), ({"block_size": 32}, 0), ({"prefill_chunk": 128}, 0)],
 )
 async def test_workers_hand_kv_on_if_they_compute_the_same_bits(
     changes: dict[str, Any], fetched: int
@@ -240,6 +244,37 @@ def test_models_differ_if_any_weight_does() -> None:
     )
     dict(model._weights())["model.layers.1.mlp.down_proj.weight"][3, 5] += 1
     assert model.checksum() != before
+
+
+async def test_each_rank_has_a_disk_of_its_own_and_only_what_all_hold_comes_back(
+    tmp_path: Path,
+) -> None:
+    prompt = [n % 251 for n in range(600)]
+    chain = compute_sequence_hashes(compute_local_hashes(prompt[:512], 16))
+    settings = replace(
+        SETTINGS,
+        tp_size=2,
+        write_policy="through",
+        disk_folder=str(tmp_path),
+        disk_pool_tokens=1024,
+    )
+    async with serving(settings) as (engine, publisher):
+        await finished(engine, prompt)
+
+        async def tiers() -> set[Tier]:
+            return publisher.shown.tiers_of(chain[-1])
+
+        await eventually(tiers, lambda held: held == set(Tier))
+    async with serving(settings) as (engine, _):
+        assert (await finished(engine, prompt)).disk_tokens == 512
+    # As if the worker had been killed before the second rank had stored the second chunk.
+    index = tmp_path / "w0:0" / "rank-1" / "index"
+    content = bytearray(index.read_bytes())
+    records = np.frombuffer(content, _RECORD, offset=PAGE_BYTES)
+    records[np.isin(records["block"], np.array(chain[16:], np.uint64))] = np.zeros(1, _RECORD)
+    index.write_bytes(content)
+    async with serving(settings) as (engine, _):
+        assert (await finished(engine, prompt)).disk_tokens == 256
 
 
 async def test_chunk_write_policy_and_disk_settings_take_effect_across_restarts(

@@ -63,10 +63,12 @@ class CheckedSpy(Spy):
             pool = MemoryPool(MODEL.kv_shape(BLOCK_SIZE), LARGEST)
             for start in range(0, len(prompt), CHUNK):
                 chunk = prompt[start : start + CHUNK]
-                logits = MODEL.prefill(pool.kv, chunk, start, range(LARGEST))
+                logits = MODEL.prefill([pool.kv], chunk, start, range(LARGEST))
             self._expected[start, tuple(chunk)] = logits
 
-    def prefill(self, kv: Tensor, tokens: Sequence[int], start: int, *where: Any) -> Tensor:
+    def prefill(
+        self, kv: Sequence[Tensor], tokens: Sequence[int], start: int, *where: Any
+    ) -> Tensor:
         logits = self.model.prefill(kv, tokens, start, *where)
         expected = self._expected.get((start, tuple(tokens)))
         if expected is not None:

@@ -1,0 +1,145 @@
+"""The memory and the files that hold a torch engine's KV blocks: of each rank, in each tier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from app.core.config import WorkerSettings
+from app.core.errors import ConfigError
+from app.core.types import SequenceHash, Tier, WorkerKey
+from workers.kv.disk import SlotFile
+from workers.kv.manager import BlockManager
+from workers.kv.memory import KVShape, MemoryPool, host_pool
+from workers.kv.policies import AdmissionPolicy, WritePolicy
+from workers.kv.slots import Move
+from workers.kv.transfers import Transfers
+
+DEFAULT_POOL_BYTES = 1 << 30
+"""Size of the device KV pool, of all ranks together, if none is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Blocks have the same slots in all ranks, of which each holds its own heads.
+
+    num_blocks: slots of each tier. pools: on the device, by rank. carry_out: see BlockCache.
+    """
+
+    num_blocks: Mapping[Tier, int]
+    manager: BlockManager
+    pools: Sequence[MemoryPool]
+    carry_out: Callable[[Move], int]
+
+
+def open_tiers(
+    settings: WorkerSettings,
+    shape: KVShape,
+    device: torch.device,
+    fingerprint: Callable[[KVShape], int],
+    stack: ExitStack,
+) -> Tiers:
+    """Open as long as `stack` is. shape: of all ranks together. Raises ConfigError."""
+    ranks = shape.split(settings.tp_size)
+    num_blocks = _num_blocks(settings, shape)
+    # Memory and files first: they fail at once if there is no room for this many blocks.
+    pools = _pools(settings, ranks, num_blocks, device)
+    disks = []
+    if Tier.DISK in num_blocks:
+        for rank in ranks:
+            file = _slot_file(settings, rank, num_blocks[Tier.DISK], fingerprint(rank))
+            disks.append(stack.enter_context(closing(file)))
+    manager = BlockManager(
+        num_blocks,
+        write=WritePolicy(settings.write_policy),
+        admission=AdmissionPolicy(min_uses=settings.store_min_uses),
+        reuse_multiple=settings.prefill_chunk // settings.block_size,
+        now=time.monotonic,
+    )
+    if disks:
+        manager.adopt(Tier.DISK, _stored(disks))
+    transfers = [
+        Transfers(tiers, disks[rank] if disks else None) for rank, tiers in enumerate(pools)
+    ]
+    return Tiers(
+        num_blocks, manager, [tiers[Tier.DEVICE] for tiers in pools], carried_out(transfers)
+    )
+
+
+def carried_out(ranks: Sequence[Transfers]) -> Callable[[Move], int]:
+    """Copies a move's blocks in all ranks; returns how many leading ones all of them copied."""
+    return lambda move: min(transfers.carry_out(move) for transfers in ranks)
+
+
+def _num_blocks(settings: WorkerSettings, shape: KVShape) -> dict[Tier, int]:
+    """Of the tiers that there are."""
+    device = (settings.kv_pool_tokens or 0) // settings.block_size
+    num_blocks = {
+        Tier.DEVICE: device or max(1, DEFAULT_POOL_BYTES // shape.block_bytes),
+        Tier.HOST: settings.host_pool_tokens // settings.block_size,
+        Tier.DISK: settings.disk_pool_tokens // settings.block_size,
+    }
+    return {tier: number for tier, number in num_blocks.items() if number}
+
+
+def _pools(
+    settings: WorkerSettings,
+    ranks: Sequence[KVShape],
+    num_blocks: Mapping[Tier, int],
+    device: torch.device,
+) -> list[dict[Tier, MemoryPool]]:
+    """Each rank's, in memory."""
+    pools = []
+    try:
+        for rank in ranks:
+            on = rank_device(device, rank)
+            tiers = {Tier.DEVICE: MemoryPool(rank, num_blocks[Tier.DEVICE], on)}
+            if Tier.HOST in num_blocks:
+                tiers[Tier.HOST] = host_pool(rank, num_blocks[Tier.HOST])
+            pools.append(tiers)
+    except ConfigError as error:
+        raise ConfigError(
+            f"kv_pool_tokens {settings.kv_pool_tokens}, "
+            f"host_pool_tokens {settings.host_pool_tokens}: {error}"
+        ) from error
+    return pools
+
+
+def rank_device(device: torch.device, rank: KVShape) -> torch.device:
+    """A GPU for each rank, if any GPU will do and there are as many; else the one device."""
+    if device.type == "cuda" and device.index is None and torch.cuda.device_count() >= rank.tp_size:
+        return torch.device("cuda", rank.tp_rank)
+    return device
+
+
+def _slot_file(
+    settings: WorkerSettings, rank: KVShape, num_slots: int, fingerprint: int
+) -> SlotFile:
+    folder = Path(settings.disk_folder) / str(WorkerKey(settings.resolved_id(), settings.dp_rank))
+    try:
+        return SlotFile(
+            folder / f"rank-{rank.tp_rank}" if rank.tp_rank else folder,
+            block_bytes=rank.block_bytes,
+            num_slots=num_slots,
+            fingerprint=fingerprint,
+        )
+    except (OSError, OverflowError, MemoryError) as error:
+        raise ConfigError(
+            f"disk_folder: {settings.disk_folder!r} cannot hold disk_pool_tokens "
+            f"{settings.disk_pool_tokens}: {error}"
+        ) from error
+
+
+def _stored(
+    disks: Sequence[SlotFile],
+) -> Iterator[tuple[int, int, SequenceHash, SequenceHash | None]]:
+    """What the ranks' disks hold alike: a worker may have been killed while one was ahead."""
+    first, *others = (dict(disk.records()) for disk in disks)
+    for slot, record in first.items():
+        if all(other.get(slot) == record for other in others):
+            yield slot, record.generation, record.block, record.parent
