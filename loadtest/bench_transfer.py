@@ -48,6 +48,9 @@ CHUNK = 128
 OUTPUT_TOKENS = 8
 GREEDY = Sampling(temperature=0.0)
 FORMS = "alone", "split", "fetch"
+POOL_PROMPTS = 4
+"""For which a pool has room: from the second round on, memory has been written to before. The first
+write to memory takes the machine longer than to bring the KV."""
 KEEP_S = 60.0
 PATIENCE_S = 120.0
 
@@ -198,18 +201,23 @@ def prompt_of(number: int, tokens: int) -> bytes:
     return pseudo_random_tokens(positions, seed=0).astype("<u4").tobytes()
 
 
-def settings_of(model: str, prompts: int, tokens: int) -> WorkerSettings:
-    """With room for so many prompts."""
+def settings_of(model: str, tokens: int) -> WorkerSettings:
+    """Of both workers, for prompts of so many tokens."""
+    pool_tokens = POOL_PROMPTS * (tokens + CHUNK)
+    return on_a_cpu(model, pool_tokens, host="127.0.0.1", kv_transfer="kvroute")
+
+
+def on_a_cpu(model: str, pool_tokens: int, **others: Any) -> WorkerSettings:
+    """A torch worker on one thread."""
     return WorkerSettings(
-        host="127.0.0.1",
         engine="torch",
         model=model,
         device="cpu",
         block_size=BLOCK_SIZE,
         threads=1,
         prefill_chunk=CHUNK,
-        kv_pool_tokens=prompts * (tokens + CHUNK),
-        kv_transfer="kvroute",
+        kv_pool_tokens=pool_tokens,
+        **others,
     )
 
 
@@ -233,20 +241,22 @@ def show(figures: Figures, tokens: int, console: Console) -> None:
     console.print(table)
 
 
-@click.command(cls=Command)
-@click.option(
+model_option = click.option(
     "--model",
     default="40m",
     show_default=True,
     help=f"As for `kvroute worker`, with a vocabulary of at least {VOCABULARY:,} tokens.",
 )
+
+
+@click.command(cls=Command)
+@model_option
 @click.option("--tokens", default=2048, show_default=True, type=POSITIVE, help="Of each prompt.")
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE)
 @json_option
 def main(model: str, tokens: int, rounds: int, json_file: Path | None) -> None:
     """Prompts fetched from another worker, against computing them."""
-    settings = settings_of(model, len(FORMS) * (rounds + 1), tokens)
-    figures = run(measure(settings, tokens, rounds))
+    figures = run(measure(settings_of(model, tokens), tokens, rounds))
     show(figures, tokens, Console())
     save(figures, json_file)
 

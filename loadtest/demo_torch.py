@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import RouterSettings, WorkerSettings
+from app.core.config import RouterSettings
 from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import POSITIVE, POSITIVE_SECONDS
@@ -31,10 +31,8 @@ from loadtest import bench_transfer, report
 from loadtest.client import ClusterClient
 from loadtest.command import Command, make_folder, save
 from loadtest.replay import progress_display, replay_policy
-from loadtest.traces import VOCABULARY, Session, Trace, TraceRequest, pseudo_random_tokens
+from loadtest.traces import Session, Trace, TraceRequest, pseudo_random_tokens
 
-BLOCK_SIZE = 16
-CHUNK = 128
 PROMPT_TOKENS = 2048
 SHARED_TOKENS = 1792
 POOL_TOKENS = 8192
@@ -48,8 +46,6 @@ POLICIES = "round_robin", "latency"
 ROUTER_TIMEOUT_S = 10.0
 TIERS = "device", "host", "disk"
 TRANSFER_ROUNDS = 2
-TRANSFERS = len(bench_transfer.FORMS) * (TRANSFER_ROUNDS + 1)
-"""Prompts of the workers that hand KV on."""
 
 
 def conversation_trace(number: int, turns: int, every_s: float) -> Trace:
@@ -110,14 +106,9 @@ class Prompts:
 def torch_cluster(model: str, size: int) -> Iterator[Cluster]:
     """`size` workers behind as many routers; their disk pools end with them."""
     with TemporaryDirectory(prefix="kvroute-disk-") as folder:
-        settings = WorkerSettings(
-            engine="torch",
-            model=model,
-            device="cpu",
-            block_size=BLOCK_SIZE,
-            threads=1,
-            prefill_chunk=CHUNK,
-            kv_pool_tokens=POOL_TOKENS,
+        settings = bench_transfer.on_a_cpu(
+            model,
+            POOL_TOKENS,
             host_pool_tokens=POOL_TOKENS,
             disk_pool_tokens=4 * POOL_TOKENS,
             disk_folder=folder,
@@ -169,7 +160,7 @@ async def _held(session: aiohttp.ClientSession, prompt: bytes) -> dict[str, int]
         raise_for_status=True,
     ) as response:
         overlap = orjson.loads(await response.read())["overlap_blocks"]
-    return {tier: n * BLOCK_SIZE for tier, n in overlap.items() if n}
+    return {tier: n * bench_transfer.BLOCK_SIZE for tier, n in overlap.items() if n}
 
 
 async def _ttft_s(client: ClusterClient, prompt: bytes, expected: dict[str, int]) -> list[float]:
@@ -210,12 +201,7 @@ def speedup(times: dict[str, list[float]], name: str) -> float:
 
 
 @click.command(cls=Command)
-@click.option(
-    "--model",
-    default="40m",
-    show_default=True,
-    help=f"As for `kvroute worker`, with a vocabulary of at least {VOCABULARY:,} tokens.",
-)
+@bench_transfer.model_option
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE, help="Prompts of each kind.")
 @click.option("--conversations", default=24, show_default=True, type=POSITIVE)
 @click.option(
@@ -247,7 +233,7 @@ def main(
     console.print(tiers_table(times))
 
     console.print("two workers, of which one computes, and the other goes on from its KV")
-    settings = bench_transfer.settings_of(model, TRANSFERS, PROMPT_TOKENS)
+    settings = bench_transfer.settings_of(model, PROMPT_TOKENS)
     transfers = run(bench_transfer.measure(settings, PROMPT_TOKENS, TRANSFER_ROUNDS))
     bench_transfer.show(transfers, PROMPT_TOKENS, console)
 

@@ -10,7 +10,7 @@ from loadtest import bench_transfer
 from loadtest.bench_transfer import FORMS, measure, prompt_of, running, settings_of, show
 from workers.kv.remote.frames import Source
 
-SETTINGS = settings_of("40m", 12, 300)
+SETTINGS = settings_of("40m", 300)
 
 
 @pytest.mark.slow
