@@ -26,6 +26,8 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.weights",
         "workers.engines.torch.engine",
         "workers.engines.torch.exchange",
+        "workers.engines.torch.forward",
+        "workers.engines.torch.waiting",
         "workers.engines.torch.prefills",
         "workers.kv.copiers",
         "workers.kv.memory",

@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import islice
-
-import torch
 
 from app.core.cache_stats import HitRate
-from app.core.errors import InvalidRequest, NotEnoughBlocks
+from app.core.errors import InvalidRequest
 from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from app.simulation.steps import Finished
@@ -35,22 +31,20 @@ from workers.engines.base import (
 )
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.exchange import Exchange
+from workers.engines.torch.forward import ForwardPasses
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.prefills import Prefills
-from workers.engines.torch.sampling import sample
 from workers.engines.torch.sequence import Chunk, TokenSequence, blocks_of, step_of
+from workers.engines.torch.waiting import WaitingRequests
 from workers.kv.cache import BlockCache, EventSink
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
-from workers.kv.remote.frames import Source, TransferError
+from workers.kv.remote.frames import Source
 from workers.kv.remote.link import Link
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
 
 ADMISSION_INTERVAL_S = 1.0
-PREFETCHED_REQUESTS = 2
-"""For this many requests behind the first that waits, blocks are loaded ahead. With more, they
-would evict each other's blocks, and cached blocks that are not in use at the moment."""
 
 
 class TorchEngine:
@@ -81,22 +75,22 @@ class TorchEngine:
         self.transfers = link is not None
         self.block_size = pools[0].shape.block_size
         self._model = model
-        self._pools = pools
+        self._passes = ForwardPasses(model, pools)
         self._manager = manager
-        self._chunk_tokens = chunk_tokens
         self._max_num_seqs = max_num_seqs
         self._max_waiting = max_waiting
         self._admission = AdaptiveAdmission(chunk_tokens, self.block_size)
         self._cache = BlockCache(
             manager, carry_out, publisher, spare=spare, on_load=self._admission.observe_load
         )
-        self._may_admit = asyncio.Event()
+        self._waiting = WaitingRequests(
+            self._cache, chunk_tokens, may_begin=self._may_begin, begin=self._begin
+        )
         self._exchange = (
-            None if link is None else Exchange(pools, self._cache, link, self._may_admit.set)
+            None if link is None else Exchange(pools, self._cache, link, self._waiting.notice)
         )
         self._hit_rate = HitRate()
         self._sequences: dict[str, TokenSequence] = {}
-        self._waiting: deque[TokenSequence] = deque()
         self._prefills = Prefills(
             self._cache,
             self._admission,
@@ -123,7 +117,7 @@ class TorchEngine:
             try:
                 async with asyncio.TaskGroup() as working:
                     working_on = [
-                        working.create_task(self._admit_forever()),
+                        working.create_task(self._waiting.admit_forever()),
                         working.create_task(self._step_forever()),
                         working.create_task(self._revise_admission_forever()),
                     ]
@@ -164,13 +158,11 @@ class TorchEngine:
             lambda _: self._cancel(sequence),
         )
         self._sequences[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
         if self.watcher is not None:
             self.watcher.arrived(request.request_id, sequence.blocks, request.prompt)
-        if len(self._waiting) == 1:
-            self._may_admit.set()
-        if self.running and len(self._waiting) <= 1 + PREFETCHED_REQUESTS:
-            self._prefetch()
+        if self.running:
+            self._waiting.prefetch()
         return sequence.generation
 
     async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> Source | None:
@@ -232,56 +224,8 @@ class TorchEngine:
             sequence.generation.end(None)
         self._sequences.clear()
 
-    async def _admit_forever(self) -> None:
-        """Admit one by one, in order of arrival, so that a large one is not overtaken for ever."""
-        while True:
-            num_running = len(self._prefills) + len(self._decoding)
-            if not self._waiting or num_running >= self._max_num_seqs:
-                self._may_admit.clear()
-                await self._may_admit.wait()
-                continue
-            sequence = self._waiting[0]
-            self._may_admit.clear()
-            table = await self._admit(sequence)
-            if table is not None:
-                self._waiting.remove(sequence)
-                self._begin(sequence, table)
-                self._prefetch()
-            elif not sequence.cancelled:
-                # Too much is in use: there will be room when a request ends, if not before.
-                await self._may_admit.wait()
-
-    async def _admit(self, sequence: TokenSequence) -> BlockTable | None:
-        """None: the request was cancelled, or there is no room."""
-        admitting = asyncio.create_task(
-            self._cache.admit(sequence.reusable(self._chunk_tokens), sequence.num_blocks)
-        )
-        sequence.admitting = admitting
-        try:
-            await asyncio.wait([admitting])
-        except asyncio.CancelledError:
-            admitting.cancel()
-            await asyncio.wait([admitting])
-            raise
-        finally:
-            sequence.admitting = None
-        if admitting.cancelled():
-            return None
-        try:
-            table = admitting.result()
-        except NotEnoughBlocks:
-            return None
-        if sequence.cancelled:
-            self._cache.release(table)
-            return None
-        return table
-
-    def _prefetch(self) -> None:
-        for sequence in islice(self._waiting, 1, 1 + PREFETCHED_REQUESTS):
-            # Only once: without room for its blocks, they would come and go for ever.
-            if not sequence.prefetched:
-                sequence.prefetched = True
-                self._cache.prefetch(sequence.reusable(self._chunk_tokens))
+    def _may_begin(self) -> bool:
+        return len(self._prefills) + len(self._decoding) < self._max_num_seqs
 
     def _begin(self, sequence: TokenSequence, table: BlockTable) -> None:
         sequence.table = table
@@ -309,7 +253,7 @@ class TorchEngine:
             for_others = {one.request.request_id for one in self._in_step if one.request.keep_s}
             started = time.perf_counter()
             tokens, chunk, waited_s = await loop.run_in_executor(
-                self._thread, self._compute, chunk, decoding
+                self._thread, self._passes.compute, chunk, decoding
             )
             duration_s = time.perf_counter() - started - waited_s
             finished = self._apply(chunk, decoding, tokens)
@@ -323,45 +267,6 @@ class TorchEngine:
         while True:
             await asyncio.sleep(ADMISSION_INTERVAL_S)
             self._manager.admission = self._admission.revised(self._manager.admission)
-
-    def _compute(
-        self, chunk: Chunk | None, decoding: Sequence[TokenSequence]
-    ) -> tuple[list[int], Chunk | None, float]:
-        """Runs in a thread. The next token of each decoding request, then that after the prompt;
-        the chunk, unless blocks before it do not arrive; seconds of waiting for these."""
-        tokens = []
-        computed, waited_s = chunk, 0.0
-        if decoding:
-            logits = self._model.decode(
-                [pool.kv for pool in self._pools],
-                [sequence.tokens[-1] for sequence in decoding],
-                [len(sequence.tokens) - 1 for sequence in decoding],
-                [sequence.block_ids for sequence in decoding],
-            )
-            tokens = sample(logits, [sequence.sampler for sequence in decoding])
-        if chunk is not None:
-            try:
-                tokens += self._prefill(chunk)
-            except TransferError:
-                computed = None
-            if chunk.arrival is not None:
-                waited_s = chunk.arrival.waited_s
-        for device in {pool.device for pool in self._pools if pool.words.is_cuda}:
-            # Later work may read what was written, and the caller measures how long the step took.
-            torch.cuda.current_stream(device).synchronize()
-        return tokens, computed, waited_s
-
-    def _prefill(self, chunk: Chunk) -> list[int]:
-        """The token after the prompt, if the chunk is its last. Raises TransferError."""
-        sequence = chunk.sequence
-        logits = self._model.prefill(
-            [pool.kv for pool in self._pools],
-            sequence.tokens[chunk.start : chunk.stop],
-            chunk.start,
-            sequence.block_ids,
-            *(() if chunk.arrival is None else (chunk.arrival.wait_layer,)),
-        )
-        return sample(logits[None], [sequence.sampler]) if chunk.is_last else []
 
     def _apply(
         self, chunk: Chunk | None, decoding: Sequence[TokenSequence], tokens: Sequence[int]
@@ -407,11 +312,8 @@ class TorchEngine:
             return
         self._forget(sequence)
         sequence.cancelled = True
-        if sequence.admitting is not None:
-            sequence.admitting.cancel()
         if sequence.table is None:
-            self._waiting.remove(sequence)
-            self._may_admit.set()
+            self._waiting.cancel(sequence)
         else:
             self._leave_if_unused(sequence)
 
@@ -439,4 +341,4 @@ class TorchEngine:
             self._prefills.remove(sequence)
         self._cache.release(sequence.table)
         sequence.table = None
-        self._may_admit.set()
+        self._waiting.notice()

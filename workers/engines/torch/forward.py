@@ -1,0 +1,61 @@
+"""What the torch engine computes in a step, on the thread of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.engines.torch.llama import Llama
+from workers.engines.torch.sampling import sample
+from workers.engines.torch.sequence import Chunk, TokenSequence
+from workers.kv.memory import MemoryPool
+from workers.kv.remote.frames import TransferError
+
+
+class ForwardPasses:
+    """Of a model over KV pools on the device, by rank."""
+
+    def __init__(self, model: Llama, pools: Sequence[MemoryPool]) -> None:
+        self._model = model
+        self._kv = [pool.kv for pool in pools]
+        self._gpus = {pool.device for pool in pools if pool.words.is_cuda}
+
+    def compute(
+        self, chunk: Chunk | None, decoding: Sequence[TokenSequence]
+    ) -> tuple[list[int], Chunk | None, float]:
+        """The next token of each decoding request, then that after the prompt; the chunk, unless
+        blocks before it do not arrive; seconds of waiting for these."""
+        tokens = []
+        computed, waited_s = chunk, 0.0
+        if decoding:
+            logits = self._model.decode(
+                self._kv,
+                [sequence.tokens[-1] for sequence in decoding],
+                [len(sequence.tokens) - 1 for sequence in decoding],
+                [sequence.block_ids for sequence in decoding],
+            )
+            tokens = sample(logits, [sequence.sampler for sequence in decoding])
+        if chunk is not None:
+            try:
+                tokens += self._prefill(chunk)
+            except TransferError:
+                computed = None
+            if chunk.arrival is not None:
+                waited_s = chunk.arrival.waited_s
+        for gpu in self._gpus:
+            # Later work may read what was written, and the caller measures how long the step took.
+            torch.cuda.current_stream(gpu).synchronize()
+        return tokens, computed, waited_s
+
+    def _prefill(self, chunk: Chunk) -> list[int]:
+        """The token after the prompt, if the chunk is its last. Raises TransferError."""
+        sequence = chunk.sequence
+        logits = self._model.prefill(
+            self._kv,
+            sequence.tokens[chunk.start : chunk.stop],
+            chunk.start,
+            sequence.block_ids,
+            *(() if chunk.arrival is None else (chunk.arrival.wait_layer,)),
+        )
+        return sample(logits[None], [sequence.sampler]) if chunk.is_last else []
