@@ -44,6 +44,10 @@ TEXT_TOKEN_BYTES = 32
 ROOM_BYTES = 65_536
 """Room in a body for everything but the prompt."""
 _COMPLETION = GENERATION | {"prompt"}
+_REFUSED = (
+    *(InvalidRequest, BodyTooLarge, BodyTimeout, BodiesTooLarge, PromptTooLargeError),
+    *(QueueFullError, EngineStoppedError, ClientDisconnect),
+)
 
 
 def create_app(
@@ -67,29 +71,18 @@ def create_app(
     """
     engine = served.engine
     app = FastAPI(title="kvroute worker", openapi_url=None, redirect_slashes=False)
-    for kind in (
-        InvalidRequest,
-        BodyTooLarge,
-        BodyTimeout,
-        BodiesTooLarge,
-        PromptTooLargeError,
-        QueueFullError,
-        EngineStoppedError,
-        ClientDisconnect,
-    ):
+    for kind in _REFUSED:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(HTTPException, http_error)
-
     if key or metrics_key:
         app.add_middleware(_Guard, key=key, metrics_key=metrics_key)
+    collected = registry_of(engine, registry)
 
     @app.get("/health")
     async def health() -> Response:
         if engine.running:
             return json_response({"status": "ok"})
         return json_response({"status": "the engine is not running"}, 503)
-
-    collected = registry_of(engine, registry)
 
     @app.get("/metrics")
     async def metrics() -> Response:
