@@ -26,6 +26,7 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.weights",
         "workers.engines.torch.engine",
         "workers.engines.torch.exchange",
+        "workers.engines.torch.fingerprint",
         "workers.engines.torch.forward",
         "workers.engines.torch.waiting",
         "workers.engines.torch.prefills",

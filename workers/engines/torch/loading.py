@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from xxhash import xxh3_64_intdigest
 
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from workers.engines.base import Engine, Hosted
 from workers.engines.torch.engine import TorchEngine
+from workers.engines.torch.fingerprint import fingerprint_of, identity_of
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 from workers.engines.torch.tiers import open_tiers
 from workers.engines.torch.tokenizer import Tokenizer
 from workers.kv.cache import EventSink
-from workers.kv.memory import KVShape
 from workers.kv.remote.link import Link, open_link
 
 log = logging.getLogger(__name__)
@@ -77,22 +75,15 @@ def _model(
         )
     model = Llama.load(LlamaConfig.from_checkpoint(folder), folder, dtype=dtype, device=device)
     has_text = (folder / "tokenizer.json").exists()
-    return model, Tokenizer.from_folder(folder) if has_text else None, _identity(folder)
+    return model, Tokenizer.from_folder(folder) if has_text else None, identity_of(folder)
 
 
 def _with_tiers(
     settings: WorkerSettings, model: Llama, tokenizer: Tokenizer | None, identity: str
 ) -> Hosted:
-    shape = model.kv_shape(settings.block_size)
     with ExitStack() as stack:
-        tiers = open_tiers(
-            settings,
-            shape,
-            model.device,
-            lambda part: _fingerprint(settings, model, part, identity),
-            stack,
-        )
-        link = _link(settings, model, shape, stack) if settings.kv_transfer else None
+        tiers = open_tiers(settings, model, identity, stack)
+        link = _link(settings, model, stack) if settings.kv_transfer else None
         kept = stack.pop_all()
 
     def start(publisher: EventSink) -> Engine:
@@ -121,10 +112,11 @@ def _with_tiers(
     )
 
 
-def _link(settings: WorkerSettings, model: Llama, shape: KVShape, stack: ExitStack) -> Link:
+def _link(settings: WorkerSettings, model: Llama, stack: ExitStack) -> Link:
     """Where other workers that compute the same bits may fetch KV; open as long as `stack` is."""
     weights = f"{model.checksum():016x}"
-    computed = _fingerprint(settings, model, shape, weights)
+    shape = model.kv_shape(settings.block_size)
+    computed = fingerprint_of(settings, model, shape, weights)
     kind = {"weights": weights, "blocks": str(shape), "computed": f"{computed:016x}"}
     return open_link(settings, kind, stack)
 
@@ -148,23 +140,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _identity(folder: Path) -> str:
-    """Changes whenever files of a checkpoint do."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
-    return repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-
-
-def _fingerprint(settings: WorkerSettings, model: Llama, shape: KVShape, identity: str) -> int:
-    """Covers everything that decides which bits a block of KV has."""
-    is_cuda = model.device.type == "cuda"
-    device = torch.cuda.get_device_name(model.device) if is_cuda else str(model.device)
-    computed = (
-        *(version("kvroute"), torch.__version__, torch.backends.cpu.get_cpu_capability()),
-        *(device, torch.get_num_threads(), settings.prefill_chunk),
-    )
-    return xxh3_64_intdigest(repr((identity, model.config, computed)).encode(), shape.fingerprint)
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,8 @@ import torch
 from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import SequenceHash, Tier, WorkerKey
+from workers.engines.torch.fingerprint import fingerprint_of
+from workers.engines.torch.llama import Llama
 from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool, host_pool
@@ -37,22 +39,18 @@ class Tiers:
     carry_out: Callable[[Move], int]
 
 
-def open_tiers(
-    settings: WorkerSettings,
-    shape: KVShape,
-    device: torch.device,
-    fingerprint: Callable[[KVShape], int],
-    stack: ExitStack,
-) -> Tiers:
-    """Open as long as `stack` is. shape: of all ranks together. Raises ConfigError."""
+def open_tiers(settings: WorkerSettings, model: Llama, identity: str, stack: ExitStack) -> Tiers:
+    """Open as long as `stack` is. identity: of the model. Raises ConfigError."""
+    shape = model.kv_shape(settings.block_size)
     ranks = shape.split(settings.tp_size)
     num_blocks = _num_blocks(settings, shape)
     # Memory and files first: they fail at once if there is no room for this many blocks.
-    pools = _pools(settings, ranks, num_blocks, device)
+    pools = _pools(settings, ranks, num_blocks, model.device)
     disks = []
     if Tier.DISK in num_blocks:
         for rank in ranks:
-            file = _slot_file(settings, rank, num_blocks[Tier.DISK], fingerprint(rank))
+            fingerprint = fingerprint_of(settings, model, rank, identity)
+            file = _slot_file(settings, rank, num_blocks[Tier.DISK], fingerprint)
             disks.append(stack.enter_context(closing(file)))
     manager = BlockManager(
         num_blocks,

@@ -27,8 +27,8 @@ from tests.workers.kv.cache_model import FakePublisher
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
 from workers.engines.torch.engine import TorchEngine
+from workers.engines.torch.fingerprint import fingerprint_of, identity_of
 from workers.engines.torch.llama import SIZES, Llama
-from workers.engines.torch.loading import _fingerprint, _identity
 from workers.kv.disk_records import _RECORD, PAGE_BYTES
 from workers.kv.remote.frames import Source
 from workers.main import serve
@@ -131,7 +131,7 @@ def test_blocks_on_disk_are_not_shared_between_kinds_of_gpu(
     def fingerprint(device: str, name: str) -> int:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         model.device = torch.device(device)
-        return _fingerprint(SETTINGS, model, shape, "tiny")
+        return fingerprint_of(SETTINGS, model, shape, "tiny")
 
     assert fingerprint("cuda", "NVIDIA H100") == fingerprint("cuda:1", "NVIDIA H100")
     assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cuda", "NVIDIA A100")
@@ -141,10 +141,10 @@ def test_blocks_on_disk_are_not_shared_between_kinds_of_gpu(
 def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
     shape = model.kv_shape(16)
-    before = _fingerprint(SETTINGS, model, shape, "tiny")
-    assert _fingerprint(SETTINGS, model, shape, "tiny") == before
-    monkeypatch.setattr("workers.engines.torch.loading.version", lambda _: "9.9")
-    assert _fingerprint(SETTINGS, model, shape, "tiny") != before
+    before = fingerprint_of(SETTINGS, model, shape, "tiny")
+    assert fingerprint_of(SETTINGS, model, shape, "tiny") == before
+    monkeypatch.setattr("workers.engines.torch.fingerprint.version", lambda _: "9.9")
+    assert fingerprint_of(SETTINGS, model, shape, "tiny") != before
 
 
 def test_blocks_on_disk_are_not_reused_once_anything_changes_that_decides_their_bits(
@@ -152,21 +152,21 @@ def test_blocks_on_disk_are_not_reused_once_anything_changes_that_decides_their_
 ) -> None:
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
     shape = model.kv_shape(16)
-    found = {_fingerprint(SETTINGS, model, shape, "tiny")}
-    found.add(_fingerprint(replace(SETTINGS, prefill_chunk=512), model, shape, "tiny"))
-    found.add(_fingerprint(SETTINGS, model, replace(shape, tp_size=2), "tiny"))
-    found.add(_fingerprint(SETTINGS, model, shape, "another"))
+    found = {fingerprint_of(SETTINGS, model, shape, "tiny")}
+    found.add(fingerprint_of(replace(SETTINGS, prefill_chunk=512), model, shape, "tiny"))
+    found.add(fingerprint_of(SETTINGS, model, replace(shape, tp_size=2), "tiny"))
+    found.add(fingerprint_of(SETTINGS, model, shape, "another"))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 99)
-        found.add(_fingerprint(SETTINGS, model, shape, "tiny"))
+        found.add(fingerprint_of(SETTINGS, model, shape, "tiny"))
     model.config = replace(model.config, rope_theta=1.0)
-    found.add(_fingerprint(SETTINGS, model, shape, "tiny"))
+    found.add(fingerprint_of(SETTINGS, model, shape, "tiny"))
     assert len(found) == 6
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text("")
-        before = _identity(tmp_path)
+        before = identity_of(tmp_path)
         os.utime(tmp_path / name, (1, 1))
-        assert _identity(tmp_path) != before
+        assert identity_of(tmp_path) != before
 
 
 async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
