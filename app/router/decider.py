@@ -29,6 +29,7 @@ from app.router.pending import Pending
 from app.router.replica import Replica
 from app.router.waiting import Waiting
 from app.state import reservations
+from app.state.reservations import Release
 
 log = logging.getLogger(__name__)
 
@@ -232,16 +233,17 @@ class Decider:
     async def _release_all(self, some: list[Pending]) -> list[bool]:
         """Release what requests hold from earlier tries; whether each held anything."""
         keyspace = self._replica.keyspace
-        calls = {
-            pending: reservations.release(keyspace, held, began_by_ms=pending.query.began_ms)
+        releases = {
+            pending: Release(held, began_by_ms=pending.query.began_ms)
             for pending in some
             if (held := pending.query.replaces)
         }
+        call = reservations.release(keyspace, list(releases.values()))
         try:
-            replies = await self._replica.runner.run(list(calls.values())) if calls else []
+            attempts = await self._replica.runner.one(call) if releases else []
         except RedisUnavailable:
-            replies = []
-        released = dict(zip(calls, replies, strict=False))
+            attempts = []
+        released = dict(zip(releases, attempts, strict=False))
         for attempt in released.values():
             if attempt is not None:
                 self._history.withdraw(attempt)

@@ -22,6 +22,7 @@ from app.state import index, leases, planner, predictions, reading, reservations
 from app.state.columns import Columns
 from app.state.connect import danger_of_eviction
 from app.state.predictions import PredictionSettings
+from app.state.reservations import Release
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Maintenance:
         self._history = history
         self._columns = Columns()
         # Beyond the limit, the oldest are left to expire.
-        self._reports: deque[Call[str | None]] = deque(maxlen=MAX_REPORTS)
+        self._reports: deque[Call[list[str | None]]] = deque(maxlen=MAX_REPORTS)
         self.danger_of_eviction = ""
         """What is wrong with the eviction policy of Redis; "": nothing."""
 
@@ -82,10 +83,11 @@ class Maintenance:
     def release_soon(
         self, request_id: str, attempt: str = "", began_by_ms: int | None = None
     ) -> None:
-        """Release soon what Redis may hold and nobody else will end; see `reservations.release`."""
-        self.tell_soon(reservations.release(self._keyspace, request_id, attempt, began_by_ms))
+        """Release soon what Redis may hold and nobody else will end; see `reservations.Release`."""
+        release = Release(request_id, attempt, began_by_ms)
+        self.tell_soon(reservations.release(self._keyspace, [release]))
 
-    def tell_soon(self, report: Call[str | None]) -> None:
+    def tell_soon(self, report: Call[list[str | None]]) -> None:
         """Tell Redis of a first token or an end, which it could not be told of at once."""
         self._reports.append(report)
 
@@ -118,7 +120,7 @@ class Maintenance:
                         self._reports.popleft()
                 if self._reports:
                     pause = 0.0
-                for sent, attempt in zip(reports, others, strict=False):
+                for sent, (attempt,) in zip(reports, others, strict=False):
                     if attempt is not None:
                         is_end = sent.name == "release"
                         (self._history.withdraw if is_end else self._history.confirm)(attempt)

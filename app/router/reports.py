@@ -18,7 +18,7 @@ from app.router.maintenance import Maintenance
 from app.router.replica import Replica
 from app.state import reservations
 from app.state.endings import Ending
-from app.state.reservations import Extended, Extension
+from app.state.reservations import Extended, Extension, PrefillComplete, Release
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class _Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """began_by_ms: see `reservations.release`. answer: whether there was such a reservation; None:
+    """began_by_ms: see `reservations.Release`. answer: whether there was such a reservation; None:
     nobody waits for that. ending: what came of the request; None: nobody says. is_whole: of an end:
     it tells of the first token as well."""
 
@@ -146,23 +146,34 @@ class Reports:
 
     async def _send(self, reports: list[_Report]) -> None:
         reports = _joined(reports)
-        calls = [self._call(report) for report in reports]
+        ends = [report for report in reports if report.event is _Event.END]
+        others = [report for report in reports if report.event is not _Event.END]
+        told = [some for some in (others, ends) if some]
         extensions = self._extensions()
         replies = await self._replica.runner.run_each(
-            [*calls, *(reservations.extend(self._replica.keyspace, some) for some in extensions)]
+            [
+                *map(self._call, told),
+                *(reservations.extend(self._replica.keyspace, some) for some in extensions),
+            ]
         )
-        self._note_extended(extensions, replies[len(reports) :])
-        for report, attempt in zip(reports, replies, strict=False):
-            if isinstance(attempt, RedisUnavailable):
-                self._failed(report, attempt)
-                continue
-            if attempt is None:
-                self._replica.telemetry.reservations_of("unknown").inc()
-            else:
-                self._note(report, attempt)
-            if report.answer is not None and not report.answer.done():
-                report.answer.set_result(attempt is not None)
+        self._note_extended(extensions, replies[len(told) :])
+        for some, attempts in zip(told, replies, strict=False):
+            if isinstance(attempts, RedisUnavailable):
+                attempts = [attempts] * len(some)
+            for report, attempt in zip(some, attempts, strict=True):
+                self._answered(report, attempt)
         self._on_end()
+
+    def _answered(self, report: _Report, attempt: str | RedisUnavailable | None) -> None:
+        if isinstance(attempt, RedisUnavailable):
+            self._failed(report, attempt)
+            return
+        if attempt is None:
+            self._replica.telemetry.reservations_of("unknown").inc()
+        else:
+            self._note(report, attempt)
+        if report.answer is not None and not report.answer.done():
+            report.answer.set_result(attempt is not None)
 
     def _note(self, report: _Report, attempt: str) -> None:
         for event in report.events:
@@ -198,23 +209,45 @@ class Reports:
             made = outcomes.count(Extended.RESERVED_AGAIN)
             self._replica.telemetry.reservations_of("made_again").inc(made)
 
-    def _call(self, report: _Report, began_by_ms: int | None = None) -> Call[str | None]:
-        """began_by_ms: if told late, as the same id may have been promised something else since."""
-        keyspace, name = self._replica.keyspace, report.reservation_id
-        if report.event is _Event.END:
+    def _call(self, reports: list[_Report], *, late: bool = False) -> Call[list[str | None]]:
+        """Of ends, or of others alone. late: the same ids may have been promised something else
+        since."""
+        keyspace = self._replica.keyspace
+        if reports[0].event is _Event.END:
             return reservations.release(
-                keyspace, name, began_by_ms=began_by_ms, answered=True, whole=report.is_whole
+                keyspace,
+                [
+                    Release(
+                        report.reservation_id,
+                        began_by_ms=report.began_by_ms if late else None,
+                        answered=True,
+                        whole=report.is_whole,
+                    )
+                    for report in reports
+                ],
             )
+        return reservations.prefill_complete(
+            keyspace,
+            [
+                PrefillComplete(
+                    report.reservation_id,
+                    self._ttl_ms_after(report),
+                    report.began_by_ms if late else None,
+                    report.event is _Event.SOURCE_COMPLETE,
+                )
+                for report in reports
+            ],
+        )
+
+    def _ttl_ms_after(self, report: _Report) -> int:
         if report.event is _Event.SOURCE_COMPLETE:
-            return reservations.prefill_complete(
-                keyspace, name, began_by_ms, ttl_ms=self._kv_lease_ms, of_source=True
-            )
-        ttl_ms = reservations.CARRIED_MS if name in self._carried else self._ttl_ms
-        return reservations.prefill_complete(keyspace, name, began_by_ms, ttl_ms=ttl_ms)
+            return self._kv_lease_ms
+        is_carried = report.reservation_id in self._carried
+        return reservations.CARRIED_MS if is_carried else self._ttl_ms
 
     def _failed(self, report: _Report, error: RedisUnavailable) -> None:
         if report.began_by_ms is not None:
-            self._maintenance.tell_soon(self._call(report, report.began_by_ms))
+            self._maintenance.tell_soon(self._call([report], late=True))
         if report.answer is not None and not report.answer.done():
             report.answer.set_exception(error)
 

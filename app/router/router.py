@@ -36,6 +36,7 @@ from app.router.reports import Reports
 from app.router.waiting import Waiting
 from app.state import leases, reservations
 from app.state.endings import Ending
+from app.state.reservations import Release
 from app.state.scripts import ScriptRunner
 
 log = logging.getLogger(__name__)
@@ -248,8 +249,8 @@ class Router:
             # First, as only the reservation tells which worker that is. In the same round trip it
             # would come second if Redis had yet to be sent this script, but not the other.
             await self._suspend_worker_of(request_id, of_source=of_source)
-            attempt = await self._runner.one(
-                reservations.release(self._keyspace, request_id, answered=False)
+            (attempt,) = await self._runner.one(
+                reservations.release(self._keyspace, [Release(request_id)])
             )
         except (RedisUnavailable, asyncio.CancelledError):
             if now_ms is not None:

@@ -134,48 +134,61 @@ def extend(keyspace: Keyspace, extensions: Sequence[Extension]) -> Call[list[Ext
     return call("extend", keyspace, *args, parse=parse)
 
 
+@dataclass(slots=True)
+class PrefillComplete:
+    """Of one request. request_id: that, or the reservation's own id. ttl_ms: how much longer what
+    is reserved lasts. began_by_ms: as of a Release. of_source: of what its source promised: the
+    prompt is computed there, and no longer a request of that worker's; its blocks wait to be
+    fetched, for ttl_ms."""
+
+    request_id: str
+    ttl_ms: int
+    began_by_ms: int | None = None
+    of_source: bool = False
+
+
 def prefill_complete(
-    keyspace: Keyspace,
-    request_id: str,
-    began_by_ms: int | None = None,
-    *,
-    ttl_ms: int,
-    of_source: bool = False,
-) -> Call[str | None]:
-    """Record that the first token is out; the reservation then lasts ttl_ms longer.
+    keyspace: Keyspace, requests: Sequence[PrefillComplete]
+) -> Call[list[str | None]]:
+    """Record that first tokens are out. Idempotent.
 
-    of_source: of what its source promised: the prompt is computed there, and no longer a request of
-    that worker's; its blocks wait to be fetched, for ttl_ms.
-    Returns the attempt that made it, "-" if that is unknown; None: there is no such reservation.
-    began_by_ms: as for `release`. Idempotent.
+    Returns of each the attempt that made the reservation, "-" if that is unknown; None: there is no
+    such reservation.
     """
-    by_ms = -1 if began_by_ms is None else began_by_ms
-    args = (request_id, ttl_ms, by_ms, int(of_source))
-    return call("prefill_complete", keyspace, *args, parse=_attempt)
+    args: list[int | str] = []
+    for one in requests:
+        by_ms = -1 if one.began_by_ms is None else one.began_by_ms
+        args += (one.request_id, one.ttl_ms, by_ms, int(one.of_source))
+    return call("prefill_complete", keyspace, *args, parse=_attempts)
 
 
-def release(
-    keyspace: Keyspace,
-    request_id: str,
-    attempt: str = "",
-    began_by_ms: int | None = None,
-    *,
-    answered: bool = False,
-    whole: bool = False,
-) -> Call[str | None]:
-    """End a reservation. Idempotent.
+@dataclass(slots=True)
+class Release:
+    """Of one reservation. request_id: that, or the reservation's own id. attempt: only if the
+    reservation is that attempt's; "": any. began_by_ms: only if the try that made it began by then,
+    by the Redis clock; None: whenever that was. answered: its worker did not fail it, which makes
+    up for a failure, if the first token was reported. whole: it was answered, and its first token
+    is reported with this."""
 
-    Returns the attempt that made it if its first token was not out yet, else "-"; None: there is no
-    such reservation (any more).
+    request_id: str
+    attempt: str = ""
+    began_by_ms: int | None = None
+    answered: bool = False
+    whole: bool = False
 
-    request_id: that, or the reservation's own id. attempt: only if the reservation is that
-    attempt's; "": any. began_by_ms: only if the try that made it began by then, by the Redis clock;
-    None: whenever that was. answered: its worker did not fail it, which makes up for a failure, if
-    the first token was reported. whole: it was answered, and its first token is reported with this.
+
+def release(keyspace: Keyspace, releases: Sequence[Release]) -> Call[list[str | None]]:
+    """End reservations. Idempotent.
+
+    Returns of each the attempt that made it if its first token was not out yet, else "-"; None:
+    there is no such reservation (any more).
     """
-    by_ms = -1 if began_by_ms is None else began_by_ms
-    how = 2 if whole else int(answered)
-    return call("release", keyspace, request_id, attempt, by_ms, how, parse=_attempt)
+    args: list[int | str] = []
+    for one in releases:
+        by_ms = -1 if one.began_by_ms is None else one.began_by_ms
+        how = 2 if one.whole else int(one.answered)
+        args += (one.request_id, one.attempt, by_ms, how)
+    return call("release", keyspace, *args, parse=_attempts)
 
 
 def expire(keyspace: Keyspace, limit: int) -> Call[int]:
@@ -183,8 +196,8 @@ def expire(keyspace: Keyspace, limit: int) -> Call[int]:
     return call("expire", keyspace, limit, parse=int)
 
 
-def _attempt(reply: bytes | None) -> str | None:
-    return None if reply is None else reply.decode()
+def _attempts(reply: list[bytes | None]) -> list[str | None]:
+    return [None if attempt is None else attempt.decode() for attempt in reply]
 
 
 def _snapshot(keyspace: Keyspace, reply: list[Any] | None, columns: Columns) -> Snapshot | None:

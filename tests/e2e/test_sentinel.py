@@ -115,7 +115,7 @@ async def test_scripts_that_only_read_run_on_replicas_if_configured(
     redis: RedisClient, servers: SentinelServers
 ) -> None:
     runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
-    release = reservations.release(KEYS, "r1")
+    release = reservations.release(KEYS, [reservations.Release("r1")])
     await runner.run([register(KEYS, "a"), release])
     chains = [[SequenceHash(1)]]
 

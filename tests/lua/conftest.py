@@ -20,6 +20,7 @@ from app.state.index import Change, SweepStep
 from app.state.leases import Registration
 from app.state.overlap import Boundaries
 from app.state.predictions import PredictionSettings
+from app.state.reservations import PrefillComplete, Release
 from app.state.scripts import Call, ScriptRunner
 from app.state.waiting import Ticket
 from tests.eventually import eventually
@@ -224,10 +225,8 @@ class Namespace:
     async def prefill_complete(
         self, request_id: str, ttl_ms: int = LONG_MS, *, of_source: bool = False
     ) -> bool:
-        call = reservations.prefill_complete(
-            self.keys, request_id, ttl_ms=ttl_ms, of_source=of_source
-        )
-        return await self.do(call) is not None
+        one = PrefillComplete(request_id, ttl_ms, of_source=of_source)
+        return (await self.do(reservations.prefill_complete(self.keys, [one]))) != [None]
 
     async def release(
         self,
@@ -238,10 +237,11 @@ class Namespace:
         answered: bool = False,
         whole: bool = False,
     ) -> bool:
-        call = reservations.release(
-            self.keys, request_id, attempt, began_by_ms, answered=answered, whole=whole
-        )
-        return await self.do(call) is not None
+        one = Release(request_id, attempt, began_by_ms, answered, whole)
+        return (await self.release_all(one)) != [None]
+
+    async def release_all(self, *some: Release) -> list[str | None]:
+        return await self.do(reservations.release(self.keys, some))
 
     async def remember(
         self, session: str, inc: Incarnation, ttl_ms: int = LONG_MS, limit: int = 1000

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 
 from app.core.loads import Load
+from app.state import reservations
+from app.state.reservations import PrefillComplete
 from tests.eventually import eventually
-from tests.lua.conftest import Namespace
+from tests.lua.conftest import LONG_MS, Namespace
 
 
 @pytest.mark.oldest_too
@@ -107,3 +109,22 @@ async def test_a_first_token_is_reported_by_the_id_of_the_reservation(space: Nam
     for decoding, tag in enumerate(("bb", "aa"), start=1):
         assert await space.prefill_complete(f"r1~{tag}")
         assert (await space.load(inc)).decoding == decoding
+
+
+async def test_one_call_completes_each_by_itself(space: Namespace) -> None:
+    inc = await space.worker("w1")
+    await space.reserve(inc, "r1", tokens=100, attempt="1-aa")
+    await space.reserve(inc, "r2", tokens=30, attempt="9-bb")
+    await space.reserve(inc, "r3", tokens=5, attempt="3-cc")
+    call = reservations.prefill_complete(
+        space.keys,
+        [
+            PrefillComplete("r1", LONG_MS),
+            PrefillComplete("gone", LONG_MS),
+            PrefillComplete("r2", LONG_MS, began_by_ms=8),
+            PrefillComplete("r3", LONG_MS),
+        ],
+    )
+    assert await space.do(call) == ["1-aa", None, None, "3-cc"]
+    load = await space.load(inc)
+    assert (load.decoding, load.prefill_tokens) == (2, 30)

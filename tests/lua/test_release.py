@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.core.loads import Load
+from app.state.reservations import Release
 from tests.eventually import eventually
 from tests.lua.conftest import Namespace
 
@@ -163,3 +164,18 @@ async def test_a_request_id_that_was_given_out_again_is_not_released_by_the_firs
     await space.reserve(inc, "r1", attempt="2000-bb")
     assert not await space.release("r1~aa")
     assert await space.release("r1~bb")
+
+
+async def test_one_call_releases_each_by_itself(space: Namespace) -> None:
+    inc, other = await space.worker("w1"), await space.worker("w2")
+    await space.reserve(inc, "r1", tokens=100, blocks=7, attempt="1-aa")
+    await space.reserve(inc, "r2", tokens=30, blocks=2, attempt="2-bb")
+    await space.reserve(other, "r3", attempt="3-cc")
+    await space.prefill_complete("r2")
+    released = await space.release_all(
+        Release("r1", "another"), Release("r2"), Release("gone"), Release("r2"), Release("r3")
+    )
+    assert released == [None, "-", None, None, "3-cc"]
+    load = await space.load(inc)
+    assert (load.requests, load.decoding, load.prefill_tokens, load.blocks) == (1, 0, 100, 7)
+    assert await space.release_all(Release("r1"), Release("r1")) == ["1-aa", None]

@@ -123,7 +123,8 @@ async def test_an_agent_that_is_told_to_stop_waits_for_the_requests_on_its_worke
             assert 'kvroute_worker_draining{worker="a:0"} 1.0' in shown
             assert not draining.done()
             for name in await redis.hkeys(KEYS[f"requests:{first.incarnation}"]):
-                await runner.one(reservations.release(KEYS, name.decode()))
+                releases = [reservations.Release(name.decode())]
+                await runner.one(reservations.release(KEYS, releases))
             assert await draining
             assert held["worker_id"] == "a"
 

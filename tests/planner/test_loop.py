@@ -260,7 +260,7 @@ def wish_for(request_id: str, inc: Incarnation) -> Wish:
 
 
 async def release(runner: ScriptRunner, request_id: str) -> None:
-    await runner.one(reservations.release(KEYS, request_id))
+    await runner.one(reservations.release(KEYS, [reservations.Release(request_id)]))
 
 
 async def test_who_advises_changes_nothing(one_redis_server: EmbeddedRedis, redis: Redis) -> None:

@@ -38,7 +38,7 @@ WISH = Wish(
 )
 RESERVE = reservations.reserve(KEYS, [WISH], ttl_ms=60_000)
 BLOCK = SequenceHash(7)
-RELEASE = reservations.release(KEYS, "r1")
+RELEASE = reservations.release(KEYS, [reservations.Release("r1")])
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ async def test_replies_come_in_the_order_of_the_calls(redis: RedisClient) -> Non
         leases.Registration(Incarnation(1), predecessor_lives=False, shards=1),
         True,
         [None],
-        "-",
-        None,
+        ["-"],
+        [None],
     ]
     assert await runner.run([]) == []
 
@@ -93,7 +93,7 @@ async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis: Redi
         [LOADS, RESERVE, LOADS, RELEASE, RESERVE]
     )
     assert seen.loads.keys() == seen_too.loads.keys() == {Incarnation(1)}
-    assert (reserved, released, again) == ([None], "-", [None])
+    assert (reserved, released, again) == ([None], ["-"], [None])
     load = (await runner.one(LOADS)).loads[Incarnation(1)]
     assert (load.requests, load.total) == (1, 2)
 
@@ -216,7 +216,7 @@ async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
         await ScriptRunner(own_redis, timeout_s=0.1).run([LOADS, LOADS])
     # The late answers must not be taken for answers to a later call.
     runner = ScriptRunner(own_redis, timeout_s=5)
-    assert await runner.run([RESERVE, RELEASE]) == [[None], "-"]
+    assert await runner.run([RESERVE, RELEASE]) == [[None], ["-"]]
 
 
 async def test_a_redis_that_cannot_be_reached_is_unavailable() -> None:

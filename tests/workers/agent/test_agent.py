@@ -238,7 +238,9 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
         loads = (await observer.runner.one(reservations.loads(KEYS))).loads
         assert {inc: (load.requests, load.blocks) for inc, load in loads.items()} == {1: (1, 7)}
-        assert await observer.runner.one(reservations.release(KEYS, "req-1"))
+        assert await observer.runner.one(
+            reservations.release(KEYS, [reservations.Release("req-1")])
+        )
 
 
 async def test_a_drained_worker_is_not_back_in_service_after_redis_is_flushed(
