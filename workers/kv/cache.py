@@ -144,9 +144,9 @@ class BlockCache:
         self.manager.release(table)
         self._go_on()
 
-    def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:
+    def prefetch(self, chain: Sequence[SequenceHash]) -> int:
         """For a request that still waits: start loading into free slots; see BlockManager."""
-        count = self.manager.prefetch(chain, tier)
+        count = self.manager.prefetch(chain)
         self._go_on()
         return count
 
@@ -226,8 +226,6 @@ class BlockCache:
             await asyncio.wait([self._copies[move]])
 
     async def _copy(self, move: Move) -> None:
-        for before in move.after:
-            await self._ended(before)
         pool = self._loading[move.source] if move.is_load else self._storing[move.target]
         num_done, seconds = 0, 0.0
         try:
@@ -238,7 +236,7 @@ class BlockCache:
             log.exception("copying %d blocks failed", len(move.blocks))
         del self._copies[move]
         self.manager.finish(move, num_done)
-        if move.target is Tier.DEVICE and num_done == len(move.blocks):
+        if move.is_load and num_done == len(move.blocks):
             self._on_load(move.source, num_done, seconds)
         self._go_on()
 

@@ -125,7 +125,7 @@ class BlockManager:
                 self._device.hold(targets[-1])
             slots.append(slot if tier is Tier.DEVICE else targets[-1])
         for tier, (sources, targets) in sorted(above.items()):
-            self._moves.load(tier, Tier.DEVICE, sources, targets)
+            self._moves.load(tier, sources, targets)
         loads = dict.fromkeys(slot.filling for slot in slots if slot.filling is not None)
         table = BlockTable(
             slots=slots + fresh[::-1],
@@ -207,12 +207,12 @@ class BlockManager:
             self._device.release(slot)
         table.slots.clear()
 
-    def prefetch(self, chain: Sequence[SequenceHash], tier: Tier = Tier.DEVICE) -> int:
-        """Plan loads of `chain`'s leading blocks into free slots of `tier`; returns how many."""
+    def prefetch(self, chain: Sequence[SequenceHash]) -> int:
+        """Plan loads of `chain`'s leading blocks into free slots; returns how many."""
         wanted: dict[Tier, list[Slot]] = {}
-        room = self.tiers[tier].num_free
+        room = self._device.num_free
         for source, slot in self._find(chain):
-            if source > tier and not self.tiers[tier].find(block_of(slot)):
+            if source is not Tier.DEVICE:
                 if not room:
                     break
                 room -= 1
@@ -220,7 +220,7 @@ class BlockManager:
         for source, slots in sorted(wanted.items()):
             for slot in slots:
                 self._hold(source, slot)
-            self._moves.load(source, tier, slots, self.tiers[tier].take(len(slots)))
+            self._moves.load(source, slots, self._device.take(len(slots)))
         return sum(map(len, wanted.values()))
 
     # Room

@@ -37,13 +37,13 @@ class Moves:
     def is_storing(self, block: SequenceHash, target: Tier) -> bool:
         return block in self._storing[target]
 
-    def load(self, source: Tier, target: Tier, sources: list[Slot], targets: list[Slot]) -> None:
-        """Plan a load. Its slots are already held; from now on others can find the targets."""
-        fills = dict.fromkeys(slot.filling for slot in sources if slot.filling is not None)
+    def load(self, source: Tier, sources: list[Slot], targets: list[Slot]) -> None:
+        """Plan a load onto the device. Its slots are already held; from now on others can find the
+        targets."""
         blocks = [block_of(slot) for slot in sources]
-        move = Move(source, target, sources, targets, blocks, list(fills))
+        move = Move(source, Tier.DEVICE, sources, targets, blocks)
         for slot, above in zip(sources, targets, strict=True):
-            self._tiers[target].register(above, block_of(slot), slot.parent)
+            self._tiers[Tier.DEVICE].register(above, block_of(slot), slot.parent)
             above.filling = move
             above.uses = slot.uses
         self._plan(move)
@@ -53,7 +53,7 @@ class Moves:
         for slot in sources:
             self._tiers[source].hold(slot)
         targets = self._tiers[target].take(len(sources))
-        move = Move(source, target, sources, targets, [block_of(slot) for slot in sources], [])
+        move = Move(source, target, sources, targets, [block_of(slot) for slot in sources])
         for slot, below in zip(sources, targets, strict=True):
             below.parent = slot.parent
             below.uses = slot.uses

@@ -72,7 +72,7 @@ def block_of(slot: Slot) -> SequenceHash:
 
 @dataclass(eq=False, slots=True)
 class Move:
-    """Blocks to copy from one tier to another: a load if the target is faster, otherwise a store.
+    """Blocks to copy from one tier to another: a load onto the device, or a store in a slower tier.
 
     Sources and targets are held until the move is finished.
     """
@@ -82,8 +82,6 @@ class Move:
     sources: list[Slot]
     targets: list[Slot]
     blocks: list[SequenceHash]
-    after: list[Move]
-    """Moves that fill its sources; they must have ended before this one begins."""
     generations: list[int] = field(init=False)
     """Generations of the sources when the move was planned."""
     finished: bool = False
@@ -93,14 +91,14 @@ class Move:
 
     @property
     def is_load(self) -> bool:
-        return self.target < self.source
+        return self.target is Tier.DEVICE
 
     @property
     def num_ready(self) -> int:
         """How many leading sources hold what is to be copied."""
         planned = zip(self.sources, self.generations, self.blocks, strict=True)
         for n, (slot, generation, block) in enumerate(planned):
-            if (slot.generation, slot.block) != (generation, block) or slot.filling is not None:
+            if (slot.generation, slot.block) != (generation, block):
                 return n
         return len(self.sources)
 

@@ -174,14 +174,14 @@ class BlockModel:
         for cell in reversed(table.cells):
             self._release(Tier.DEVICE, cell)
 
-    def prefetch(self, chain: Sequence[SequenceHash], tier: Tier) -> int:
-        wanted = [(source, cell) for source, cell in self.find(chain) if source > tier]
-        wanted = wanted[: self.num_free(tier)]
+    def prefetch(self, chain: Sequence[SequenceHash]) -> int:
+        wanted = [(source, cell) for source, cell in self.find(chain) if source > Tier.DEVICE]
+        wanted = wanted[: self.num_free(Tier.DEVICE)]
         for _, cell in wanted:
             self._hold(cell)
         for source in self.cells:
-            pairs = [(cell, self._take(tier)) for of, cell in wanted if of is source]
-            self._load(source, tier, pairs)
+            pairs = [(cell, self._take(Tier.DEVICE)) for of, cell in wanted if of is source]
+            self._load(source, Tier.DEVICE, pairs)
         return len(wanted)
 
     def evict(self, tier: Tier, count: int) -> ModelEviction:

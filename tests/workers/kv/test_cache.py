@@ -332,28 +332,6 @@ async def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tmp_path: Path
         await asyncio.gather(*evictions)
 
 
-async def test_a_load_waits_for_the_load_that_fills_its_source(tmp_path: Path) -> None:
-    chains = [chain_of(n, 8) for n in range(7)]
-    async with running(tmp_path, FakePublisher()) as worker:
-        for chain in chains:
-            await worker.compute_and_release(chain)
-            await worker.until_quiet()
-        prompt = next(c[:4] for c in chains if set(worker.manager.match(c)) == {DISK})
-        before = worker.manager.counts.loaded
-        worker.may_load_from_disk.clear()
-        assert worker.cache.prefetch(prompt, HOST) == 4
-        computed = asyncio.ensure_future(worker.compute_and_release(prompt))
-
-        async def filling() -> int:
-            return sum(slot.filling is not None for slot in worker.manager.tiers[DEVICE].all())
-
-        await eventually(filling, lambda count: count == 4)
-        worker.may_load_from_disk.set()
-        await computed
-        assert worker.manager.counts.fallbacks == 0
-        assert worker.manager.counts.loaded - before == 8
-
-
 async def test_only_whole_loads_onto_the_device_are_timed(tmp_path: Path) -> None:
     async with running(tmp_path, FakePublisher(), write=WritePolicy.THROUGH) as worker:
         chain = chain_of(1, 8)
@@ -455,11 +433,15 @@ async def test_blocks_whose_copy_raises_are_computed(
 async def running_with_a_copy_under_way(folder: Path) -> AsyncIterator[Worker]:
     """As long as there is one, requests without room wait; it takes no room on the device."""
     block, manager = SequenceHash(7), BlockManager(NUM_SLOTS, now=lambda: 0.0)
-    manager.adopt(DISK, [(0, 1, block, None)])
+    manager.adopt(HOST, [(0, 1, block, None)])
+    manager.tiers[HOST].all()[0].uses = 1  # else it would not be worth storing
     async with running(folder, FakePublisher(), manager) as worker:
-        worker.may_load_from_disk.clear()
-        assert worker.cache.prefetch([block], HOST) == 1
+        worker.may_store.clear()
+        evicted = asyncio.ensure_future(worker.cache._free(HOST, 1))
+        await asyncio.sleep(0)
         yield worker
+        worker.may_store.set()
+        await evicted
 
 
 async def test_slots_of_a_request_that_cannot_fall_back_go_to_a_waiting_one(

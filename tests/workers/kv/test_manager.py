@@ -323,10 +323,11 @@ def workload(num_blocks: int) -> Callable[[], None]:
                 manager.finish(move, num_blocks)
             manager.withdraw(eviction)
             manager.reclaim(eviction)
-        manager.prefetch(blocks, HOST)
+        manager.prefetch(blocks[: num_blocks // 2])
+        finish_all(manager)
         table = manager.prepare(blocks, num_blocks)
         for move in manager.take_moves():
-            manager.finish(move, num_blocks // 2)
+            manager.finish(move, len(move.blocks) // 2)
         manager.fall_back(table)
         manager.release(table)
 

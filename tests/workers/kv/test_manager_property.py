@@ -147,10 +147,9 @@ class Run:
             self.requests.remove(request)
 
     def finish(self) -> None:
-        ready = [(m, c) for m, c in self.moves if all(above.finished for above in m.after)]
-        if not ready:
+        if not self.moves:
             return
-        move, copy = self.rng.choice(ready)
+        move, copy = self.rng.choice(self.moves)
         num_done = len(move.blocks)
         if self.rng.random() < 0.4:
             num_done = self.rng.randrange(num_done)
@@ -184,8 +183,7 @@ class Run:
 
     def prefetch(self) -> None:
         chain = self.rng.choice(self.chains)
-        tier = self.rng.choice(list(self.manager.tiers))
-        assert self.manager.prefetch(chain, tier) == self.model.prefetch(chain, tier)
+        assert self.manager.prefetch(chain) == self.model.prefetch(chain)
 
     def wait(self) -> None:
         self.model.now += self.rng.random()

@@ -205,7 +205,6 @@ def test_a_tier_slower_than_computing_is_neither_stored_to_nor_loaded_from() -> 
     manager.admission = AdmissionPolicy(compute_s=1.0, load_s={HOST: math.inf})
     evict(manager, DEVICE, 2)
     assert manager.match(chain("AB")) == [DISK] * 2
-    assert manager.prefetch(chain("AB"), HOST) == 0, "a tier that is slow has the blocks even so"
     cached(manager, "XY")
     assert finish_all(manager) == []
 
@@ -270,20 +269,21 @@ def test_blocks_that_a_store_failed_to_copy_hold_no_slots_below() -> None:
 def test_prefetching_fills_only_free_slots_and_is_shared_like_any_load() -> None:
     manager = manager_of(8, host=3, disk=8)
     cached(manager, "ABCDE")
-    for tier, count in ((DEVICE, 2), (HOST, 2), (DEVICE, 3), (HOST, 3)):
+    for tier, count in ((DEVICE, 2), (HOST, 2), (DEVICE, 3)):
         evict(manager, tier, count)
-    assert manager.match(chain("ABCDE")) == [DISK] * 5
-    assert manager.prefetch(chain("ABCDE"), HOST) == 3
+    assert manager.match(chain("ABCDE")) == [HOST] * 3 + [DISK] * 2
+    other = manager.prepare([], 4)
+    assert manager.prefetch(chain("ABCDE")) == 4
+    from_host, from_disk = manager.take_moves()
+    assert (from_host.source, from_host.blocks) == (HOST, chain("ABC"))
+    assert (from_disk.source, from_disk.blocks) == (DISK, chain("ABCD")[3:])
+    manager.release(other)
     table = manager.prepare(chain("ABCDE"), 5)
-    up, from_host, from_disk = manager.take_moves()
-    assert (up.source, up.target, up.blocks) == (DISK, HOST, chain("ABC"))
-    assert (from_host.source, from_host.after) == (HOST, [up])
-    assert (from_disk.source, from_disk.after) == (DISK, [])
-    assert from_host.num_ready == 0
-    manager.finish(up, 3)
-    assert from_host.num_ready == 3
-    manager.finish(from_disk, 2)
-    manager.finish(from_host, 3)
+    (last,) = manager.take_moves()
+    assert (last.source, last.blocks) == (DISK, [block("ABCDE")])
+    assert table.loads == [from_host, from_disk, last]
+    for move in table.loads:
+        manager.finish(move, len(move.blocks))
     manager.check()
     assert table.num_whole == 5
     assert manager.prefetch(chain("ABCDE")) == 0
@@ -300,19 +300,3 @@ def test_a_block_that_is_computed_while_it_is_loaded_keeps_its_own_slot() -> Non
     assert table.slots == [own]
     finish_all(manager, num_done=0)
     assert own.references == 1
-
-
-def test_a_load_from_a_slot_whose_own_load_failed_has_nothing_to_copy() -> None:
-    manager = manager_of(8, host=3, disk=8)
-    cached(manager, "AB")
-    evict(manager, DEVICE, 2)
-    evict(manager, HOST, 2)
-    manager.prefetch(chain("AB"), HOST)
-    table = manager.prepare(chain("AB"), 2)
-    up, last = manager.take_moves()
-    manager.finish(up, 1)
-    assert last.num_ready == 1
-    manager.finish(last, last.num_ready)
-    manager.check()
-    assert table.num_whole == 1
-    assert manager.match(chain("AB")) == [DEVICE]
