@@ -1,4 +1,11 @@
-"""A worker's HTTP interface: completions over token ids, in the format of the OpenAI API."""
+"""A worker's HTTP interface: completions over token ids, in the format of the OpenAI API.
+
+`POST /v1/completions` takes a JSON object with `prompt` (token ids; with a tokenizer, also text,
+and the answer then has text too; or a list of either), `stream_interval` (tokens per chunk after
+the first) and the other members of GENERATION; or, as `application/octet-stream`, the prompt in raw
+little-endian u32 with the other fields in the query. A body larger than the longest prompt that
+fits could need is not read to its end. A client that disconnects cancels its request.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +65,6 @@ def create_app(
     metrics_key: str = "",
 ) -> FastAPI:
     """The HTTP interface of an engine; the caller runs it.
-
-    `POST /v1/completions` takes a JSON object with `prompt` (token ids; with a tokenizer, also
-    text, and the answer then has text too; or a list of either), `stream_interval` (tokens per
-    chunk after the first) and the other members of GENERATION; or, as `application/octet-stream`,
-    the prompt in raw little-endian u32 with the other fields in the query. A body larger than the
-    longest prompt that fits could need is not read to its end. A client that disconnects cancels
-    its request.
 
     registry: of the metrics; None: the engine's. key: that requests must carry, but for /health.
     metrics_key: that opens /metrics alone. "": none.
