@@ -108,16 +108,15 @@ def copy_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
 
 
 def copy_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """Between host and device: gathers blocks at the source, moves them in one piece, and scatters
-    them into their slots."""
+    """Between host and device: gathers blocks at the source, unless they lie together there, moves
+    them in one piece, and scatters them into their slots."""
     step = max(1, STAGED_BYTES // (source[0].numel() * WORD_BYTES))
     to_device = source.is_cpu and target.is_cuda
     for at in range(0, len(source_ids), step):
-        taken = torch.from_numpy(source_ids[at : at + step]).to(source.device)
-        given = target_ids[at : at + step]
-        shape = (len(taken), *source.shape[1:])
-        staged = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=to_device)
-        torch.index_select(source, 0, taken, out=staged)
+        taken, given = source_ids[at : at + step], target_ids[at : at + step]
+        staged = _slots(source, taken)
+        if staged is None or not staged.is_contiguous() or (to_device and not staged.is_pinned()):
+            staged = _gathered(source, taken, pin=to_device)
         slots = _slots(target, given)
         if slots is not None and (slots.is_cuda or slots.is_contiguous()):
             slots.copy_(staged, non_blocking=True)
@@ -128,6 +127,12 @@ def copy_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
             target.numpy()[given] = moved.numpy()
         else:
             target.index_copy_(0, torch.from_numpy(given).to(target.device), moved)
+
+
+def _gathered(source: Tensor, ids: Ids, *, pin: bool) -> Tensor:
+    shape = (len(ids), *source.shape[1:])
+    gathered = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=pin)
+    return torch.index_select(source, 0, torch.from_numpy(ids).to(source.device), out=gathered)
 
 
 COPIERS: dict[str, Copier] = {

@@ -104,6 +104,16 @@ def test_more_blocks_than_fit_the_staging_buffer_are_copied_in_parts(
         assert torch.equal(target.words, expected)
 
 
+def test_blocks_that_lie_together_at_the_source_are_not_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, target = pool_of(WIDE, 1), pool_of(WIDE, 2)
+    expected = moved(source.words, target.words, [3, 4, 5], [7, 1, 9])
+    monkeypatch.delattr(torch, "index_select")
+    COPIERS["gathered"](source.words, target.words, np.array([3, 4, 5]), np.array([7, 1, 9]))
+    assert torch.equal(target.words, expected)
+
+
 @pytest.mark.parametrize(
     ("shape", "layers", "piece"),
     [

@@ -127,6 +127,7 @@ async def test_blocks_arrive_however_each_side_splits_their_heads(
 @pytest.mark.parametrize("tp_sizes", [(1, 1), (2, 1), (1, 4)])
 async def test_blocks_travel_between_gpus(tp_sizes: tuple[int, int]) -> None:
     async with pair(device="cuda", tp_sizes=tp_sizes) as workers:
+        assert LayerGroups(workers.target).packed(0, 1).is_pinned()
         assert (await workers.fetch()).num_good == 5
         assert workers.copied(5)
 
