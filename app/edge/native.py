@@ -45,11 +45,11 @@ async def route(client: Client) -> None:
     router, settings = replica.router, replica.settings
     came_ms = router.fleet.redis_now_ms
     raw = await client.read(settings.max_body_bytes)
-    options = schemas.RouteOptions()
+    options: schemas.RouteOptions
     if headers.get(b"content-type", b"").lower().startswith(RAW_TOKENS):
         # Reading even an empty query takes longer than looking whether there is one.
-        if client.scope["query_string"]:
-            options = ask.options_in_query(client.query_params)
+        has_query = client.scope["query_string"]
+        options = ask.options_in_query(client.query_params) if has_query else schemas.RouteOptions()
         prompt = ask.of_tokens(options, raw, settings.max_prompt_tokens)
     else:
         body, tokens = await replica.bodies.read(schemas.RouteBody, raw, replica.block_size)
