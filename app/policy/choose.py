@@ -19,6 +19,7 @@ from app.policy.cost import (
     Indices,
     Policy,
     RequestSize,
+    least,
 )
 
 
@@ -67,8 +68,7 @@ def choose(
             else "no worker is alive"
         )
     pool = candidates.kv_total_blocks
-    # With few workers an argmin takes a third of a min.
-    if pool[pool.argmin()] < size.isl_blocks:
+    if least(pool) < size.isl_blocks:
         eligible = _large_enough(pool, size, eligible)
         num_eligible = np.count_nonzero(eligible)
     rules = POLICIES[policy]
@@ -93,6 +93,17 @@ def choose(
     return Choice(int(lowest[rng.integers(lowest.size)]) if tied else at, costs, tied)
 
 
+def has_room(candidates: Candidates, size: RequestSize) -> NDArray[np.bool_]:
+    """Which workers can take the request, as far as they report, (workers,)."""
+    room: NDArray[np.bool_] = candidates.active_requests < candidates.max_requests
+    pool = candidates.kv_total_blocks
+    return room if least(pool) >= size.isl_blocks else room & _is_large_enough(pool, size)
+
+
+def _is_large_enough(pool: Floats, size: RequestSize) -> NDArray[np.bool_]:
+    return (pool >= size.isl_blocks) | (pool <= 0.0)
+
+
 def _of_some(
     rules: Policy, costs: Costs, workers: Indices, rng: Generator, nth: int, temperature: float
 ) -> Choice:
@@ -112,7 +123,7 @@ def _large_enough(
     pool: Floats, size: RequestSize, eligible: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Which of the eligible have, as far as they report, enough blocks for the prompt."""
-    large_enough = eligible & ((pool >= size.isl_blocks) | (pool <= 0.0))
+    large_enough = eligible & _is_large_enough(pool, size)
     if not large_enough.any():
         raise PromptTooLarge(
             f"a prompt of {size.isl_tokens:,} tokens fills {size.isl_blocks:,} blocks; no eligible "

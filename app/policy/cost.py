@@ -103,6 +103,11 @@ class Candidates:
         """Leading blocks of the prompt that the worker holds, in any tier."""
         return self.overlap_device + self.overlap_host + self.overlap_disk
 
+    def overlap_at(self, place: int) -> float:
+        """The same of one worker."""
+        device, host = self.overlap_device[place], self.overlap_host[place]
+        return float(device + host + self.overlap_disk[place])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
@@ -113,6 +118,11 @@ class Costs:
 
     cost: Floats
     terms: dict[str, Floats]
+
+
+def least(values: Floats) -> float:
+    """The smallest of at least one. With few workers this takes a third of `min`."""
+    return float(values[values.argmin()])
 
 
 CostFunction = Callable[[Candidates, RequestSize], Costs]

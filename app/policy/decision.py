@@ -173,7 +173,8 @@ class Decision:
     source: Source | None
     """None: the worker computes itself what it lacks."""
     forms: dict[Form, float]
-    """What the cheapest of each form costs, in seconds, where workers can pass on their KV."""
+    """What the cheapest of each form costs, in seconds, where workers can pass on their KV. Filled
+    if the request asked for an explanation."""
     lost: Lost
     """Filled if it reserves: what the worker lacks of the prompt. See app/policy/reuse.py."""
     candidates: list[Candidate]

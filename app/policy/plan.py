@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,8 @@ from app.core.loads import Reservation, Wish
 from app.core.rate_limit import RateLimit
 from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
-from app.policy.choose import Choice, choose
-from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted_prefill_s
+from app.policy.choose import Choice, choose, has_room
+from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
@@ -111,6 +112,9 @@ class Plan:
         )
 
 
+_cost_of = attrgetter("cost")
+
+
 class WorkerSelector:
     """Applies the policies. Counts its decisions, and keeps the random number generator."""
 
@@ -127,20 +131,59 @@ class WorkerSelector:
 
         Raises NoWorkers, PromptTooLarge, AllWorkersBusy.
         """
-        request, overlaps = query.request, query.overlaps
+        request = query.request
         if view.block_size is None:
             raise NoWorkers("no worker is alive")
         policy = "least_loaded" if degraded else request.policy
         size = RequestSize(request.isl_tokens, view.block_size)
-        candidates = view.candidates(overlaps)
+        candidates = view.candidates(query.overlaps)
         if degraded:
             # No one reports requests that end meanwhile: all workers would soon look full.
             candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
         affinity = self._affinity(query, view)
         eligible = _eligible(view, request)
-        roles = view.roles
-        targets = eligible if roles is None else _targets(eligible, roles)
-        choice = choose(
+        targets = eligible if view.roles is None else _targets(eligible, view.roles)
+        max_queue_s = math.inf if degraded or not request.reserve else self._max_queue_s
+        choice = self._choose(policy, candidates, size, targets, affinity, max_queue_s)
+        self._decisions += request.reserve
+        routes = self._routes(query, view, policy, candidates, size, choice, eligible, degraded)
+        route = min(routes, key=_cost_of) if len(routes) > 1 else routes[0]
+        wish = _wish(query, view, size, route, candidates, choice)
+        if wish.source is not None:
+            # What matters is what the worker holds that computes the prompt, or hands it on.
+            choice = Choice(route.source, choice.costs, choice.tied)
+        locality, best = locality_of(
+            view, candidates, size, query.overlaps, eligible, choice, affinity
+        )
+        if degraded:
+            locality = Locality.DEGRADED
+        decision = _decision(
+            *(query, view, size, route, wish, policy),
+            tied=choice.tied,
+            degraded=degraded,
+            locality=locality,
+            best=best,
+        )
+        if request.explain:
+            decision.candidates = _explained(query, view, eligible, choice)
+            if view.roles is not None:
+                decision.forms = {one.form: float(one.cost) for one in routes}
+        source = None if wish.source is None else route.source
+        return Plan(
+            *(request, route.target, source, wish, decision, view, candidates, targets, affinity)
+        )
+
+    def _choose(
+        self,
+        policy: str,
+        candidates: Candidates,
+        size: RequestSize,
+        targets: NDArray[np.bool_],
+        affinity: Affinity | None,
+        max_queue_s: float,
+    ) -> Choice:
+        """The worker for a request that stays where it is decoded."""
+        return choose(
             policy,
             candidates,
             size,
@@ -148,75 +191,40 @@ class WorkerSelector:
             rng=self._rng,
             nth=self._decisions,
             temperature=self._temperature,
-            cost=discounted(POLICIES[policy].cost, affinity) if affinity is not None else None,
-            max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
-        )
-        self._decisions += request.reserve
-        routes = [Route(Form.LOCAL, choice.index, choice.index, choice.costs.cost[choice.index])]
-        may_be_alone = degraded or request.local_only
-        if roles is not None and (roles.together or not may_be_alone):
-            held = candidates.overlap_device
-            if query.published is not None:
-                held = np.minimum(held, view.candidates(query.published).overlap_device)
-            routes = self._routes(policy, candidates, size, choice, eligible, roles, held)
-        route = min(routes, key=lambda one: one.cost)
-        wish = _wish(query, view, size, route, candidates, choice)
-        if wish.source is not None:
-            # What matters is what the worker holds that computes the prompt, or hands it on.
-            choice = replace(choice, index=route.source)
-        locality, best = locality_of(view, candidates, size, overlaps, eligible, choice, affinity)
-        if degraded:
-            locality = Locality.DEGRADED
-        decision = _decision(
-            query,
-            view,
-            size,
-            route,
-            wish,
-            policy=policy,
-            tied=choice.tied,
-            degraded=degraded,
-            locality=locality,
-            best=best,
-        )
-        if roles is not None:
-            decision.forms = {one.form: float(one.cost) for one in routes}
-        if request.explain:
-            decision.candidates = _explained(query, view, eligible, choice)
-        return Plan(
-            request,
-            route.target,
-            route.source if wish.source is not None else None,
-            wish,
-            decision,
-            view,
-            candidates,
-            targets,
-            affinity,
+            cost=None if affinity is None else discounted(POLICIES[policy].cost, affinity),
+            max_queue_s=max_queue_s,
         )
 
     def _routes(
         self,
+        query: Query,
+        view: View,
         policy: str,
         candidates: Candidates,
         size: RequestSize,
         choice: Choice,
         eligible: NDArray[np.bool_],
-        roles: Roles,
-        published: Floats,
+        degraded: bool,
     ) -> list[Route]:
-        """The cheapest route of each form. Raises NoWorkers if there is none."""
-        room = candidates.active_requests < candidates.max_requests
-        pool = candidates.kv_total_blocks
-        room &= (pool >= size.isl_blocks) | (pool <= 0.0)
+        """The cheapest route, and where an explanation shows them, that of each form. Raises
+        NoWorkers if there is none."""
+        at, roles = choice.index, view.roles
+        local = Route(Form.LOCAL, at, at, float(choice.costs.cost[at]))
+        may_be_alone = degraded or query.request.local_only
+        if roles is None or (may_be_alone and not roles.together):
+            return [local]
+        must_split = roles.together or bool(self._strict_roles and roles.decode[at])
+        prices_all = must_split or policy != "latency" or query.request.explain
+        held = candidates.overlap_device
+        if query.published is not None:
+            held = np.minimum(held, view.candidates(query.published).overlap_device)
         routes = routes_with_source(
-            policy, candidates, size, choice.costs, eligible, room, roles, published, self._rng
+            *(policy, candidates, size, choice.costs, eligible, has_room(candidates, size), roles),
+            *(held, self._rng, math.inf if prices_all else local.cost),
         )
         # Other policies do not count in seconds: where a request can be split, it is.
-        if policy == "latency" or not routes:
-            at = choice.index
-            if not (roles.together or (self._strict_roles and roles.decode[at])):
-                routes.insert(0, Route(Form.LOCAL, at, at, choice.costs.cost[at]))
+        if not must_split and (policy == "latency" or not routes):
+            routes.insert(0, local)
         if not routes:
             raise NoWorkers("no worker that computes prompts has room, and roles are strict")
         return routes
@@ -245,8 +253,8 @@ def _decision(
     size: RequestSize,
     route: Route,
     wish: Wish,
-    *,
     policy: str,
+    *,
     tied: bool,
     degraded: bool,
     locality: Locality,
@@ -292,7 +300,7 @@ def _trust(query: Query, bound: int, *, degraded: bool) -> Trust:
 
 def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:
     targets = eligible & roles.targets
-    if eligible.any() and not targets.any():
+    if not np.count_nonzero(targets) and np.count_nonzero(eligible):
         raise NoWorkers("no worker that decodes is alive: all have the role prefill")
     return targets
 

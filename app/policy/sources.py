@@ -8,8 +8,9 @@ three have one price, in the seconds of `app.policy.cost.latency`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.worker_report import Role, WorkerInfo
-from app.policy.cost import Candidates, Costs, Floats, RequestSize, predicted_prefill_s
+from app.policy.cost import Candidates, Costs, Floats, RequestSize, least
 
 Mask = NDArray[np.bool_]
 SENDING_WEIGHT = 2.0
@@ -55,18 +56,15 @@ class Roles:
     transfers: Mask
     fetches: bool
     together: bool = False
+    targets: Mask = field(init=False)
+    sources: Mask = field(init=False)
+    receivers: Mask = field(init=False)
 
-    @property
-    def targets(self) -> Mask:
-        return ~self.prefill
-
-    @property
-    def sources(self) -> Mask:
-        return self.transfers & ~self.decode
-
-    @property
-    def receivers(self) -> Mask:
-        return self.transfers & ~self.prefill
+    def __post_init__(self) -> None:
+        # Once for all decisions among the same workers.
+        object.__setattr__(self, "targets", ~self.prefill)
+        object.__setattr__(self, "sources", self.transfers & ~self.decode)
+        object.__setattr__(self, "receivers", self.transfers & ~self.prefill)
 
 
 def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
@@ -103,7 +101,7 @@ class Route(NamedTuple):
     """Workers by their place in the candidates, and what the request costs there, in seconds.
 
     source: the target's own place if that computes the prompt itself. held: leading blocks that it
-    hands on, of a fetch.
+    hands on, and rest_s: for which the target computes what it still lacks; both of a fetch.
     """
 
     form: Form
@@ -111,6 +109,7 @@ class Route(NamedTuple):
     source: int
     cost: float
     held: int = 0
+    rest_s: float = 0.0
 
 
 def routes_with_source(
@@ -123,8 +122,10 @@ def routes_with_source(
     roles: Roles,
     published: Floats,
     rng: Generator,
+    below: float = inf,
 ) -> list[Route]:
-    """The cheapest route of each form but LOCAL; forms without a pair of workers are left out.
+    """The cheapest route of each form but LOCAL; forms without a pair of workers are left out, and
+    so are those of which no pair can cost as little as `below`.
 
     eligible: those that the request allows. room: those that can take it. costs: the policy's.
     published: leading blocks that each has on its device, (workers,), without those that it is only
@@ -139,10 +140,24 @@ def routes_with_source(
         if source is None or target is None:
             return []
         return [Route(Form.SPLIT, target, source, float(costs.cost[target]))]
-    routes = [_split(candidates, size, costs, owners & room, targets, rng)]
+    # Rounding may make the sum of a bound larger than that of a price.
+    below += 1e-9 * abs(below)
+    routes = []
+    if _least_split(candidates, costs) <= below:
+        routes.append(_split(candidates, size, costs, owners & room, targets, rng))
     if roles.fetches:
-        routes.append(_fetch(candidates, size, costs, owners, targets, published, rng))
+        routes.append(_fetch(candidates, size, costs, owners, targets, published, rng, below))
     return [route for route in routes if route is not None]
+
+
+def _least_split(candidates: Candidates, costs: Costs) -> float:
+    """What any pair of `_split` costs at least: its cheapest halves, before anything travels."""
+    terms = costs.terms
+    decoding = terms["queue_s"] + terms["memory_wait_s"]
+    decoding += terms["eviction_s"]
+    decoding += terms["decode_s"]
+    computing = costs.cost - terms["decode_s"]
+    return least(computing) + least(decoding) + least(candidates.prefill_s_per_token)
 
 
 def _split(
@@ -162,18 +177,15 @@ def _split(
     such pair.
     """
     terms = costs.terms
-    computed_s = candidates.prefill_s + terms["prefill_s"]
-    waiting_s = np.maximum(candidates.sending_s - computed_s, 0.0)
-    computing = costs.cost - terms["decode_s"] + SENDING_WEIGHT * waiting_s
+    computing = costs.cost - terms["decode_s"]
+    if np.count_nonzero(candidates.sending_s):
+        computed_s = candidates.prefill_s + terms["prefill_s"]
+        computing += SENDING_WEIGHT * np.maximum(candidates.sending_s - computed_s, 0.0)
     lacking = size.isl_tokens - candidates.overlap * size.block_size
-    decoding = (
-        transfer_s(candidates, lacking)
-        + last_token_s(candidates, size)
-        + terms["queue_s"]
-        + terms["memory_wait_s"]
-        + terms["eviction_s"]
-        + terms["decode_s"]
-    )
+    decoding = transfer_s(candidates, lacking)
+    decoding += candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * size.isl_tokens
+    for name in ("queue_s", "memory_wait_s", "eviction_s", "decode_s"):
+        decoding += terms[name]
     source, target = _cheapest(computing, sources, rng), _cheapest(decoding, targets, rng)
     if source is None or target is None:
         return None
@@ -202,34 +214,55 @@ def _fetch(
     targets: Mask,
     published: Floats,
     rng: Generator,
+    below: float,
 ) -> Route | None:
     """The cheapest target for what the source with the longest overlap holds.
 
     costs: of `latency`. Of the longest overlaps, the one that is free to send first is taken. None:
-    no target lacks what a source holds.
+    no target lacks what a source holds, or none can cost as little as `below`.
     """
     held = np.where(sources, published, 0.0)
-    longest = held.max()
-    if longest == 0.0:
+    longest = float(held[held.argmax()])
+    overlap = candidates.overlap
+    if longest <= least(overlap):
         return None
-    source = _cheapest(candidates.sending_s, sources & (held == longest), rng)
-    assert source is not None
-    gained = np.maximum(longest - candidates.overlap, 0.0)
-    gaining = targets & (gained > 0.0)
-    gaining[source] = False
-    rest_s = predicted_prefill_s(candidates, size, candidates.overlap_device + gained)
     terms = costs.terms
-    left = rest_s / np.maximum(terms["prefill_s"], 1e-12)
     # Of the terms that grow with what is computed, all but evictions: what arrives takes as much
     # memory.
-    growing = terms["prefill_s"] + terms["blocking_s"] + terms["interference_s"]
+    growing = terms["prefill_s"] + terms["blocking_s"]
+    growing += terms["interference_s"]
+    if least(costs.cost - growing) + least(candidates.transfer_s) > below:
+        return None
+    source = _cheapest(candidates.sending_s, held == longest, rng)
+    assert source is not None
+    gaining = targets & (overlap < longest)
+    gaining[source] = False
+    rest_s = _rest_s(candidates, size, longest)
+    left = rest_s / np.maximum(terms["prefill_s"], 1e-12)
     total = costs.cost - (1.0 - left) * growing
     total += SENDING_WEIGHT * candidates.sending_s[source]
-    total += transfer_s(candidates, gained * size.block_size)
+    gained = (longest - overlap) * size.block_size
+    total += candidates.transfer_s + candidates.transfer_s_per_token * gained
     target = _cheapest(total, gaining, rng)
     if target is None:
         return None
-    return Route(Form.FETCH, target, source, float(total[target]), int(longest))
+    return Route(
+        Form.FETCH, target, source, float(total[target]), int(longest), float(rest_s[target])
+    )
+
+
+def _rest_s(candidates: Candidates, size: RequestSize, held: float) -> Floats:
+    """As predicted_prefill_s, for workers whose overlap has grown to `held` blocks."""
+    uncached = max(size.isl_tokens - held * size.block_size, 1.0)
+    attended = size.isl_tokens - 0.5 * uncached
+    seconds: Floats = uncached * (
+        candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * attended
+    )
+    host, disk = candidates.overlap_host, candidates.overlap_disk
+    if np.count_nonzero(host) or np.count_nonzero(disk):
+        load = candidates.host_s_per_token * host + candidates.disk_s_per_token * disk
+        seconds += load * size.block_size
+    return seconds
 
 
 def owed(
@@ -240,22 +273,23 @@ def owed(
     prefill_s: as predicted of each worker, (workers,).
     """
     source, target = route.source, route.target
-    if route.form is not Form.FETCH:
-        tokens = _uncached(size, candidates.overlap[source])
-        computing = Owed(tokens, float(prefill_s[source]), size.isl_blocks)
-        if route.form is Form.LOCAL:
-            return computing, None
-        last_s = float(last_token_s(candidates, size)[target])
-        lacking = size.isl_tokens - candidates.overlap[target] * size.block_size
-        computing = computing._replace(sending_s=_sending_s(candidates, target, lacking))
-        return Owed(1, last_s, size.isl_blocks), computing
-    device = candidates.overlap_device.copy()
-    gained = route.held - candidates.overlap[target]
-    device[target] += gained
-    rest_s = predicted_prefill_s(candidates, size, device)
-    rest = Owed(_uncached(size, route.held), float(rest_s[target]), size.isl_blocks)
-    sending_s = _sending_s(candidates, target, gained * size.block_size)
-    return rest, Owed(0, 0.0, route.held, sending_s)
+    if route.form is Form.FETCH:
+        rest = Owed(_uncached(size, route.held), route.rest_s, size.isl_blocks)
+        gained = route.held - candidates.overlap_at(target)
+        sending_s = _sending_s(candidates, target, gained * size.block_size)
+        return rest, Owed(0, 0.0, route.held, sending_s)
+    tokens = _uncached(size, candidates.overlap_at(source))
+    computing = Owed(tokens, float(prefill_s[source]), size.isl_blocks)
+    if route.form is Form.LOCAL:
+        return computing, None
+    last_s = float(
+        candidates.prefill_s_per_token[target]
+        + candidates.prefill_s_per_token2[target] * size.isl_tokens
+    )
+    lacking = size.isl_tokens - candidates.overlap_at(target) * size.block_size
+    computing = computing._replace(sending_s=_sending_s(candidates, target, lacking))
+    # Engines always compute the last token themselves.
+    return Owed(1, last_s, size.isl_blocks), computing
 
 
 def _uncached(size: RequestSize, overlap: float) -> int:
@@ -269,15 +303,7 @@ def _sending_s(candidates: Candidates, target: int, tokens: float) -> float:
 def transfer_s(candidates: Candidates, tokens: Floats) -> Floats:
     """Seconds until so many tokens' KV has arrived, (workers,); 0 for none."""
     seconds: Floats = candidates.transfer_s + candidates.transfer_s_per_token * tokens
-    return np.where(tokens > 0.0, seconds, 0.0)
-
-
-def last_token_s(candidates: Candidates, size: RequestSize) -> Floats:
-    """Seconds for the prompt's last token, which engines always compute themselves."""
-    seconds: Floats = (
-        candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * size.isl_tokens
-    )
-    return seconds
+    return seconds if least(tokens) > 0.0 else np.where(tokens > 0.0, seconds, 0.0)
 
 
 def _cheapest(cost: Floats, allowed: Mask, rng: Generator) -> int | None:

@@ -80,7 +80,7 @@ def test_decodes_in_flight_make_a_split_worth_its_transfer() -> None:
     """Each of 8 requests that decode is slowed by the prefill: 5 % of 960 ms each."""
     decoding = Load(requests=8, decoding=8, blocks=8)
     view = fleet(able("a", PREFILL), able("b", DECODE, max_requests=16), loads=[Load(), decoding])
-    planned = plan(query(**LONG), view)
+    planned = plan(query(explain=True, **LONG), view)
     assert route(planned) == ("b", "a", "split")
     forms = planned.decision.forms
     assert forms[Form.SPLIT] == pytest.approx(2 * 0.96 + 0.002 + 0.096 + 0.001)
@@ -104,7 +104,8 @@ def test_what_the_target_holds_need_not_travel() -> None:
         able("c", DECODE, max_requests=16),
     )
     view = fleet(*infos, loads=[Load(), decoding, decoding])
-    planned = plan(query({ONE: TierOverlap(10), THREE: TierOverlap(30)}, **LONG), view)
+    held = {ONE: TierOverlap(10), THREE: TierOverlap(30)}
+    planned = plan(query(held, explain=True, **LONG), view)
     assert route(planned)[0] == "c"
     local, split = planned.decision.forms[Form.LOCAL], planned.decision.forms[Form.SPLIT]
     # The source holds 10 blocks of 60, the target 30.
@@ -150,10 +151,10 @@ def test_transfers_to_come_delay_the_next_from_the_same_source() -> None:
     held = {ONE: TierOverlap(59), TWO: TierOverlap(59)}
     view = fleet(*infos, loads=[sending, full, Load()])
     assert route(plan(query(held, **LONG), view)) == ("c", "b", "fetch")
-    alone = {ONE: TierOverlap(59)}
-    planned = plan(query(alone, **LONG), view)
+    alone = query({ONE: TierOverlap(59)}, explain=True, **LONG)
+    planned = plan(alone, view)
     assert route(planned) == ("c", None, "local")
-    free = plan(query(alone, **LONG), fleet(*infos, loads=[full, full, Load()]))
+    free = plan(alone, fleet(*infos, loads=[full, full, Load()]))
     waits = planned.decision.forms[Form.FETCH] - free.decision.forms[Form.FETCH]
     assert waits == pytest.approx(2 * 1.0)
 
@@ -218,11 +219,13 @@ def test_both_reservations_count_in_the_view() -> None:
     assert view.loads[0].prefill_us == 960_000
 
 
+@pytest.mark.parametrize("way", ["nixl", "kvroute"])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_pair_is_cheaper_than_the_chosen_route(seed: int) -> None:
-    """Against all pairs, priced one by one, in random fleets."""
+def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
+    """Against all pairs, priced one by one, in random fleets; and it is the same one if those that
+    cannot be the cheapest are not priced."""
     rng = np.random.default_rng(seed)
-    infos = [able(name, BOTH, max_requests=64) for name in "abc"]
+    infos = [able(name, BOTH, way, max_requests=64) for name in "abc"]
     loads: list[Load] = []
     for _ in infos:
         decoding = int(rng.integers(0, 20))
@@ -238,20 +241,32 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int) -> None:
         )
     speed = replace(LINK, decode_s_per_seq=0.0001, mean_output_tokens=100.0)
     overlaps = {inc: TierOverlap(int(rng.integers(0, 60))) for inc in (ONE, TWO, THREE)}
-    planned = plan(query(overlaps, explain=True, **LONG), fleet(*infos, loads=loads, speed=speed))
+    view = fleet(*infos, loads=loads, speed=speed)
+    planned = plan(query(overlaps, explain=True, **LONG), view)
+    assert planned.wish == plan(query(overlaps, **LONG), view).wish
     local = planned.decision.candidates
     terms: list[dict[str, Any]] = [candidate.terms for candidate in local]
-    pairs = []
+    splits, fetches = [], []
+    longest = max(candidate.overlap.total for candidate in local)
     for s, t in ((s, t) for s in range(3) for t in range(3) if s != t):
-        lacking = 960 - 16 * local[t].overlap.total
+        held = local[t].overlap.total
+        lacking = 960 - 16 * held
         moves = LINK.transfer_s + LINK.transfer_s_per_token * lacking
         computed_s = local[s].queue_s + terms[s]["prefill_s"]
         waits = max(0.0, local[s].load.sending_s(5000) - computed_s)
         cost = local[s].cost - terms[s]["decode_s"] + 2 * waits + moves + 0.001
         names = ("queue_s", "memory_wait_s", "eviction_s", "decode_s")
-        pairs.append(cost + sum(terms[t][name] for name in names))
+        splits.append(cost + sum(terms[t][name] for name in names))
+        if local[s].overlap.total == longest > held:
+            moves = LINK.transfer_s + LINK.transfer_s_per_token * 16 * (longest - held)
+            left = 0.001 * (960 - 16 * longest) / terms[t]["prefill_s"]
+            growing = sum(terms[t][f"{name}_s"] for name in ("prefill", "blocking", "interference"))
+            waits = local[s].load.sending_s(5000)
+            fetches.append(local[t].cost - (1 - left) * growing + 2 * waits + moves)
     forms = planned.decision.forms
-    assert forms[Form.SPLIT] == pytest.approx(min(pairs))
+    assert forms[Form.SPLIT] == pytest.approx(min(splits))
     assert forms[Form.LOCAL] == pytest.approx(min(candidate.cost for candidate in local))
+    if way == "kvroute":
+        assert forms[Form.FETCH] == pytest.approx(min(fetches))
     made = planned.decision.source
     assert forms[made.form if made else Form.LOCAL] == min(forms.values())
