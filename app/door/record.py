@@ -126,10 +126,9 @@ class RequestRecord:
             return None
         if decision.degraded or self.migrations:
             return None
-        info = decision.prompt_worker
-        unit = info.reuse_blocks
-        blocks = min(decision.overlap.total, (admitted.num_tokens - 1) // info.block_size)
-        return max(0, blocks // unit * unit - info.recomputed_blocks) * info.block_size
+        size = decision.prompt_worker.block_size
+        # Of the overlap, what the engine does not reuse of what it holds is left out already.
+        return max(0, min(decision.overlap.total, (admitted.num_tokens - 1) // size)) * size
 
     def enter(self, stage: Stage, *, was: Stage | None = None) -> None:
         """From now on time is spent on `stage`. was: what it was spent on before, if not on what
