@@ -42,7 +42,9 @@ def create_vllm_app(
     ProcessCollector(registry=registry)
     names = settings.model_names(hosted.model)
     served = Served(engine, names, hosted.tokenizer, hosted.invents, salts=False)
-    app = create_app(served, registry=registry)
+    app = create_app(
+        served, registry=registry, key=settings.worker_key, metrics_key=settings.metrics_key
+    )
     add_chat(app, served, hosted.tokenizer_source)
 
     @app.get("/version")

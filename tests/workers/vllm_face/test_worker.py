@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -29,11 +30,11 @@ ROOT = Path(__file__).parents[3]
 PROMPT = list(range(100, 140))
 
 
-@pytest.fixture(params=["sim", "torch"])
-def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a worker that ends well when it is told to."""
+@contextmanager
+def serving(engine: str, *more: str) -> Iterator[str]:
+    """The URL of a worker that ends well when it is told to."""
     options = [
-        *("--publish-events", "vllm", "--port", "0", "--dp-rank", "1", "--engine", request.param),
+        *("--publish-events", "vllm", "--port", "0", "--dp-rank", "1", "--engine", engine, *more),
         *("--kv-pool-tokens", "1024", "--speedup", "100", "--model", "tiny", "--device", "cpu"),
         *("--threads", "1", "--prefill-chunk", "32"),
     ]
@@ -56,6 +57,12 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
             process.send_signal(signal.SIGTERM)
             log = process.stderr.read()
         assert process.wait(30) == 0, log
+
+
+@pytest.fixture(params=["sim", "torch"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    with serving(request.param) as url:
+        yield url
 
 
 @pytest.fixture
@@ -113,6 +120,22 @@ async def test_an_agent_finds_out_what_it_is_and_what_it_caches(
         following.cancel()
         await asyncio.wait([following])
     context.destroy(linger=0)
+
+
+async def test_its_keys_open_what_they_open_at_other_workers() -> None:
+    bearer = {name: {"Authorization": f"Bearer {name}"} for name in ("k", "m")}
+    with serving("sim", "--worker-key", "k", "--metrics-key", "m") as url:
+        async with httpx.AsyncClient(base_url=url) as nobody:
+            assert (await nobody.get("/health")).status_code == 200
+            for path in ("/metrics", "/version", "/kv_event_sources", "/v1/models"):
+                assert (await nobody.get(path)).status_code == 401
+                opens = path == "/metrics"
+                with_m = (await nobody.get(path, headers=bearer["m"])).status_code
+                assert with_m == (200 if opens else 401)
+            assert (await nobody.post("/reset_prefix_cache")).status_code == 401
+        async with aiohttp.ClientSession(headers=bearer["k"]) as session:
+            assert (await discover(session, url)).kind == "vllm"
+            assert 1 in (await LoadReader(EngineHttp(session, url), "vllm").read()).loads
 
 
 async def test_its_metrics_have_vllms_names_and_count_requests(http: httpx.AsyncClient) -> None:
