@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hiredis import pack_command
+from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import (
@@ -61,14 +62,9 @@ async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
         connection = await pool.get_connection()
     except (RedisError, OSError) as error:
         return [NotSent(f"{type(error).__name__}: {error}")] * len(commands)
-    replies: list[Any] = []
     try:
         await connection.send_packed_command(packed, check_health=False)
-        for _ in sent:
-            try:
-                replies.append(await connection.read_response())
-            except ResponseError as error:
-                replies.append(error)
+        replies = await _replies(connection, len(sent))
     except BaseException:
         # Replies still to come would be taken for those to other commands.
         await connection.disconnect(nowait=True)
@@ -76,6 +72,22 @@ async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
     finally:
         await pool.release(connection)
     return replies[1::2] if node.asking else replies
+
+
+async def _replies(connection: Any, num: int) -> list[Any]:
+    replies: list[Any] = []
+    reader = connection._parser._reader
+    while len(replies) < num:
+        try:
+            replies.append(await connection.read_response())
+        except ResponseError as error:
+            replies.append(error)
+        # Most come together, and redis-py goes through five functions and a timer for each.
+        while len(replies) < num and (reply := reader.gets()) is not NOT_ENOUGH_DATA:
+            if isinstance(reply, ConnectionError):
+                raise reply
+            replies.append(reply)
+    return replies
 
 
 class FairPool(ConnectionPool):
