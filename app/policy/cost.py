@@ -191,7 +191,7 @@ def _spread_s(candidates: Candidates) -> Floats:
     idle = 1.0 - np.count_nonzero(candidates.active_requests) / routed.size
     if idle <= 0.0:
         return np.zeros(routed.size)
-    excess: Floats = min(1.0, 2.0 * idle) * (routed - routed[routed.argmin()])
+    excess: Floats = min(1.0, 2.0 * idle) * (routed - least(routed))
     return excess
 
 
@@ -211,14 +211,24 @@ def _eviction_weight(candidates: Candidates) -> Floats:
     it is far above that of a slower worker.
 
     Not above that of one as fast: a worker that has joined evicts nothing yet, and would get all
-    requests until its queue is longer than any.
+    requests until its queue is longer than any. What workers report is the same arrays for many
+    decisions, and so is this.
     """
-    idle_s = candidates.kv_idle_before_evict_s
+    global _weighed
+    idle_s, token_s = candidates.kv_idle_before_evict_s, candidates.prefill_s_per_token
+    if _weighed is None or _weighed[0] is not idle_s or _weighed[1] is not token_s:
+        _weighed = idle_s, token_s, _weighing(idle_s, token_s)
+    return _weighed[2]
+
+
+_weighed: tuple[Floats, Floats, Floats] | None = None
+
+
+def _weighing(idle_s: Floats, token_s: Floats) -> Floats:
     chance = np.where(idle_s > 0.0, REUSE_WITHIN_S / (REUSE_WITHIN_S + idle_s), 0.0)
-    alike = chance[chance.argmin()] + CHANCES_ALIKE
+    alike = least(chance) + CHANCES_ALIKE
     apart = chance - alike
     if apart[apart.argmax()] > 0.0:
-        token_s = candidates.prefill_s_per_token
         slower = token_s[chance <= alike].max() / np.maximum(token_s, 1e-12) - 1.0
         most = SLOWER * np.maximum(slower, 0.0)
         chance += np.minimum(CHANCES_APART * np.maximum(apart, 0.0) ** 2, most)
@@ -259,11 +269,12 @@ def _memory_wait_s(
     residence_s: how long a request in flight stays; in that time all active blocks come free.
     Device overlap is assumed to be in use already, so only the prompt's other blocks are new.
     """
+    free = candidates.kv_total_blocks - candidates.active_blocks
+    if least(free) >= size.isl_blocks:
+        # The usual case. Returning here saves a third of all that the policy computes.
+        return np.zeros(free.size)
     new_blocks = size.isl_blocks - candidates.overlap_device
     missing = candidates.active_blocks + new_blocks - candidates.kv_total_blocks
-    if missing[missing.argmax()] <= 0.0:
-        # The usual case. Returning here saves a third of all that the policy computes.
-        return np.zeros(missing.size)
     missing = np.maximum(missing, 0.0) * (candidates.kv_total_blocks > 0)
     # With nothing in flight, nothing is freed: residence_s is then 0, and so is the wait.
     wait: Floats = missing * residence_s / np.maximum(candidates.active_blocks, 1.0)
