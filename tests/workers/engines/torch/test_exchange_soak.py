@@ -68,7 +68,8 @@ async def test_logits_stay_exact_and_no_slot_leaks_whatever_arrives(
     rng = random.Random(seed)
     prompts = prompts_of(rng)
     spies = CheckedSpy(prompts), CheckedSpy(prompts)
-    async with linked(tmp_path, spies=spies) as engines:
+    # Each is a source for the other: from one rank to two, and from two to one.
+    async with linked(tmp_path, spies=spies, tp_sizes=(1, 1 + seed)) as engines:
         async with asyncio.TaskGroup() as clients:
             for n in range(NUM_CLIENTS):
                 order = engines if n % 2 else engines[::-1]

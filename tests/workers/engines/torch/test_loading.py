@@ -29,7 +29,9 @@ from workers.engines.hosting import host
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.fingerprint import fingerprint_of, identity_of
 from workers.engines.torch.llama import SIZES, Llama
+from workers.engines.torch.tiers import rank_device
 from workers.kv.disk_records import _RECORD, PAGE_BYTES
+from workers.kv.memory import KVShape
 from workers.kv.remote.frames import Source
 from workers.main import serve
 
@@ -83,6 +85,23 @@ def test_an_engine_reports_the_gpu_it_computes_on(device: str, gpu: int | None) 
     hosted = host(replace(SETTINGS, device=device))
     hosted.close()
     assert hosted.gpu == gpu
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "expected"),
+    [
+        ("cuda", 2, ["cuda:0", "cuda:1"]),
+        ("cuda", 1, ["cuda", "cuda"]),
+        ("cuda:1", 2, ["cuda:1", "cuda:1"]),
+        ("cpu", 2, ["cpu", "cpu"]),
+    ],
+)
+def test_each_rank_has_a_gpu_if_there_are_as_many_and_none_is_named(
+    device: str, gpus: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    ranks = KVShape(1, 2, 2, torch.float32, 4).split(2)
+    assert [str(rank_device(torch.device(device), rank)) for rank in ranks] == expected
 
 
 def test_a_default_pool_smaller_than_a_block_holds_one_block(
