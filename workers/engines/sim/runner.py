@@ -21,7 +21,7 @@ from workers.engines.base import (
     Watcher,
 )
 from workers.engines.sim.exchange import SimExchange
-from workers.kv.remote.frames import Source
+from workers.kv.remote.frames import Source, decline
 
 
 class EngineRunner:
@@ -219,6 +219,8 @@ class EngineRunner:
         del self._fetching[request.request_id]
         self.engine.submit(request, received)
         self._work.set()
+        if not lacking:
+            await decline(source)
 
     def _deliver(self, emitted: list[Generation], ended: list[tuple[Generation, Finished]]) -> None:
         for generation in emitted:

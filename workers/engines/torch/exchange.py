@@ -11,7 +11,7 @@ from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash
 from workers.kv.cache import BlockCache
 from workers.kv.memory import MemoryPool
-from workers.kv.remote.frames import Source
+from workers.kv.remote.frames import Source, decline
 from workers.kv.remote.kept import KeptBlocks
 from workers.kv.remote.layer_groups import LayerGroups
 from workers.kv.remote.link import Link
@@ -98,6 +98,11 @@ class Exchange:
         assert self._tasks is not None, "the exchange does not run"
         self._tasks.create_task(self._receiver.fetch(source, blocks, block_ids, arrival))
         return arrival
+
+    def decline(self, source: Source) -> None:
+        """Tell it, soon, that nothing of what it keeps is needed."""
+        assert self._tasks is not None, "the exchange does not run"
+        self._tasks.create_task(decline(source))
 
     def _kept_as(self, table: BlockTable, lease_s: float) -> Source:
         return Source(

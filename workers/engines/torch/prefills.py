@@ -57,6 +57,8 @@ class Prefills:
                     sequence.block_ids[held : held + len(lacking)],
                     lambda: self._on_arrival(sequence),
                 )
+            else:
+                self._exchange.decline(source)
         self._sequences.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:

@@ -5,6 +5,8 @@
            ◄─ checksums, contents ──           once for each group of layers, first layers first
            ── ACKNOWLEDGED ────────►           all was right: the source may let go
 
+A target that lacks nothing asks for no blocks, and is not answered: the source lets go at once.
+
 A group's checksums are one u64 a block, its contents the same layers of each block in turn. Both
 sides know all lengths from the shape of a block and from `Offered`. Integers are little-endian.
 """
@@ -15,6 +17,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +121,16 @@ async def connected(source: Source) -> socket.socket:
             else:
                 return sock
     raise failure
+
+
+async def decline(source: Source) -> None:
+    """Tell the source that nothing of what it keeps is needed. If it does not hear that, it keeps
+    the blocks until its lease ends."""
+    try:
+        with closing(await connected(source)) as sock:
+            await send(sock, wanted_frame(Wanted(source.transfer_id, (), {})))
+    except (OSError, TimeoutError) as error:
+        log.debug("%s:%d keeps what nobody needs: %s", source.host, source.port, error)
 
 
 def log_failure(source: Source, error: Exception) -> None:

@@ -75,6 +75,9 @@ class TransferServer(Generic[K]):
     async def _send(self, sock: socket.socket) -> None:
         try:
             wanted = await read_wanted(sock)
+            if not wanted.blocks:
+                self._kept.end(wanted.transfer_id)
+                return
             self._check(wanted)
             with self._kept.reading(wanted.transfer_id) as kept:
                 await self._offer(sock, kept, wanted.blocks)

@@ -139,6 +139,17 @@ async def test_a_worker_that_holds_nothing_hands_nothing_on() -> None:
         assert source.is_idle()
 
 
+async def test_a_target_that_lacks_nothing_has_its_source_let_go() -> None:
+    async with running() as source, running(kind="other") as target:
+        await target.ask()
+        kept = await kept_by(source)
+
+        _, finished, _ = await target.ask(source=kept)
+
+        assert finished.cached_tokens == 8
+        await until_idle(source)
+
+
 async def test_only_what_is_lacking_is_fetched() -> None:
     async with running() as source, running() as target:
         await target.ask(PROMPT[:4], max_tokens=1)

@@ -155,6 +155,21 @@ async def test_logits_are_those_of_one_rank_however_source_and_target_split_the_
             assert torch.equal(target.spy.logits[-1], expected[name][1])
 
 
+async def test_a_target_that_lacks_nothing_has_its_source_let_go(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (source, target):
+        await target.ask(PROMPT, 6)
+        _, finished = await target.ask(PROMPT, 6, source=await kept_by(source))
+        assert finished.cached_tokens == WHOLE
+        assert source.engine._exchange is not None
+        kept = source.engine._exchange._kept
+        await eventually(lambda: _value(len(kept.tables)), lambda number: not number)
+        await all_let_go(source)
+
+
+async def _value(value: int) -> int:
+    return value
+
+
 async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are(
     tmp_path: Path,
 ) -> None:
