@@ -64,7 +64,9 @@ def on_and_off(metric: str, on: str, off: str, **labels: str) -> Case:
 
 RISES, STANDS = rising(6), "7x40"
 CASES = {
-    "KvrouteNoWorkers": Case({}, {counter("worker_requests", worker="a:0"): STANDS}),
+    "KvrouteNoWorkers": Case(
+        {counter("asleep"): "0x40"}, {counter("worker_requests", worker="a:0"): STANDS}
+    ),
     "KvrouteRequestsRefused": Case(
         {counter("decisions_total", outcome="all_busy"): RISES},
         {
@@ -164,7 +166,17 @@ def test_the_rules_are_valid() -> None:
 def test_an_alert_fires_on_what_it_is_for_and_on_nothing_near_it(
     alert: str, tmp_path: Path
 ) -> None:
-    case = CASES[alert]
+    _check(tmp_path, alert, CASES[alert])
+
+
+def test_a_model_that_sleeps_lacks_no_worker_as_long_as_a_planner_would_wake_it(
+    tmp_path: Path,
+) -> None:
+    asleep = counter("asleep")
+    _check(tmp_path, "KvrouteNoWorkers", Case({asleep: "1x20 0x20"}, {asleep: "1x40"}))
+
+
+def _check(tmp_path: Path, alert: str, case: Case) -> None:
     # promtool compares texts to the letter, and their templates are checked above.
     rule = next(rule for rule in rules() if rule["alert"] == alert)
     alone = {key: value for key, value in rule.items() if key != "annotations"}

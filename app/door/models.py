@@ -76,6 +76,18 @@ class Models:
         self._look()
         return (self._live[name] for name in sorted(self._live))
 
+    def sleeping(self) -> list[str]:
+        """Names of those that have no live worker, and that a request wakes."""
+        self._look()
+        by_namespace = self._routers.by_namespace
+        return sorted(
+            name
+            for name, namespace in self._holders.items()
+            if name not in self._live
+            and namespace in by_namespace
+            and by_namespace[namespace].fleet.is_asleep
+        )
+
     def find(self, name: object) -> Model:
         """None: the only one. Raises InvalidRequest if there is another; UnknownModel;
         ModelUnavailable if no worker of it is alive."""

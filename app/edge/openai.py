@@ -100,14 +100,17 @@ async def count_tokens(client: Client) -> None:
 
 
 async def models(client: Client) -> None:
-    """List the models that have a live worker."""
-    cards = [_card(model) for model in client.replica.door.models]
+    """List the models that have a live worker, and those that sleep until a request comes."""
+    known = client.replica.door.models
+    cards = [*map(_card, known), *map(_card_asleep, known.sleeping())]
     await client.answer({"object": "list", "data": cards})
 
 
 async def one_model(client: Client) -> None:
     """Describe a model."""
-    await client.answer(_card(client.replica.door.models.find(client.path_params["model"])))
+    known, name = client.replica.door.models, client.path_params["model"]
+    card = _card_asleep(name) if name in known.sleeping() else _card(known.find(name))
+    await client.answer(card)
 
 
 async def _model(client: Client, name: object) -> Model:
@@ -121,6 +124,12 @@ async def _model(client: Client, name: object) -> Model:
     return models.find(name)
 
 
+def _card_asleep(name: str) -> dict[str, object]:
+    """Of a model of which nothing else is known."""
+    about = {"id": name, "object": "model", "created": BEGUN_S, "owned_by": "kvroute"}
+    return {**about, "root": name, "parent": None, "max_model_len": None, "asleep": True}
+
+
 def _card(model: Model) -> dict[str, object]:
     base = model.root.models[0] if model.root.models else model.name
     return {
@@ -131,6 +140,7 @@ def _card(model: Model) -> dict[str, object]:
         "root": base,
         "parent": base if model.lora_name else None,
         "max_model_len": model.max_tokens or None,
+        "asleep": False,
     }
 
 

@@ -221,6 +221,11 @@ class Telemetry(Table):
     workers = gauge(
         "workers", "Live workers that can take requests; also 0 while Redis is unreachable."
     )
+    asleep = gauge(
+        "asleep",
+        "1 if no worker is live that decodes, and a planner starts one for a request that waits, "
+        "else 0.",
+    )
     load_mean = gauge("load_avg", "Mean used fraction of the workers' KV blocks.")
     load_std = gauge(
         "load_std", "Sample standard deviation of the used fraction of the workers' KV blocks."
