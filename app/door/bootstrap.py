@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -18,8 +18,8 @@ import orjson
 
 from app.core.types import new_id
 from app.core.worker_report import WorkerInfo
-from app.door.forwarding import Outgoing
-from app.door.sources import REFUSALS, Handover, SourceFailed, of_rank
+from app.door.members import Headers
+from app.door.sources import REFUSALS, Call, Handover, SourceFailed, of_rank
 from app.door.upstream import EngineAnswer, Upstream, UpstreamError
 
 ABORT_S = 2.0
@@ -48,24 +48,21 @@ class Meetings:
 
     async def beside(
         self,
-        source: WorkerInfo,
+        call: Call,
         target: WorkerInfo,
-        outgoing: Outgoing,
-        path: str,
-        headers: Sequence[tuple[bytes, bytes]],
         handover: Handover,
         decoding: Coroutine[Any, Any, EngineAnswer],
         *,
-        connect_s: float,
-        answer_s: float,
+        watch: AbstractAsyncContextManager[None],
+        on_computed: Callable[[], None],
     ) -> EngineAnswer:
         """The beginning of the target's answer, while the source computes the prompt.
 
-        decoding: waits for that beginning. Raises SourceFailed, and what `decoding` raises.
+        call: of the source. decoding: waits for that beginning. watch: raises UpstreamBroken within
+        it once the source is gone. on_computed: called when the source's answer has ended. Raises
+        SourceFailed, and what `decoding` raises.
         """
-        body = outgoing.for_worker(source, members=handover.members)
-        asked = [*headers, *of_rank(source)]
-        computing = self._kept(self._compute(source, path, asked, body, connect_s, answer_s))
+        computing = self._kept(self._compute(call, handover, watch, on_computed))
         answering = self._kept(decoding)
         answer: EngineAnswer | None = None
         try:
@@ -76,9 +73,9 @@ class Meetings:
         finally:
             if answer is None or answer.status >= 400:
                 rid = orjson.dumps({"rid": handover.members["rid"]})
-                for task, worker in ((computing, source), (answering, target)):
+                for task, worker in ((computing, call.source.worker), (answering, target)):
                     task.cancel()
-                    self._kept(self._abort(worker, headers, rid))
+                    self._kept(self._abort(worker, call.headers, rid))
         return answer
 
     def _kept(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -94,35 +91,39 @@ class Meetings:
 
     async def _compute(
         self,
-        source: WorkerInfo,
-        path: str,
-        headers: Sequence[tuple[bytes, bytes]],
-        body: bytes,
-        connect_s: float,
-        answer_s: float,
+        call: Call,
+        handover: Handover,
+        watch: AbstractAsyncContextManager[None],
+        on_computed: Callable[[], None],
     ) -> None:
         """Raises SourceFailed."""
+        source = call.source.worker
         try:
-            answer = await self._upstream.send(
-                source.address, path, headers, body, connect_s=connect_s, answer_s=answer_s
-            )
-            if answer.status < 400:
-                while await answer.read(answer_s):
-                    pass
+            async with watch:
+                answer = await self._upstream.send(
+                    source.address,
+                    call.path,
+                    [*call.headers, *of_rank(source)],
+                    call.outgoing.for_worker(source, members=handover.members),
+                    connect_s=call.connect_s,
+                    answer_s=call.answer_s,
+                )
+                if answer.status < 400:
+                    while await answer.read(call.answer_s):
+                        pass
         except UpstreamError as error:
             raise SourceFailed(str(error), suspend=True) from None
         answer.abort()
         if answer.status in REFUSALS:
             raise SourceFailed(f"answered {answer.status}", suspend=answer.status in (502, 504))
+        on_computed()
 
-    async def _abort(
-        self, worker: WorkerInfo, headers: Sequence[tuple[bytes, bytes]], rid: bytes
-    ) -> None:
+    async def _abort(self, worker: WorkerInfo, headers: Headers, rid: bytes) -> None:
         with suppress(UpstreamError):
             answer = await self._upstream.send(
                 worker.address,
                 "/abort_request",
-                headers,
+                [*headers],
                 rid,
                 connect_s=ABORT_S,
                 answer_s=ABORT_S,

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
@@ -24,7 +25,7 @@ from app.door.record import Usage
 from app.door.sources import NOTHING, Call, Handover, LeaseEnded, SourceFailed, Sources, of_rank
 from app.door.stream import TAIL_BYTES, Whole, usage_in
 from app.door.upstream import ConnectFailed, EngineAnswer, Upstream, UpstreamBroken, UpstreamError
-from app.policy.decision import Decision
+from app.policy.decision import Decision, Source
 from app.policy.sources import TOGETHER
 
 log = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class _Carriage:
                 break
             try:
                 handover = await self._ask_source(decision, deadline_s)
-                async with self.door.missing.waiting(life):
+                async with self.door.missing.waiting(life, decision.worker):
                     begun = await self._try(decision, handover, deadline_s)
             except LeaseEnded as error:
                 failure = self._lease_ended(error, decision)
@@ -243,26 +244,19 @@ class _Carriage:
             return NOTHING
         if decision.source.worker.kv_transfer == TOGETHER:
             return handover_of(decision.source.worker)
-        life = self.life
-        left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
-        life.awaited = decision.source.worker
+        source = decision.source
         try:
-            async with self.door.missing.waiting(life):
-                handover = await self.door.sources.ask(
-                    Call(
-                        decision.source,
-                        self.outgoing,
-                        self.path,
-                        self.headers,
-                        connect_s=min(CONNECT_S, left_s),
-                        answer_s=left_s,
-                    )
-                )
+            async with self.door.missing.waiting(self.life, source.worker):
+                handover = await self.door.sources.ask(self._call(source, deadline_s))
         except UpstreamBroken as error:
             raise SourceFailed(str(error), suspend=True) from None
-        life.awaited = decision.worker
-        life.source_complete()
+        self.life.source_complete(decision)
         return handover
+
+    def _call(self, source: Source, deadline_s: float) -> Call:
+        left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
+        connect_s = min(CONNECT_S, left_s)
+        return Call(source, self.outgoing, self.path, self.headers, connect_s, left_s)
 
     async def _try(self, decision: Decision, handover: Handover, deadline_s: float) -> _Begun:
         """The beginning of one worker's answer. Raises UpstreamError, as LeaseEnded and
@@ -283,15 +277,12 @@ class _Carriage:
         )
         if handover.members and decision.source is not None:
             answering = self.door.meetings.beside(
-                decision.source.worker,
+                self._call(decision.source, deadline_s),
                 worker,
-                self.outgoing,
-                self.path,
-                self.headers,
                 handover,
                 answering,
-                connect_s=connect_s,
-                answer_s=left_s,
+                watch=self.door.missing.waiting(self.life, decision.source.worker),
+                on_computed=partial(self.life.source_complete, decision),
             )
         answer = await answering
         is_all = False
@@ -330,7 +321,7 @@ class _Carriage:
         await client.start(answer.status, headers)
         while True:
             try:
-                async with self.door.missing.waiting(life):
+                async with self.door.missing.waiting(life, begun.worker):
                     await self._pass(begun, parser)
             except UpstreamError as error:
                 if isinstance(parser, Migrating) and parser.is_finished:

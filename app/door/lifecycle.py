@@ -30,8 +30,6 @@ class Lifecycle:
         """Of which the chain is still to be made."""
         self._router = admitted.model.router
         self._held: Decision | None = None
-        self.awaited: WorkerInfo | None = None
-        """Who is to answer next: a worker, or first its source."""
         self._has_first_token = False
 
     @property
@@ -40,13 +38,11 @@ class Lifecycle:
         assert self._held is not None
         return self._held
 
-    @property
-    def worker_is_missing(self) -> bool:
-        """Whether the worker that is waited for is none of those that are alive."""
-        if self._held is None or self.awaited is None:
+    def is_missing(self, worker: WorkerInfo) -> bool:
+        """Whether it is none of the workers that are alive; False once nothing is decided."""
+        if self._held is None:
             return False
-        key = self.awaited.key
-        return all(info.key != key for info in self._router.fleet.infos)
+        return all(info.key != worker.key for info in self._router.fleet.infos)
 
     async def decide(self) -> Decision:
         """Choose and reserve a worker that has not failed this request yet. As Router.route."""
@@ -59,14 +55,14 @@ class Lifecycle:
             decision = await self._router.route(self._request, self._prompt)
         self._prompt = None
         self._held = decision
-        self.awaited = decision.worker
         self.record.decided(decision)
         return decision
 
-    def source_complete(self) -> None:
-        """The decision's source has computed the prompt."""
-        if self.decision.reserved:
-            self._router.source_done(self.decision.reservation_id)
+    def source_complete(self, decision: Decision) -> None:
+        """Its source has computed the prompt. Nothing is told that the first token, or another
+        decision, has told already."""
+        if decision is self._held and decision.reserved and not self._has_first_token:
+            self._router.source_done(decision.reservation_id)
 
     async def source_failed(self, *, suspend: bool) -> None:
         """It has not: the next decision is for another one, or for none. suspend: as below."""

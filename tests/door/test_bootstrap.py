@@ -21,6 +21,7 @@ from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.door.test_sources import blocks_reserved
 from tests.eventually import eventually
+from tests.fake_worker import KEYS, FakeWorker
 
 PROMPT = list(range(40))
 PORT = 8998
@@ -38,24 +39,36 @@ class Half:
 
     def __init__(self, side: str, rooms: defaultdict[int, Room]) -> None:
         self.side, self.rooms = side, rooms
-        self.other = "d" if side == "p" else "p"
+        self.other = "p" if side == "d" else "d"
         self.asked: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.status = 200
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.hangs = False
+        self.worker: FakeWorker | None = None
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(body)
         if self.status != 200:
             return web.json_response({"error": {"message": "broken"}}, status=self.status)
+        if self.hangs:
+            await asyncio.Event().wait()
         entered = self.rooms[body["bootstrap_room"]].entered
-        entered[self.side].set()
+        entered["d" if self.side == "d" else "p"].set()
         await entered[self.other].wait()
+        await self.may_answer.wait()
         usage = {"prompt_tokens": 40, "completion_tokens": 1, "total_tokens": 41}
         return web.json_response({"choices": [{"text": self.side}], "usage": usage})
 
     async def abort(self, request: web.Request) -> web.Response:
         self.aborted.append((await request.json())["rid"])
+        return web.json_response({})
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.Event().wait()
         return web.json_response({})
 
 
@@ -73,12 +86,12 @@ async def divided(
                 side,
                 half.complete,
                 "sglang 0.5",
-                more=[web.post("/abort_request", half.abort)],
-                role=Role.PREFILL if side == "p" else Role.DECODE,
+                more=[web.post("/abort_request", half.abort), web.get("/health", half.health)],
+                role=Role.DECODE if side == "d" else Role.PREFILL,
                 kv_transfer="sglang",
                 bootstrap_port=PORT,
             )
-            await opened.enter_async_context(worker)
+            half.worker = await opened.enter_async_context(worker)
         client = await opened.enter_async_context(replica(url))
         await until_serving(client, len(halves))
         yield client, halves
@@ -104,6 +117,45 @@ async def test_both_get_the_same_request_at_once_and_the_one_that_decodes_is_hea
             assert (one["bootstrap_host"], one["bootstrap_port"]) == ("127.0.0.1", PORT)
             assert one["max_tokens"] == 9
         assert halves["p"].aborted == halves["d"].aborted == []
+        await eventually(lambda: blocks_reserved(redis), lambda found: found == [0, 0])
+
+
+async def test_a_source_owes_no_prefill_once_its_answer_has_ended(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    may_answer = asyncio.Event()
+    async with divided(redis, one_redis_server.url) as (door, halves):
+        halves["d"].may_answer = may_answer
+        asking = asyncio.create_task(ask(door))
+
+        async def prefills() -> list[bytes]:
+            return [key async for key in redis.scan_iter(match=KEYS["prefills:"] + "*")]
+
+        await eventually(prefills, lambda found: len(found) == 1)
+        assert not asking.done()
+        may_answer.set()
+        assert (await asking).status_code == 200
+
+
+async def test_a_source_gone_without_a_word_is_replaced_once_its_lease_has_run_out(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with divided(redis, one_redis_server.url, sides="pdq") as (door, halves):
+        halves["p"].hangs = halves["q"].hangs = True
+        asking = asyncio.create_task(ask(door))
+
+        async def asked() -> list[str]:
+            return [side for side in "pq" if halves[side].asked]
+
+        [first] = await eventually(asked)
+        [other] = {"p", "q"} - {first}
+        halves[other].hangs = False
+        assert halves[first].worker is not None
+        await halves[first].worker.retire()
+        answer = await asking
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-kvroute-source"] == f"{other}:0"
+        assert halves["d"].aborted == [halves[first].asked[0]["rid"]]
         await eventually(lambda: blocks_reserved(redis), lambda found: found == [0, 0])
 
 
