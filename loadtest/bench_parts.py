@@ -46,9 +46,7 @@ from loadtest.cores import redis_to_measure
 TICK_S = 0.004
 PARTS = {
     "body: read, packed and checked": ("app.http.body:read_body", "app.edge.ask:parse"),
-    "hashes": (
-        *("app.core.hashing:compute_local_hashes", "app.core.hashing:compute_sequence_hashes"),
-    ),
+    "chain: known, or hashed": ("app.router.prompt:Prompt.chain",),
     "lookup: commands, replies, view of the workers": ("app.router.lookup:LookUp.batch",),
     "prices and choice": ("app.policy.plan:WorkerSelector.plan",),
     "reservation: command and reply": ("app.router.decider:Decider._reserve",),

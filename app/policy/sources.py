@@ -221,7 +221,7 @@ def _fetch(
     costs: of `latency`. Of the longest overlaps, the one that is free to send first is taken. None:
     no target lacks what a source holds, or none can cost as little as `below`.
     """
-    held = np.where(sources, published, 0.0)
+    held = published * sources
     longest = float(held[held.argmax()])
     overlap = candidates.overlap
     if longest <= least(overlap):
@@ -233,7 +233,9 @@ def _fetch(
     growing += terms["interference_s"]
     if least(costs.cost - growing) + least(candidates.transfer_s) > below:
         return None
-    source = _cheapest(candidates.sending_s, held == longest, rng)
+    holds = held == longest
+    is_one = np.count_nonzero(holds) == 1
+    source = int(holds.argmax()) if is_one else _cheapest(candidates.sending_s, holds, rng)
     assert source is not None
     gaining = targets & (overlap < longest)
     gaining[source] = False
