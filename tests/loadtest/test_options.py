@@ -30,7 +30,7 @@ WITH_A_FILE = (
     "bench_waiting",
 )
 
-COMMANDS = (*WITH_A_FILE, "bench_hashing", "bench_parts", "demo_torch")
+COMMANDS = (*WITH_A_FILE, "bench_hashing", "bench_parts", "bench_plan", "demo_torch")
 
 
 def invoke(module: str, *arguments: str) -> Result:
@@ -77,6 +77,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("autoscale", "--startup-s inf"),
         ("bench_failover", "--runs 0"),
         ("bench_hashing", "--rounds 0"),
+        ("bench_plan", "--workers 0"),
         ("bench_index", "--blocks 0"),
         ("bench_index", "--index-blocks -1"),
         ("bench_index", "--queries 0"),

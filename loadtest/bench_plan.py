@@ -1,0 +1,99 @@
+"""What a plan costs: prices, choice and what to reserve, with and without sources.
+
+    python -m loadtest.bench_plan
+
+The time of the fastest of many short rounds, which other processes disturb least.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from app.core.config import RouterSettings
+from app.core.loads import Load, Loads, Snapshot
+from app.core.overlaps import Overlaps
+from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
+from app.core.worker_report import WorkerInfo
+from app.options import POSITIVE
+from app.policy.decision import Query, RouteRequest
+from app.policy.plan import Plan, WorkerSelector
+from app.policy.view import UNMEASURED, View, Workers
+from loadtest.command import Command
+
+BLOCKS = 128
+PLANS = 20
+"""In one round."""
+FORMS = {"none": "", "splits": "nixl", "splits and fetches": "kvroute"}
+"""Ways of transfer, by what they allow."""
+
+
+def view_of(workers: int, kv_transfer: str) -> View:
+    """Workers with a queue of up to two seconds each."""
+    rng = np.random.default_rng(1)
+    infos = [
+        WorkerInfo(
+            WorkerKey(f"w{n}"),
+            "http://worker",
+            block_size=16,
+            kv_total_blocks=25_000,
+            max_requests=256,
+            kv_transfer=kv_transfer,
+        )
+        for n in range(workers)
+    ]
+    loads = {
+        Incarnation(n): Load(
+            prefill_us=int(rng.integers(2_000_000)),
+            blocks=int(rng.integers(20_000)),
+            requests=5,
+            decoding=2,
+        )
+        for n in range(workers)
+    }
+    known = [(inc, info, UNMEASURED) for inc, info in zip(loads, infos, strict=True)]
+    return View(Snapshot(5000, Loads.of(loads)), Workers(known))
+
+
+def query_of(holders: int) -> Query:
+    """A prompt of which so many workers hold half."""
+    chain = [SequenceHash(n) for n in range(BLOCKS)]
+    request = RouteRequest("bench", chain, 16 * BLOCKS, "latency")
+    half = TierOverlap(BLOCKS // 2)
+    return Query(request, "tag", 1, Overlaps({Incarnation(n): half for n in range(holders)}))
+
+
+def fastest_us(plan: partial[Plan], rounds: int) -> float:
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(PLANS):
+            plan()
+        best = min(best, time.perf_counter() - start)
+    return best / PLANS * 1e6
+
+
+@click.command(cls=Command)
+@click.option("--workers", default=8, show_default=True, type=POSITIVE)
+@click.option("--rounds", default=500, show_default=True, type=POSITIVE)
+def main(workers: int, rounds: int) -> None:
+    """Time plans by who holds half of the prompt, and by where its KV may come from."""
+    table = Table(title=f"µs a plan, {workers} workers")
+    heads = {"nobody": 0, "one": 1, "all": workers}
+    for head in ("sources", *(f"held by {who}" for who in heads)):
+        table.add_column(head, justify="right")
+    selector = WorkerSelector(RouterSettings())
+    for name, way in FORMS.items():
+        view = view_of(workers, way)
+        plans = [partial(selector.plan, query_of(holders), view) for holders in heads.values()]
+        table.add_row(name, *(f"{fastest_us(plan, rounds):.0f}" for plan in plans))
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
