@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from itertools import zip_longest
 
-from app.core.errors import RedisUnavailable, WrongVersion
+from app.core.errors import KvrouteError, WrongVersion
 from app.core.overlaps import Overlaps
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.decision import Query
@@ -15,22 +15,25 @@ from app.policy.view import View
 from app.router.history import History
 from app.router.recent import Recent
 from app.router.replica import Replica
+from app.router.reports import Reports
 from app.state import overlap, reservations
 from app.state.columns import Columns
 
 
 class LookUp:
-    """Finds what a decision is made from, in at most two round trips."""
+    """Finds what a decision is made from, in at most two round trips, which take reports along."""
 
     def __init__(
         self,
         replica: Replica,
         history: History,
         recent: Recent,
+        reports: Reports,
     ) -> None:
         self._replica = replica
         self._history = history
         self._recent = recent
+        self._reports = reports
         self._loads = reservations.loads(replica.keyspace)
         self.columns = Columns()
         """The loads that are known, for those alone who decide."""
@@ -57,17 +60,27 @@ class LookUp:
             shards = fleet.shards or (await runner.one(self._loads)).shards or 1
             recall = self._history.recall(sessions)
             foresee = self._history.foresee(chains, shards)
-            with self._replica.telemetry.seconds_of("look_up").time():
-                overlaps, (snapshot, *others) = await overlap.match(
+            with (
+                self._replica.telemetry.seconds_of("look_up").time(),
+                self._reports.riding() as trip,
+            ):
+                overlaps, replies = await overlap.match(
                     runner,
                     keyspace,
                     chains if self._replica.settings.kv_events else [],
                     shards,
-                    along=[reservations.changes(keyspace, self.columns), *recall, *foresee],
+                    along=[
+                        *trip.calls,
+                        reservations.changes(keyspace, self.columns),
+                        *recall,
+                        *foresee,
+                    ],
                     boundaries=self._boundaries,
                 )
+                trip.replies = replies[: len(trip.calls)]
+            snapshot, *others = replies[len(trip.calls) :]
             recalled, foreseen = others[: len(recall)], others[len(recall) :]
-            if isinstance(snapshot, RedisUnavailable):
+            if isinstance(snapshot, KvrouteError):
                 raise snapshot
             snapshot = snapshot or await runner.one(self._loads)
             view = await fleet.view(snapshot)

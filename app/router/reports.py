@@ -1,14 +1,16 @@
-"""First tokens and ends of requests, and what is still carried: those that come in together share a
-round trip to Redis."""
+"""First tokens and ends of requests, and what is still carried. Nobody waits for most of them: they
+ride with the next look-up, or go together a few milliseconds later."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from app.core.errors import RedisUnavailable
 from app.policy.decision import Decision
@@ -28,6 +30,9 @@ EXTENDED_AT_ONCE = 128
 """By one script, which takes Redis half a millisecond."""
 LOOK_S = 1.0
 """How often to look for what is to be extended."""
+SOON_S = 0.005
+"""How long a report waits for a look-up that takes it along. A replica that is killed loses no more
+of them, and what they would have released expires."""
 MAX_UNREPORTED = 16_384
 """Beyond this many, which only a slow Redis can cause, the oldest are left to expire."""
 
@@ -40,11 +45,12 @@ class _Event(StrEnum):
     END = "released"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Report:
     """began_by_ms: see `reservations.Release`. answer: whether there was such a reservation; None:
     nobody waits for that. ending: what came of the request; None: nobody says. is_whole: of an end:
-    it tells of the first token as well."""
+    it tells of the first token as well. is_late: the same id may have been promised something else
+    since."""
 
     reservation_id: str
     event: _Event
@@ -52,14 +58,32 @@ class _Report:
     answer: asyncio.Future[bool] | None
     ending: Ending | None = None
     is_whole: bool = False
+    is_late: bool = False
 
     @property
     def events(self) -> list[_Event]:
         return [_Event.PREFILL_COMPLETE, self.event] if self.is_whole else [self.event]
 
 
+@dataclass(slots=True)
+class Trip:
+    """What one round trip tells Redis. told: for each of the first calls, whose it is, and so with
+    the calls that follow and extensions. replies: to the calls; None: it came to none."""
+
+    told: list[list[_Report]]
+    extensions: list[list[Extension]]
+    calls: list[Call[Any]]
+    replies: list[Any] | None = None
+
+    @property
+    def ids(self) -> set[str]:
+        """Of all reservations that it tells of."""
+        extended = {one.reservation_id for some in self.extensions for one in some}
+        return extended | {report.reservation_id for some in self.told for report in some}
+
+
 class Reports:
-    """Tells Redis, one round trip at a time.
+    """Tells Redis. Of two reports of one reservation the second leaves once the first is answered.
 
     on_end: called after each round trip, as requests may wait for what was released.
     """
@@ -80,6 +104,11 @@ class Reports:
         self._carried = Carried()
         self._must_extend = False
         self._reports: deque[_Report] = deque()
+        self._away: set[str] = set()
+        """The reservations that Redis is being told of."""
+        self._timer: asyncio.TimerHandle | None = None
+        """When it is to be told of the others; None: there are none, or they go as soon as those
+        are back."""
         self._sending: asyncio.Task[None] | None = None
 
     def source_complete(
@@ -122,47 +151,94 @@ class Reports:
         while True:
             await asyncio.sleep(LOOK_S)
             self._must_extend = True
-            self._send_soon()
+            self._send()
 
     def _add(self, report: _Report) -> None:
         if len(self._reports) >= MAX_UNREPORTED:
             self._failed(self._reports.popleft(), RedisUnavailable("too many reports wait"))
         self._reports.append(report)
-        self._send_soon()
+        view = self._replica.fleet.last_view
+        is_awaited = report.answer is not None or (view is not None and view.somebody_waits)
+        if is_awaited or len(self._reports) >= AT_ONCE:
+            self._send()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SOON_S, self._send)
 
-    def _send_soon(self) -> None:
+    def _send(self) -> None:
+        self._stop_timer()
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_all())
 
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     async def finish(self) -> None:
         """Report what is left."""
+        self._send()
         if self._sending is not None:
             await self._sending
 
     async def _send_all(self) -> None:
-        while self._reports or self._must_extend:
-            count = min(AT_ONCE, len(self._reports))
-            await self._send([self._reports.popleft() for _ in range(count)])
+        while True:
+            with self._underway(self._take(), self._extensions()) as trip:
+                if not trip.calls:
+                    return
+                trip.replies = await self._replica.runner.run_each(trip.calls)
 
-    async def _send(self, reports: list[_Report]) -> None:
-        reports = _joined(reports)
+    @contextmanager
+    def riding(self) -> Iterator[Trip]:
+        """What is to be told, for the caller to send before its own calls in one round trip: so
+        those see what was released. The caller sets the replies."""
+        with self._underway(self._take(), []) as trip:
+            yield trip
+
+    @contextmanager
+    def _underway(
+        self, reports: list[_Report], extensions: list[list[Extension]]
+    ) -> Iterator[Trip]:
         ends = [report for report in reports if report.event is _Event.END]
         others = [report for report in reports if report.event is not _Event.END]
         told = [some for some in (others, ends) if some]
-        extensions = self._extensions()
-        replies = await self._replica.runner.run_each(
-            [
-                *map(self._call, told),
-                *(reservations.extend(self._replica.keyspace, some) for some in extensions),
-            ]
-        )
-        self._note_extended(extensions, replies[len(told) :])
-        for some, attempts in zip(told, replies, strict=False):
+        extending = [reservations.extend(self._replica.keyspace, some) for some in extensions]
+        trip = Trip(told, extensions, [*map(self._call, told), *extending])
+        ids = trip.ids
+        self._away |= ids
+        try:
+            yield trip
+        finally:
+            self._away -= ids
+            self._arrived(trip)
+            if self._reports and self._timer is None:
+                self._send()
+
+    def _take(self) -> list[_Report]:
+        """Up to AT_ONCE reports, of reservations that Redis is not being told of."""
+        taken, left = list[_Report](), list[_Report]()
+        while self._reports and len(taken) < AT_ONCE:
+            report = self._reports.popleft()
+            (left if report.reservation_id in self._away else taken).append(report)
+        self._reports.extendleft(reversed(left))
+        if not self._reports:
+            self._stop_timer()
+        return _joined(taken)
+
+    def _arrived(self, trip: Trip) -> None:
+        if trip.replies is None:
+            # Whoever sent it was cancelled: it is told once more before the replica ends.
+            for report in (report for some in trip.told for report in some):
+                report.is_late = True
+                self._reports.append(report)
+            return
+        self._note_extended(trip.extensions, trip.replies[len(trip.told) :])
+        for some, attempts in zip(trip.told, trip.replies, strict=False):
             if isinstance(attempts, RedisUnavailable):
                 attempts = [attempts] * len(some)
             for report, attempt in zip(some, attempts, strict=True):
                 self._answered(report, attempt)
-        self._on_end()
+        if trip.told:
+            self._on_end()
 
     def _answered(self, report: _Report, attempt: str | RedisUnavailable | None) -> None:
         if isinstance(attempt, RedisUnavailable):
@@ -186,13 +262,14 @@ class Reports:
             self._history.end(report.reservation_id, report.ending)
 
     def _extensions(self) -> list[list[Extension]]:
-        """What is due of all that is carried. In the round trips of reports, as what has ended must
-        not be reserved again."""
+        """What is due of all that is carried. Not of what Redis is being told of, as what has ended
+        must not be reserved again."""
         if not self._must_extend:
             return []
         self._must_extend = False
         now_s = asyncio.get_running_loop().time()
-        due = self._carried.due(now_s, self._replica.fleet.last_view)
+        carried = self._carried.due(now_s, self._replica.fleet.last_view)
+        due = [one for one in carried if one.reservation_id not in self._away]
         return [due[at : at + EXTENDED_AT_ONCE] for at in range(0, len(due), EXTENDED_AT_ONCE)]
 
     def _note_extended(
@@ -209,35 +286,29 @@ class Reports:
             made = outcomes.count(Extended.RESERVED_AGAIN)
             self._replica.telemetry.reservations_of("made_again").inc(made)
 
-    def _call(self, reports: list[_Report], *, late: bool = False) -> Call[list[str | None]]:
-        """Of ends, or of others alone. late: the same ids may have been promised something else
-        since."""
-        keyspace = self._replica.keyspace
+    def _call(self, reports: list[_Report]) -> Call[list[str | None]]:
+        """Of ends, or of others alone."""
         if reports[0].event is _Event.END:
-            return reservations.release(
-                keyspace,
-                [
-                    Release(
-                        report.reservation_id,
-                        began_by_ms=report.began_by_ms if late else None,
-                        answered=True,
-                        whole=report.is_whole,
-                    )
-                    for report in reports
-                ],
-            )
-        return reservations.prefill_complete(
-            keyspace,
-            [
-                PrefillComplete(
+            releases = [
+                Release(
                     report.reservation_id,
-                    self._ttl_ms_after(report),
-                    report.began_by_ms if late else None,
-                    report.event is _Event.SOURCE_COMPLETE,
+                    began_by_ms=report.began_by_ms if report.is_late else None,
+                    answered=True,
+                    whole=report.is_whole,
                 )
                 for report in reports
-            ],
-        )
+            ]
+            return reservations.release(self._replica.keyspace, releases)
+        completed = [
+            PrefillComplete(
+                report.reservation_id,
+                self._ttl_ms_after(report),
+                report.began_by_ms if report.is_late else None,
+                report.event is _Event.SOURCE_COMPLETE,
+            )
+            for report in reports
+        ]
+        return reservations.prefill_complete(self._replica.keyspace, completed)
 
     def _ttl_ms_after(self, report: _Report) -> int:
         if report.event is _Event.SOURCE_COMPLETE:
@@ -246,8 +317,9 @@ class Reports:
         return reservations.CARRIED_MS if is_carried else self._ttl_ms
 
     def _failed(self, report: _Report, error: RedisUnavailable) -> None:
+        report.is_late = True
         if report.began_by_ms is not None:
-            self._maintenance.tell_soon(self._call([report], late=True))
+            self._maintenance.tell_soon(self._call([report]))
         if report.answer is not None and not report.answer.done():
             report.answer.set_exception(error)
 

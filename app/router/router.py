@@ -75,13 +75,13 @@ class Router:
         self._history = History(replica)
         self._recent = Recent()
         self._known_chains = KnownChains()
-        self._look_up = LookUp(replica, self._history, self._recent)
         self._maintenance = Maintenance(replica, self._history)
         self._waiting = Waiting(replica) if settings.wait_queue else None
+        self._reports = Reports(replica, self._history, self._maintenance, self._look_again)
+        self._look_up = LookUp(replica, self._history, self._recent, self._reports)
         self._decider = Decider(
             replica, self._look_up, self._history, self._maintenance, self._waiting
         )
-        self._reports = Reports(replica, self._history, self._maintenance, self._look_again)
 
     async def run(self) -> None:
         """Run until cancelled."""

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 
-from app.core.errors import RedisFull, RedisUnavailable
+from app.core.errors import KvrouteError, RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
 from app.state.client import MAX_REDIRECTS, RedisClient
 from app.state.connect import deadline
@@ -112,12 +112,13 @@ class ScriptRunner:
         """
         replies = await self.run_each(calls)
         for reply in replies:
-            if isinstance(reply, RedisUnavailable):
+            if isinstance(reply, KvrouteError):
                 raise reply
         return replies
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Like `run`, but with a RedisUnavailable in place of each missing answer.
+        """Like `run`, but with a RedisUnavailable in place of each missing answer, and the error in
+        place of one that its parser refuses.
 
         Calls to one node do not wait for another node: each node has the whole `timeout_s`.
         """
@@ -219,10 +220,13 @@ def _grouped(pairs: Iterable[tuple[Node, int]]) -> dict[Node, list[int]]:
 
 
 def _parsed(c: Call[Any], reply: Any) -> Any:
-    """What the reply means; for an error of Redis (LOADING, READONLY, a script that failed), a
-    RedisUnavailable that says which."""
+    """What the reply means, or what its parser raises; for an error of Redis (LOADING, READONLY, a
+    script that failed), a RedisUnavailable that says which."""
     if not isinstance(reply, Exception):
-        return c.parse(reply)
+        try:
+            return c.parse(reply)
+        except KvrouteError as error:
+            return error
     if not isinstance(reply, RedisUnavailable):
         # Before Redis 7, a script's error names the refusal only in its text.
         is_full = isinstance(reply, OutOfMemoryError) or "-OOM command" in str(reply)

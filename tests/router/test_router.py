@@ -55,8 +55,8 @@ class ScriptedRunner(ScriptRunner):
 
     round_trips: the scripts of each, in order. num_wishes: reservations that it asked for.
     most_named, most_turns: tickets of waiting requests and turns asked for, in one call.
-    after_look_up, before_reserve: awaited each time. answer_is_lost: Redis reserves, but its
-    answer does not arrive in time.
+    before_look_up, after_look_up, before_reserve: awaited each time. answer_is_lost: Redis
+    reserves, but its answer does not arrive in time.
     """
 
     def __init__(self, redis: RedisClient) -> None:
@@ -65,6 +65,7 @@ class ScriptedRunner(ScriptRunner):
         self.num_wishes = 0
         self.most_named = 0
         self.most_turns = 0
+        self.before_look_up: Hook | None = None
         self.after_look_up: Hook | None = None
         self.before_reserve: Hook | None = None
         self.answer_is_lost = False
@@ -77,6 +78,8 @@ class ScriptedRunner(ScriptRunner):
         self.most_named = max(self.most_named, *named)
         turns = [int(c.args[1]) for c in calls if c.name == "turns"]
         self.most_turns = max(self.most_turns, *turns, 0)
+        if "loads" in names and self.before_look_up:
+            await self.before_look_up()
         if "reserve" in names and self.before_reserve:
             await self.before_reserve()
         replies = await super()._send(node, calls)
