@@ -146,20 +146,25 @@ class History:
     async def _record_forever(self) -> None:
         while True:
             await self._has_unrecorded.wait()
-            self._has_unrecorded.clear()
-            now_s = time.monotonic()
-            records = [plan.record(self._details, now_s) for plan in self._unrecorded]
-            self._unrecorded.clear()
-            keyspace, kept = self._replica.keyspace, self._decisions_kept
-            calls = [decisions.record(keyspace, one, kept) for one in records]
-            calls += [endings.record(keyspace, name, how, kept) for name, how in self._ended]
-            self._ended.clear()
-            for at in range(0, len(calls), decisions.MAX_WRITTEN):
-                try:
-                    await self._replica.runner.run(calls[at : at + decisions.MAX_WRITTEN])
-                except RedisUnavailable as error:
-                    log.debug("decisions not recorded: %s", error)
+            # A short request's decision is recorded together with its end.
             await asyncio.sleep(RECORD_PAUSE_S)
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Record what is left."""
+        self._has_unrecorded.clear()
+        now_s = time.monotonic()
+        records = [plan.record(self._details, now_s) for plan in self._unrecorded]
+        self._unrecorded.clear()
+        keyspace, kept = self._replica.keyspace, self._decisions_kept
+        calls = [decisions.record(keyspace, one, kept) for one in records]
+        calls += [endings.record(keyspace, name, how, kept) for name, how in self._ended]
+        self._ended.clear()
+        for at in range(0, len(calls), decisions.MAX_WRITTEN):
+            try:
+                await self._replica.runner.run(calls[at : at + decisions.MAX_WRITTEN])
+            except RedisUnavailable as error:
+                log.debug("decisions not recorded: %s", error)
 
     @property
     def _shards(self) -> list[Keyspace]:

@@ -94,6 +94,7 @@ class Router:
                 tasks.create_task(self.fleet.follow(self._reports_every))
         finally:
             await self._reports.finish()
+            await self._history.finish()
 
     async def route(self, request: RouteRequest, prompt: Prompt | None = None) -> Decision:
         """Choose a worker and reserve it. Cancel it if its caller is gone.

@@ -10,8 +10,9 @@ from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
 from app.router import reports
+from app.state.endings import Ending
 from tests.eventually import eventually
-from tests.fake_worker import FakeWorkers
+from tests.fake_worker import KEYS, FakeWorkers
 from tests.router.test_router import Replica, request, router, running, workers
 
 __all__ = ["router", "workers"]
@@ -114,13 +115,15 @@ async def test_a_replica_that_stops_tells_what_is_left(
 
     async with running(one_redis_server.url) as replica:
         decision = await replica.route(request("r1", carried=True))
-        replica.end(decision.reservation_id)
+        replica.end(decision.reservation_id, Ending(output_tokens=5))
         if cut_off:
             replica.runner.before_look_up = hang
             routing = asyncio.create_task(replica.route(request("r2")))
             await reached.wait()
             routing.cancel()
     assert await workers.reserved() == {}
+    assert await workers.redis.xlen(KEYS["decisions"]) == 1
+    assert await workers.redis.xlen(KEYS["endings"]) == 1
 
 
 @pytest.mark.usefixtures("for_good")
