@@ -360,7 +360,7 @@ async def race(
     seen_total: int | None,
 ) -> Counter[str]:
     """Outcomes of 200 concurrent requests from eight clients, two per call."""
-    clients = [connect(server.url) for _ in range(8)]
+    clients = [connect(server.url, timeout_s=10) for _ in range(8)]
     runners = [ScriptRunner(client, timeout_s=10) for client in clients]
     try:
         outcomes = await asyncio.gather(
