@@ -26,6 +26,7 @@ from workers.agent.agent import Agent, AgentSettings
 from workers.agent.gpu import GpuMonitor
 from workers.engines.base import Engine, Hosted
 from workers.engines.hosting import host
+from workers.engines.openai.transfers import KEEP_S
 from workers.engines.openai.writers import Served
 
 log = logging.getLogger(__name__)
@@ -181,6 +182,7 @@ async def _new_agent(
         host_total_blocks=hosted.num_blocks.get(Tier.HOST, 0),
         role=Role.parse(settings.role),
         kv_transfer=settings.kv_transfer,
+        kv_lease_s=KEEP_S if settings.kv_transfer else 0.0,
         tp_size=settings.tp_size if settings.engine == "torch" else 1,
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())

@@ -136,8 +136,8 @@ class RouterSettings(DoorSettings):
     )
     kv_lease_s: float = setting(
         30.0,
-        "How long a source keeps blocks that wait to be fetched: as its engine is set (vLLM: "
-        "kv_lease_duration).",
+        "How long a source keeps blocks that wait to be fetched, in seconds: as its engine is set "
+        "(vLLM: kv_lease_duration). Of a worker that says less, what it says.",
         POSITIVE_SECONDS,
     )
     strict_roles: bool = setting(
@@ -371,6 +371,12 @@ class EngineAgentSettings(MemberSettings):
         "",
         "The way in which KV travels between this engine and others; unset: in none.",
         OneOf(("", "nixl", "sglang")),
+    )
+    kv_lease_s: float = setting(
+        0.0,
+        "Seconds that the engine keeps what waits to be fetched, as it is set, with --kv-transfer "
+        "nixl: kv_lease_duration; 0: not told.",
+        SECONDS,
     )
     bootstrap_port: int = setting(
         8998, "The engine's --disaggregation-bootstrap-port, with --kv-transfer sglang.", PORT

@@ -163,6 +163,9 @@ class WorkerInfo:
         "the way in which KV travels between it and other workers; empty: in none", "", text=""
     )
     tp_size: int = _said("shards that its KV heads are split into", 1, least=1, text="")
+    kv_lease_s: float = _said(
+        "seconds that it keeps KV which waits to be fetched; 0: not known", 0.0, text=""
+    )
     bootstrap_port: int = _said(
         "of the bootstrap server at which others meet it, beside SGLang; 0: none",
         0,

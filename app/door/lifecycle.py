@@ -62,7 +62,7 @@ class Lifecycle:
         """Its source has computed the prompt. Nothing is told that the first token, or another
         decision, has told already."""
         if decision is self._held and decision.reserved and not self._has_first_token:
-            self._router.source_done(decision.reservation_id)
+            self._router.source_done(decision)
 
     async def source_failed(self, *, suspend: bool) -> None:
         """It has not: the next decision is for another one, or for none. suspend: as below."""

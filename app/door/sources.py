@@ -27,7 +27,7 @@ from app.door.members import Headers
 from app.door.prompts import PromptIds
 from app.door.upstream import Upstream, UpstreamError
 from app.policy.decision import Source
-from app.policy.sources import OWN_TRANSFER, Form
+from app.policy.sources import OWN_TRANSFER, Form, kept_s
 
 NIXL = "nixl"
 """The way in which KV travels between vLLM's NixlConnectors."""
@@ -147,14 +147,15 @@ class Nixl:
     async def begin(self, call: Call) -> Handover:
         clock = asyncio.get_running_loop().time
         began_s, source = clock(), call.source
+        lease_s = kept_s(self._kv_lease_s, [source.worker])
         body = call.outgoing.for_source(source.worker, NIXL_PARAMS)
         params = _params(*await call.answered(self._upstream, body))
         if params is None:
             return NOTHING
         predicted_s = source.reservation.prefill_us / 1e6 if source.reservation else 0.0
-        if clock() - began_s > max(self._kv_lease_s / 3, LATE * predicted_s):
+        if clock() - began_s > max(lease_s / 3, LATE * predicted_s):
             raise LeaseEnded("took too long to hand on what it computed", is_fetched=False)
-        return Handover(params, clock() + self._kv_lease_s)
+        return Handover(params, clock() + lease_s)
 
 
 class Own:

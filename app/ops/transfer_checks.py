@@ -9,7 +9,8 @@ from app.core.check import Check
 from app.core.documents import page
 from app.core.worker_report import Role, WorkerInfo
 
-MINUTES = "120 s or more"
+MIN_LEASE_S = 120.0
+MINUTES = f"{MIN_LEASE_S:g} s or more"
 
 
 def of_transfers(infos: Sequence[WorkerInfo]) -> Iterator[Check]:
@@ -33,15 +34,31 @@ def of_transfers(infos: Sequence[WorkerInfo]) -> Iterator[Check]:
         ", ".join(engines) or "none",
         "run one version on both sides: what one sends the other must read",
     )
+    yield from _leases(able)
     if "nixl" in ways:
         yield Check(
-            "kv transfer lease",
+            "kv transfer settings",
             None,
-            f"engines do not tell it: kv_lease_duration of {MINUTES} and kv_load_failure_policy "
-            "recompute belong in each --kv-transfer-config, and the same seconds in the routers' "
-            "--kv-lease-s; dtype and layout must be alike, and each must reach the other's side "
-            f"channel: see {page('disaggregation.md')}",
+            f"engines do not tell them: kv_lease_duration of {MINUTES} and kv_load_failure_policy "
+            "recompute belong in each --kv-transfer-config, and the same seconds in --kv-lease-s "
+            "of agents and routers; dtype and layout must be alike, and each must reach the "
+            f"other's side channel: see {page('disaggregation.md')}",
         )
+
+
+def _leases(able: Sequence[WorkerInfo]) -> Iterator[Check]:
+    """How long sources keep what waits to be fetched, as far as they say."""
+    told = Counter(info.kv_lease_s for info in able if info.kv_lease_s)
+    if not told:
+        return
+    shown = ", ".join(f"{seconds:g} s ({number})" for seconds, number in sorted(told.items()))
+    is_short = any(i.kv_transfer == "nixl" and 0 < i.kv_lease_s < MIN_LEASE_S for i in able)
+    yield Check(
+        "kv transfer lease",
+        not is_short,
+        f"{shown}; routers take the least of these and their own --kv-lease-s",
+        f"set kv_lease_duration to {MINUTES}: what is fetched later belongs to other prompts",
+    )
 
 
 def _roles(able: Sequence[WorkerInfo]) -> Check:

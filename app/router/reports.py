@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from app.core.errors import RedisUnavailable
+from app.core.worker_report import WorkerInfo
 from app.policy.decision import Decision
+from app.policy.sources import kept_s
 from app.router.carried import Carried
 from app.router.history import History
 from app.router.maintenance import Maintenance
@@ -50,7 +52,7 @@ class _Report:
     """began_by_ms: see `reservations.Release`. answer: whether there was such a reservation; None:
     nobody waits for that. ending: what came of the request; None: nobody says. is_whole: of an end:
     it tells of the first token as well. is_late: the same id may have been promised something else
-    since."""
+    since. source_ttl_ms: how long a source keeps its blocks."""
 
     reservation_id: str
     event: _Event
@@ -59,6 +61,7 @@ class _Report:
     ending: Ending | None = None
     is_whole: bool = False
     is_late: bool = False
+    source_ttl_ms: int = 0
 
     @property
     def events(self) -> list[_Event]:
@@ -100,7 +103,6 @@ class Reports:
         self._maintenance = maintenance
         self._on_end = on_end
         self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
-        self._kv_lease_ms = round(replica.settings.kv_lease_s * 1000)
         self._carried = Carried()
         self._must_extend = False
         self._reports: deque[_Report] = deque()
@@ -112,11 +114,17 @@ class Reports:
         self._sending: asyncio.Task[None] | None = None
 
     def source_complete(
-        self, reservation_id: str, answer: asyncio.Future[bool] | None = None
+        self,
+        reservation_id: str,
+        sources: Iterable[WorkerInfo],
+        answer: asyncio.Future[bool] | None = None,
     ) -> None:
-        """The prompt is computed, or ready to be handed on, at the request's source."""
+        """The prompt is computed, or ready to be handed on, at the request's source: one of
+        these."""
         now_ms = self._replica.fleet.redis_now_ms
-        self._add(_Report(reservation_id, _Event.SOURCE_COMPLETE, now_ms, answer))
+        ttl_ms = round(1000 * kept_s(self._replica.settings.kv_lease_s, sources))
+        event = _Event.SOURCE_COMPLETE
+        self._add(_Report(reservation_id, event, now_ms, answer, source_ttl_ms=ttl_ms))
 
     def first_token(self, reservation_id: str, answer: asyncio.Future[bool] | None = None) -> None:
         """The first token of a request is out. If Redis cannot be reached, it is told later."""
@@ -312,7 +320,7 @@ class Reports:
 
     def _ttl_ms_after(self, report: _Report) -> int:
         if report.event is _Event.SOURCE_COMPLETE:
-            return self._kv_lease_ms
+            return report.source_ttl_ms
         is_carried = report.reservation_id in self._carried
         return reservations.CARRIED_MS if is_carried else self._ttl_ms
 

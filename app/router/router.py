@@ -105,9 +105,7 @@ class Router:
         the size of blocks, and while that is unknown as `refresh`.
         """
         if prompt is not None:
-            request.chain = await prompt.chain(
-                await self._block_size(request.policy), self._known_chains
-            )
+            request.chain = await prompt.chain(await self._block_size(request), self._known_chains)
         started = time.perf_counter()
         outcome = "failed"
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
@@ -156,12 +154,21 @@ class Router:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
         return await self._look_up.workers()
 
-    async def awake(self) -> None:
+    async def awake(self, tenant: str = "", priority: str = "normal") -> None:
         """Returns once there is a worker; where a planner starts one for those that wait, waits for
-        that. Raises NoWorkers, AllWorkersBusy if too many wait, and RouterOverloaded."""
+        that, in the line as others of that tenant and priority. Raises NoWorkers, AllWorkersBusy if
+        too many wait, and RouterOverloaded."""
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         tag = _tag("")
-        request = RouteRequest(f"awake-{tag}", [], 1, self._policy, reserve=False)
+        request = RouteRequest(
+            f"awake-{tag}",
+            [],
+            1,
+            self._policy,
+            reserve=False,
+            tenant=tenant,
+            priority=priority,
+        )
         pending = Pending(Query(request, tag), answer, for_any=True)
         if not self._decider.submit(pending):
             raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
@@ -171,18 +178,18 @@ class Router:
             if self.fleet.is_asleep:
                 raise
 
-    async def _block_size(self, policy: str) -> int:
-        """Tokens per block. A request that finds them unknown counts as a decision for `policy`."""
+    async def _block_size(self, request: RouteRequest) -> int:
+        """Tokens per block. A request that finds them unknown counts as a decision."""
         try:
             if self.fleet.block_size is None:
                 await self.refresh()
             if self.fleet.block_size is None:
-                await self.awake()
+                await self.awake(request.tenant, request.priority)
             size = self.fleet.block_size
             if size is None:
                 raise NoWorkers("no worker is alive")
         except KvrouteError:
-            self.telemetry.decisions_of(policy, NoWorkers.outcome).inc()
+            self.telemetry.decisions_of(request.policy, NoWorkers.outcome).inc()
             raise
         return size
 
@@ -197,12 +204,13 @@ class Router:
         """False if there is no such source. Raises RedisUnavailable, WrongVersion."""
         self._refuse_wrong_version()
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._reports.source_complete(request_id, answer)
+        self._reports.source_complete(request_id, self.fleet.infos, answer)
         return await answer
 
-    def source_done(self, reservation_id: str) -> None:
+    def source_done(self, decision: Decision) -> None:
         """As `source_complete`, without waiting for it."""
-        self._reports.source_complete(reservation_id)
+        if decision.source is not None:
+            self._reports.source_complete(decision.reservation_id, [decision.source.worker])
 
     def first_token(self, reservation_id: str) -> None:
         """As `prefill_complete`, without waiting for it."""

@@ -13,6 +13,7 @@ from app.core.worker_report import (
     GPU,
     INFO,
     LARGEST,
+    MAX_COUNT,
     METRICS,
     NO_READINGS,
     SPEED,
@@ -50,6 +51,7 @@ WORKER = WorkerInfo(
     role=Role.DECODE,
     kv_transfer="nixl",
     tp_size=4,
+    kv_lease_s=120.0,
     bootstrap_port=8998,
     host_total_blocks=50_000,
     event_addresses=("tcp://10.0.0.7:5557",),
@@ -60,7 +62,8 @@ WORKER_TEXT = (
     b'"reuse_blocks":4,"recomputed_blocks":2,"engine":"vllm 0.33.0",'
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
-    b'"publishing":true,"role":"decode","kv_transfer":"nixl","tp_size":4,"bootstrap_port":8998,'
+    b'"publishing":true,"role":"decode","kv_transfer":"nixl","tp_size":4,'
+    b'"kv_lease_s":120.0,"bootstrap_port":8998,'
     b'"host_total_blocks":50000,'
     b'"event_addresses":["tcp://10.0.0.7:5557"],'
     b'"lease_ttl_ms":3000,"version":4}'
@@ -139,6 +142,7 @@ SHOWN = {
     "role": ("role", ""),
     "kv_transfer": ("kv_transfer", ""),
     "tp_size": ("tp_size", ""),
+    "kv_lease_s": ("kv_lease_s", ""),
     "bootstrap_port": ("", ""),
     "host_total_blocks": ("", ""),
     "event_addresses": ("", ""),
@@ -228,6 +232,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "role": "both",
         "kv_transfer": "",
         "tp_size": 1,
+        "kv_lease_s": 0.0,
         "bootstrap_port": 0,
         "host_total_blocks": 0,
         "event_addresses": (),
@@ -286,7 +291,7 @@ def test_a_registration_with_any_values_is_read_as_it_was_written() -> None:
     for _ in range(500):
         info = WorkerInfo(
             WorkerKey(f"w{rng.randrange(10**6)}", rng.randrange(100_000)),
-            *(_any_value(item, rng) for item in INFO[1:]),
+            *(_any_value(item, rng, MAX_COUNT) for item in INFO[1:]),
         )
         assert decode_info(encode_info(info, rng.randrange(10**6))) == info
 
@@ -302,7 +307,7 @@ def test_metrics_with_any_values_are_read_as_they_were_written() -> None:
         assert read(encode(*report)) == report
 
 
-def _any_value(item: Item, rng: random.Random) -> Any:
+def _any_value(item: Item, rng: random.Random, largest: float = LARGEST) -> Any:
     """A value that a field may have: of floats, nine digits are written."""
     if item.kind is bool:
         return rng.choice([False, True])
@@ -314,7 +319,7 @@ def _any_value(item: Item, rng: random.Random) -> Any:
         return rng.choice([*Role])
     if item.kind is int:
         return rng.choice([item.least, rng.randrange(item.least, 10**12)])
-    return float(f"{rng.choice([0.0, rng.random(), LARGEST * rng.random() ** 40]):.9g}")
+    return float(f"{rng.choice([0.0, rng.random(), largest * rng.random() ** 40]):.9g}")
 
 
 def test_only_readings_that_a_gpu_has_are_written() -> None:

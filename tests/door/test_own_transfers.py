@@ -128,6 +128,8 @@ async def test_a_prompt_computed_on_two_ranks_is_gone_on_from_on_one(
             counted = (await target.get("/metrics")).text
         assert 'kv_block_events_total{event="fetched"} 10.0' in counted
         await nothing_reserved(redis)
+        listed = (await door.get("/v1/workers")).json()["workers"]
+        assert [one["kv_lease_s"] for one in listed] == [30.0, 30.0]
 
 
 async def test_a_full_workers_prefix_is_fetched_and_the_rest_computed(

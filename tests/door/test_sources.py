@@ -55,14 +55,22 @@ class Engine:
 
 @asynccontextmanager
 async def pair(
-    redis: Redis, url: str, source: Engine, target: Engine, **settings: Any
+    redis: Redis,
+    url: str,
+    source: Engine,
+    target: Engine,
+    *,
+    registered_s: float = 0.0,
+    **settings: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A door before a worker that prefills and one that decodes; requests are always split."""
+    """A door before a worker that prefills and one that decodes; requests are always split.
+
+    registered_s: the lease that both say they give.
+    """
+    about: dict[str, Any] = {"kv_transfer": "nixl", "kv_lease_s": registered_s}
     async with AsyncExitStack() as opened:
         for name, engine, role in (("p", source, Role.PREFILL), ("d", target, Role.DECODE)):
-            worker = completing(
-                redis, name, engine.complete, "vllm 0.32.0", role=role, kv_transfer="nixl"
-            )
+            worker = completing(redis, name, engine.complete, "vllm 0.32.0", role=role, **about)
             await opened.enter_async_context(worker)
         door = replica(url, policy="least_loaded", **settings)
         client = await opened.enter_async_context(door)
@@ -149,14 +157,16 @@ async def test_a_source_that_hands_on_nothing_costs_no_request(
     assert "kv_transfer_params" not in target.asked[0]
 
 
+@pytest.mark.parametrize(("own_s", "registered_s"), [(0.3, 0.0), (0.3, 30.0), (30.0, 0.3)])
 async def test_no_answer_counts_that_began_after_the_lease_of_its_source(
-    one_redis_server: EmbeddedRedis, redis: Redis
+    one_redis_server: EmbeddedRedis, redis: Redis, own_s: float, registered_s: float
 ) -> None:
     """Its text may be made of the KV of others, and so may the next one from that worker."""
     source, target, other = Engine("x", PARAMS), Engine("wrong"), Engine("right")
     target.holds_up.clear()
     url = one_redis_server.url
-    async with pair(redis, url, source, target, kv_lease_s=0.3) as door:
+    leases = {"kv_lease_s": own_s, "registered_s": registered_s}
+    async with pair(redis, url, source, target, **leases) as door:
         asking = asyncio.create_task(ask(door))
         await eventually(lambda: _len(target.asked))
         async with completing(redis, "e", other.complete, "vllm 0.32.0") as e:

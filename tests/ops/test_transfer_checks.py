@@ -30,6 +30,9 @@ def bad(*infos: WorkerInfo) -> set[str]:
         ([PREFILL, PREFILL], {"roles"}),
         ([DECODE, DECODE], {"roles"}),
         ([PREFILL, replace(DECODE, engine="vllm 0.33.0")], {"kv transfer engines"}),
+        ([PREFILL, replace(DECODE, kv_lease_s=120.0)], set()),
+        ([replace(PREFILL, kv_lease_s=30.0), DECODE], {"kv transfer lease"}),
+        ([replace(OWN, kv_lease_s=30.0), replace(OWN, kv_lease_s=30.0)], set()),
     ],
 )
 def test_what_keeps_kv_from_travelling_is_told(infos: list[WorkerInfo], wrong: set[str]) -> None:
@@ -38,9 +41,9 @@ def test_what_keeps_kv_from_travelling_is_told(infos: list[WorkerInfo], wrong: s
 
 def test_what_engines_do_not_tell_is_said_to_be_unknown() -> None:
     unknown = {check.about: check for check in of_transfers([NIXL, NIXL]) if check.ok is None}
-    assert list(unknown) == ["kv transfer lease"]
+    assert list(unknown) == ["kv transfer settings"]
     for word in ("kv_lease_duration", "recompute", "--kv-lease-s", "side channel"):
-        assert word in unknown["kv transfer lease"].found
+        assert word in unknown["kv transfer settings"].found
     assert all(check.ok is not None for check in of_transfers([OWN, OWN]))
 
 
@@ -48,3 +51,10 @@ def test_what_engines_do_not_tell_is_said_to_be_unknown() -> None:
 def test_the_missing_half_is_named(infos: list[WorkerInfo], role: str) -> None:
     [check] = [check for check in of_transfers(infos) if check.ok is False]
     assert f"--role {role}" in check.remedy
+
+
+def test_leases_are_told_and_the_least_of_them_counts() -> None:
+    told = [replace(OWN, kv_lease_s=seconds) for seconds in (30.0, 60.0, 30.0)]
+    [check] = [check for check in of_transfers(told) if check.about == "kv transfer lease"]
+    assert check.ok
+    assert check.found.startswith("30 s (2), 60 s (1); routers take the least")

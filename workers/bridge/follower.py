@@ -232,6 +232,7 @@ class EngineFollower:
                 event_addresses=tuple(filter(None, (source.endpoint, source.replay))),
                 role=Role.parse(settings.role),
                 kv_transfer=settings.kv_transfer,
+                kv_lease_s=settings.kv_lease_s,
                 bootstrap_port=settings.bootstrap_port if settings.kv_transfer == "sglang" else 0,
             )
             ranks.append(
