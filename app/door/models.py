@@ -103,14 +103,14 @@ class Models:
             raise ModelUnavailable(name)
         raise UnknownModel(name)
 
-    async def wake(self, error: ModelUnavailable) -> None:
-        """Wait for a worker of that model where a planner starts one. Raises `error` if none comes,
-        and AllWorkersBusy if too many wait."""
+    async def wake(self, error: ModelUnavailable, tenant: str, priority: str) -> None:
+        """Wait, in the line, for a worker of that model where a planner starts one. Raises `error`
+        if none comes, and AllWorkersBusy if too many wait."""
         router = self._routers.by_namespace.get(self._holders.get(error.model, ""))
         if router is None or not router.fleet.is_asleep:
             raise error
         try:
-            await router.awake()
+            await router.awake(tenant, priority)
         except NoWorkers:
             raise error from None
 

@@ -119,8 +119,9 @@ async def _model(client: Client, name: object) -> Model:
     try:
         return models.find(name)
     except ModelUnavailable as error:
+        asks = request_of(client.raw_headers, client.replica.settings.policy)
         async with client.watched():
-            await models.wake(error)
+            await models.wake(error, asks.tenant, asks.priority)
     return models.find(name)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import openai
 from aiohttp import web
@@ -47,6 +49,25 @@ async def test_a_model_that_sleeps_is_listed_as_such_and_clients_can_read_it(
             [listed] = [model async for model in client.models.list()]
             assert (listed.id, listed.object) == ("m", "model")
             assert (await client.models.retrieve("m")).id == "m"
+
+
+async def test_who_wakes_a_model_waits_as_its_tenant_and_priority(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    await planner_wakes(redis)
+    async with replica(one_redis_server.url, wait_queue=10, wait_timeout_s=60.0) as door:
+        async with completing(redis, "a", complete) as worker:
+            await eventually(lambda: models(door), lambda found: found == ["m"])
+            await ScriptRunner(redis, 5.0).one(directory.announce(NAMESPACE, ["m"]))
+            await worker.retire()
+            await eventually(lambda: asleep(door), lambda found: found == {"m": True})
+        body = {"model": "m", "prompt": [1, 2, 3]}
+        asks = {"x-tenant-id": "acme", "x-priority": "high"}
+        asking = asyncio.create_task(door.post("/v1/completions", json=body, headers=asks))
+        flows = await eventually(lambda: redis.zrange(KEYS["flows"], 0, -1))
+        assert flows == [b"high:acme"]
+        async with completing(redis, "b", complete):
+            assert (await asking).status_code == 200
 
 
 async def test_without_a_planner_a_model_without_a_worker_is_not_listed(
