@@ -87,6 +87,7 @@ end
 if redis.call('HGET', workers, inc) ~= info then
   redis.call('HSET', workers, inc, info)
   redis.call('HSET', meta, 'workers_ms', string.format('%d', now))
+  changed(inc)
 end
 local drains = keep_draining(worker, ARGV[11] == '1', now)
 local ends_ms = (drains or is_paused(inc, now)) and now or now + ttl_ms

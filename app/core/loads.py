@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
@@ -200,6 +200,9 @@ class Snapshot:
     """When an incarnation was last registered or repaired; None: not asked."""
     shards: int | None = None
     """How many the namespace's index has; None: not asked."""
+    changed: Collection[bytes] = ()
+    """Incarnations, as written in Redis: those whose load or registration has changed since the
+    same caller's last snapshot, and perhaps others."""
     somebody_waits: bool = False
     """Whether any request waits for a turn, at any replica; also False if not asked."""
     lapsed: frozenset[Incarnation] = frozenset()

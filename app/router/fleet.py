@@ -56,8 +56,8 @@ class Fleet:
         self._keyspace = keyspace
         self._timeout_s = timeout_s
         self._infos: dict[Incarnation, WorkerInfo] = {}
-        self._texts: dict[Incarnation, bytes | str] = {}
-        """What each of them was read from."""
+        self._texts: dict[Incarnation, int] = {}
+        """The hash of what each of them was read from: the text is half of what is kept of it."""
         self._measured: dict[Incarnation, Measured] = {}
         self.seen_s = 0.0
         """When the last view was made, monotonic seconds."""
@@ -70,6 +70,8 @@ class Fleet:
         self._met: list[Incarnation] | None = None
         """The live incarnations of a snapshot, if all of them are known: usually those of the next,
         too."""
+        self._changed: set[bytes] = set()
+        """Whose load or registration has changed since the workers' entries were read."""
         self._workers_ms: int | None = None
         """`Snapshot.workers_ms` as of what is known about the incarnations."""
         self.shards: int | None = None
@@ -157,6 +159,7 @@ class Fleet:
 
         Raises RedisUnavailable, and RedisRecovering while the last view is the better one.
         """
+        self._changed.update(snapshot.changed)
         if self.recovers and self._missed & snapshot.lapsed:
             raise RedisRecovering(
                 f"leases lapsed while Redis failed: {len(snapshot.lapsed)} ({self._failure})"
@@ -187,9 +190,10 @@ class Fleet:
         # The unreadable as well: theirs may be workers of another release, to be named.
         others = [*snapshot.paused, *snapshot.unreadable]
         if snapshot.workers_ms not in (None, self._workers_ms):
-            await self._learn([*live, *others])
+            await self._learn([inc for inc in (*live, *others) if b"%d" % inc in self._changed])
             self.forget_except([*live, *others])
             self._workers_ms = snapshot.workers_ms
+            self._changed.clear()
         new = others if live is self._met else [*live, *others]
         await self._learn([i for i in new if i not in self._infos and i not in self.strangers])
         if live is not self._met:
@@ -203,7 +207,7 @@ class Fleet:
                 self._keyspace["workers"], [str(inc) for inc in incarnations]
             )
         for inc, text in zip(incarnations, texts, strict=True):
-            if text is None or text == self._texts.get(inc):
+            if text is None or hash(text) == self._texts.get(inc):
                 continue
             try:
                 info, version = worker_report.decode_info(text), worker_report.version_in(text)
@@ -217,7 +221,7 @@ class Fleet:
             if inc in self._infos and self._infos[inc].key != info.key:
                 # The number is another worker's now, because Redis lost data.
                 self._measured.pop(inc, None)
-            self._infos[inc], self._texts[inc] = info, text
+            self._infos[inc], self._texts[inc] = info, hash(text)
             self._workers = None
 
     def _estrange(self, inc: Incarnation, info: WorkerInfo, version: int) -> None:

@@ -1,7 +1,8 @@
 """The loads of all workers as one caller knows them, kept current by what has changed since.
 
 Each change of a worker's load or registration has a version (lua/lib/changed.lua). Who knows all of
-them up to one version asks for those after it, and for the leases that have lapsed. The answer also
+them up to one version asks for those after it, and for the leases that have lapsed. Who has
+registered since is among them; that somebody is gone, only everything tells. The answer also
 says how many workers and loads there are, and which change is the last that it leaves out: where
 that is not what the caller knows, Redis has lost something, and the caller asks for everything.
 """
@@ -59,15 +60,19 @@ class Columns:
         """What a snapshot of lua/lib/snapshot.lua says, with what is known; None: ask again."""
         now_ms, rounds, leases, loads, versions, *rest = reply
         if not rest:
-            self._take_everything(leases, loads, versions)
+            changed = self._take_everything(leases, loads, versions)
         elif not self._take_changes(leases, loads, versions, *rest):
             self._since = 0
             return None
-        return self._snapshot(now_ms, rounds)
+        else:
+            changed = versions[::2]
+        return self._snapshot(now_ms, rounds, changed)
 
     def _take_everything(
         self, live: Collection[bytes], pairs: list[bytes], versions: list[bytes]
-    ) -> None:
+    ) -> list[bytes]:
+        """Returns whose version is not what it was."""
+        before = dict(zip(self._row, self._versions.tolist(), strict=True))
         texts = dict(zip(pairs[::2], pairs[1::2], strict=True))
         version_of = dict(zip(versions[::2], map(float, versions[1::2]), strict=True))
         names = {parse_incarnation(name): name for name in (*live, *texts, *version_of)}
@@ -84,6 +89,8 @@ class Columns:
         self._lapsed = self._shown = None
         is_complete = len(version_of) > 0 and bool(self._versions[self._is_alive].all())
         self._since = int(self._versions.max()) if is_complete else 0
+        versions_now = zip(ordered, self._versions.tolist(), strict=True)
+        return [name for name, version in versions_now if not version == before.get(name) != 0.0]
 
     def _take_changes(
         self,
@@ -96,6 +103,8 @@ class Columns:
     ) -> bool:
         """False: they are not all that is new to the caller."""
         row = self._row
+        if new := [name for name in pairs[::2] if name not in row]:
+            self._add(new)
         try:
             rows = [row[name] for name in pairs[::2]]
             ended = [row[name] for name in lapsed]
@@ -126,6 +135,23 @@ class Columns:
             and (latest is None or version_of_last == unchanged[latest])
         )
 
+    def _add(self, names: list[bytes]) -> None:
+        """Rows of incarnations that have just registered, behind all others. If not all are later
+        ones, none is added."""
+        last = self._incarnations[-1] if self._incarnations else 0
+        parsed = ((parse_incarnation(name), name) for name in names)
+        numbers = {inc: name for inc, name in parsed if inc is not None and inc > last}
+        if len(numbers) < len(names):
+            return
+        incs = sorted(numbers)
+        self._row |= {numbers[inc]: row for row, inc in enumerate(incs, len(self._incarnations))}
+        self._incarnations = [*self._incarnations, *incs]
+        self._loads = np.pad(self._loads, ((0, 0), (0, len(incs))))
+        self._has_load = np.pad(self._has_load, (0, len(incs)))
+        self._is_readable = np.pad(self._is_readable, (0, len(incs)))
+        self._versions = np.pad(self._versions, (0, len(incs)))
+        self._shown = None
+
     def _write(self, rows: list[int], texts: Sequence[bytes | None]) -> None:
         loads, is_readable = parse_loads(texts)
         self._loads[:, rows] = loads
@@ -134,7 +160,7 @@ class Columns:
         self._is_readable[rows] = is_readable
         self._has_load[rows] = [text is not None for text in texts]
 
-    def _snapshot(self, now_ms: int, rounds: int) -> Snapshot:
+    def _snapshot(self, now_ms: int, rounds: int, changed: list[bytes]) -> Snapshot:
         shown = self._shown
         if shown is None:
             live = self._is_alive & self._is_readable
@@ -148,7 +174,8 @@ class Columns:
         incarnations = shown.loads.incarnations
         is_all = len(incarnations) == len(self._incarnations)
         loads = self._loads.copy() if is_all else self._loads[:, self._live]
-        return replace(shown, now_ms=now_ms, rounds=rounds, loads=Loads(incarnations, loads))
+        known = Loads(incarnations, loads)
+        return replace(shown, now_ms=now_ms, rounds=rounds, loads=known, changed=changed)
 
     def _of(self, rows: NDArray[np.bool_]) -> list[Incarnation]:
         return [self._incarnations[row] for row in rows.nonzero()[0].tolist()]

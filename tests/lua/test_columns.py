@@ -253,6 +253,31 @@ async def test_a_lease_lapses_and_is_revived_without_a_version(space: Namespace)
     assert (known.partial, known.refused) == (2, 0)
 
 
+async def test_workers_that_join_are_told_as_a_change(space: Namespace) -> None:
+    incs = await fleet(space)
+    known = Counted()
+    assert len((await look(space, known)).changed) == FLEET
+    joined = [await space.worker("another"), await space.worker("a third")]
+    await space.reserve(joined[1], "r1")
+    seen = await look(space, known)
+    assert set(seen.changed) == {b"%d" % inc for inc in joined}
+    assert seen.loads.incarnations == [*incs, *joined]
+    assert seen.loads[joined[1]].requests == 1
+    await assert_same(space, known)
+    assert known.refused == 0
+
+
+async def test_of_everything_that_is_read_again_only_what_is_new_counts_as_changed(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    incs = await fleet(space)
+    known = Columns()
+    await look(space, known)
+    await space.reserve(incs[3], "r1")
+    monkeypatch.setattr(columns, "AUDIT_S", -1.0)
+    assert (await look(space, known)).changed == [b"%d" % incs[3]]
+
+
 async def test_a_refused_reservation_tells_what_changed_too(space: Namespace) -> None:
     incs = await fleet(space)
     known = Counted()

@@ -21,7 +21,8 @@ from app.policy.cost import POLICIES
 from app.policy.view import Measured
 from app.router import fleet as fleets
 from app.router.fleet import Fleet
-from app.state import leases
+from app.state import leases, reservations
+from app.state.columns import Columns
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.lua.conftest import Namespace, info
@@ -118,6 +119,34 @@ async def test_of_a_thousand_workers_only_the_new_one_is_decoded(
     b = await space.worker("b")
     assert (await fleet.view(await space.loads())).incarnations == [ONE, b]
     assert [decode(text).key for text in decoded] == [WorkerKey("b")]
+
+
+async def test_of_forty_workers_only_the_entry_of_a_new_one_or_a_changed_one_is_read(
+    space: Namespace,
+) -> None:
+    fleet, known = fleet_of(space), Columns()
+
+    async def entries_read() -> set[str]:
+        """By the view that follows."""
+        snapshot = await space.do(reservations.changes(space.keys, known))
+        assert snapshot is not None
+        async with space.redis.monitor() as seen:
+            await fleet.view(snapshot)
+            await space.redis.ping()
+            words = (await seen.next_command())["command"].split()
+        return set(words[2:]) if words[0] == "HMGET" else set()
+
+    incs = [await space.worker(f"w{n}") for n in range(40)]
+    assert len(await entries_read()) == 40
+    await space.reserve(incs[0], "r1")
+    assert await entries_read() == set()
+    b = await space.worker("b")
+    assert await entries_read() == {str(b), str(incs[0])}
+    before = await space.get("meta", "workers_ms")
+    await eventually(space.now_ms, lambda now: str(now) != before)
+    await space.redis.hdel(space.keys["workers"], str(incs[7]))
+    assert await space.renew(incs[7])
+    assert await entries_read() == {str(incs[7])}
 
 
 async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space: Namespace) -> None:
