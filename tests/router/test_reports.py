@@ -94,9 +94,9 @@ async def test_the_second_word_of_a_request_waits_for_the_answer_to_the_first(
 
     router.runner.before_look_up = end_meanwhile
     await router.route(request("r3", carried=True))
-    await eventually(workers.reserved, lambda found: set(found) == {"r3"})
+    await eventually(partial(counted, router, "released"), lambda count: count == 2)
+    assert set(await workers.reserved()) == {"r3"}
     assert await counted(router, "prefill_complete") == 1
-    assert await counted(router, "released") == 2
     assert await counted(router, "unknown") == 0
 
 
