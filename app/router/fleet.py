@@ -169,9 +169,9 @@ class Fleet:
         self._redis_ahead_ms = self._ahead_ms(snapshot.now_ms - time.monotonic() * 1000)
         self.shards = snapshot.shards or self.shards
         await self._meet(snapshot)
+        if snapshot.loads.incarnations is not self._met:
+            snapshot = replace(snapshot, loads=snapshot.loads.of_those(self._infos))
         loads = snapshot.loads
-        if loads.incarnations is not self._met:
-            loads = loads.of_those(self._infos)
         if self._workers is None or not _same(self._workers.incarnations, loads.incarnations):
             self._workers = Workers(
                 [(inc, self._infos[inc], self.measured(inc)) for inc in loads.incarnations]
@@ -180,7 +180,7 @@ class Fleet:
             self._workers = self._workers.with_measured(self._unshown)
         self._unshown = {}
         paused = {inc: self._infos[inc] for inc in snapshot.paused if inc in self._infos}
-        self.last_view = View(replace(snapshot, loads=loads), self._workers, paused)
+        self.last_view = View(snapshot, self._workers, paused)
         self.seen_s = time.monotonic()
         return self.last_view
 
