@@ -14,6 +14,7 @@ import re
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain as concatenated
 from itertools import groupby, zip_longest
@@ -143,52 +144,68 @@ async def match(
     it is a LowerBound: what the first one proved. Where owners change more than EXACT_CHANGES times
     along a chain, it is Rough.
     """
-    guesses = [boundaries.recall(chain) if boundaries else [] for chain in chains]
-    samples = [_sample(len(chain), guess) for chain, guess in zip(chains, guesses, strict=True)]
-    groups = list(_grouped(chains, shards))
-    coarse = [
-        call(
-            "match",
-            keyspace.of_shard(shard),
-            EXACT_CHANGES,
-            PARTS,
-            *concatenated.from_iterable(_coarse(chains[i], samples[i], guesses[i]) for i in which),
-            parse=list,
-        )
-        for shard, which in groups
-    ]
+    sought = [_Sought.of(chain, boundaries) for chain in chains]
+    groups = [(shard, [sought[i] for i in which]) for shard, which in _grouped(chains, shards)]
+    coarse = [_coarsely(keyspace.of_shard(shard), some) for shard, some in groups]
     replies = await runner.run_each([*along, *coarse])
     answers, replies = replies[: len(along)], replies[len(along) :]
-    found: dict[int, list[Run]] = {}
-    reads: list[tuple[int, Gap, Call[list[bytes | None]]]] = []
-    short: set[int] = set()
-    rough: set[int] = set()
-    for (shard, which), reply in zip(groups, replies, strict=True):
-        if isinstance(reply, RedisUnavailable):
-            continue
-        bucket_bits, dead, *runs_of_chains = reply
-        place = keyspace.of_shard(shard)
-        for i, (rough_to, *runs) in zip(which, runs_of_chains, strict=True):
-            found[i] = _placed(runs, samples[i], rough_to)
-            if rough_to:
-                rough.add(i)
-            for gap in _gaps(found[i], samples[i]):
-                reads.append((i, gap, _read(place, bucket_bits, dead, chains[i], gap)))
+    reads: list[tuple[_Sought, Gap, Call[list[bytes | None]]]] = []
+    for (shard, some), reply in zip(groups, replies, strict=True):
+        if not isinstance(reply, RedisUnavailable):
+            reads += _take_runs(keyspace.of_shard(shard), some, reply)
     if reads:
         owners_in_gaps = await runner.run_each([read for _, _, read in reads])
-        for (i, gap, _), owners in zip(reads, owners_in_gaps, strict=True):
-            found[i] += _within(gap, owners)
-            if isinstance(owners, RedisUnavailable):
-                short.add(i)
-    for i, runs in found.items():
-        runs.sort()
-        if boundaries and i not in rough:
-            boundaries.learn(chains[i], runs)
-    overlaps: list[Overlaps | None] = [None] * len(chains)
-    for i, runs in found.items():
-        kind = LowerBound if i in short else Rough if i in rough else Overlaps
-        overlaps[i] = _overlaps(runs, kind)
-    return overlaps, answers
+        for (one, gap, _), owners in zip(reads, owners_in_gaps, strict=True):
+            assert one.runs is not None
+            one.runs += _within(gap, owners)
+            one.is_short |= isinstance(owners, RedisUnavailable)
+    return [one.overlaps(boundaries) for one in sought], answers
+
+
+@dataclass(slots=True)
+class _Sought:
+    """A chain of which it is to be found who holds it. samples: positions that are looked at first.
+    guesses: where its owners may change. runs: None: its shard has not answered. is_short: it has
+    not told all."""
+
+    chain: Sequence[SequenceHash]
+    samples: Sequence[int]
+    guesses: Sequence[int]
+    runs: list[Run] | None = None
+    is_rough: bool = False
+    is_short: bool = False
+
+    @classmethod
+    def of(cls, chain: Sequence[SequenceHash], boundaries: Boundaries | None) -> _Sought:
+        guesses = boundaries.recall(chain) if boundaries else []
+        return cls(chain, _sample(len(chain), guesses), guesses)
+
+    def overlaps(self, boundaries: Boundaries | None) -> Overlaps | None:
+        if self.runs is None:
+            return None
+        self.runs.sort()
+        if boundaries and not self.is_rough:
+            boundaries.learn(self.chain, self.runs)
+        kind = LowerBound if self.is_short else Rough if self.is_rough else Overlaps
+        return _overlaps(self.runs, kind)
+
+
+def _coarsely(shard: Keyspace, some: Sequence[_Sought]) -> Call[list[Any]]:
+    """Looks up the samples of chains that lie in one shard."""
+    args = [_coarse(one.chain, one.samples, one.guesses) for one in some]
+    flat = concatenated.from_iterable(args)
+    return call("match", shard, EXACT_CHANGES, PARTS, *flat, parse=list)
+
+
+def _take_runs(
+    shard: Keyspace, some: Sequence[_Sought], reply: list[Any]
+) -> Iterator[tuple[_Sought, Gap, Call[list[bytes | None]]]]:
+    """Give chains the runs of their samples; yields what is still to be read of each."""
+    bucket_bits, dead, *runs_of_chains = reply
+    for one, (rough_to, *runs) in zip(some, runs_of_chains, strict=True):
+        one.runs, one.is_rough = _placed(runs, one.samples, rough_to), rough_to > 0
+        for gap in _gaps(one.runs, one.samples):
+            yield one, gap, _read(shard, bucket_bits, dead, one.chain, gap)
 
 
 async def read_whole(
