@@ -24,9 +24,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.options import POSITIVE, PROCESSES, Number
+from app.core.worker_report import Role
+from app.options import FACTOR, POSITIVE, PROCESSES, Number
 from app.planner.rules.policies import POLICIES
+from app.planner.rules.pools import POOL_POLICIES
 from app.planner.rules.state import Proposal, Rules
+from app.simulation.link import Link
 from app.simulation.profiles import PROFILES, Profile
 from app.simulation.setting import Setting
 from loadtest import report
@@ -35,7 +38,7 @@ from loadtest.command import FILE, Command, distinct, json_option, save, trace_o
 from loadtest.day import Rates, curve, day_of
 from loadtest.processes import forked
 from loadtest.scaling import Coming, Played, Scaled, Scaling
-from loadtest.simulate import meets_slo
+from loadtest.simulate import ROLES, meets_slo
 from loadtest.traces import Trace, TraceError, read_trace
 from loadtest.victims import VICTIMS
 from loadtest.virtual import Prompts, Simulation
@@ -286,6 +289,13 @@ def _equal(policy: str, victim: str) -> Figures:
     return equal(_scenario, ScalingVariant(policy).name, victim, _share)
 
 
+def _check_roles(policies: Sequence[str]) -> None:
+    known = (*POOL_POLICIES, ORACLE, STATIC)
+    for policy in policies:
+        if ScalingVariant(policy).name not in known:
+            raise click.UsageError(f"--roles: {policy} knows none; use {', '.join(known)}")
+
+
 class _PolicyName(click.ParamType[str]):
     name = "policy"
 
@@ -373,6 +383,19 @@ class _PolicyName(click.ParamType[str]):
     help="Workers at the start.",
 )
 @click.option(
+    "--roles",
+    type=ROLES,
+    help="Of the workers at the start, such as 1p2d (1 prefill, 2 decode), in place of --workers: "
+    "then there are two pools.",
+)
+@click.option(
+    "--link-gbit",
+    default=100.0,
+    show_default=True,
+    type=FACTOR,
+    help="With --roles: Gbit/s at which KV leaves a worker.",
+)
+@click.option(
     "--max-workers", default=16, show_default=True, type=POSITIVE, help="Workers at most."
 )
 @click.option(
@@ -402,6 +425,8 @@ def main(
     bursts: float,
     startup_s: float,
     num_workers: int,
+    roles: tuple[Role, ...] | None,
+    link_gbit: float,
     max_workers: int,
     profile: str,
     seed: int,
@@ -418,6 +443,10 @@ def main(
         raise click.ClickException(str(error)) from error
     rates = curve(round(3600 * hours), bursts=bursts, seed=seed)
     setting = Setting(num_workers=num_workers, profiles=(PROFILES[profile],), seed=seed)
+    if roles:
+        _check_roles(policies)
+        link = Link(link_gbit * 1e9 / 8)
+        setting = replace(setting, num_workers=len(roles), roles=roles, link=link)
     _scenario = Scenario(
         day_of(trace, rates, load),
         hours,

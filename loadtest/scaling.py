@@ -13,8 +13,10 @@ import numpy as np
 from app.core.chains import positions
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Speed
+from app.planner.predict import pool_predictor
 from app.planner.rules.forecast import growth
 from app.planner.rules.policies import propose
+from app.planner.rules.pools import propose_pools
 from app.planner.rules.replay import Replay, recorded_request
 from app.planner.rules.state import (
     Came,
@@ -205,9 +207,18 @@ class Scaled:
             def predict(size: int) -> Prediction:
                 return replay.predict(size, leaves if size < state.size else None)
 
-            proposal = propose(
-                scaling.policy, state, scaling.rules, predict, victim=lambda _: leaves
-            )
+            if state.has_roles:
+                proposal = propose_pools(
+                    scaling.policy,
+                    state,
+                    scaling.rules,
+                    pool_predictor(replay, state),
+                    victim=lambda pool: VICTIMS[scaling.victim](pool, self._rng),
+                )
+            else:
+                proposal = propose(
+                    scaling.policy, state, scaling.rules, predict, victim=lambda _: leaves
+                )
         else:
             desired = max(scaling.sizes(now_s), state.size - 1)
             proposal = Proposal(
@@ -232,8 +243,9 @@ class Scaled:
         return replace(state, now_s=then_s, recent=[*state.recent, *ahead])
 
     def _carry_out(self, proposal: Proposal, now_s: float) -> None:
-        for _ in range(proposal.desired - proposal.size):
-            self._fleet.join(self._setting.profiles[0], self._scaling.startup_s)
+        for role, count in proposal.starts.items():
+            for _ in range(count):
+                self._fleet.join(self._setting.profiles[0], self._scaling.startup_s, role)
         if proposal.victim is not None:
             worker = self._fleet.workers[int(proposal.victim)]
             # Its blocks would have stayed for about as long as the evicted ones went unused.
@@ -273,6 +285,7 @@ class Scaled:
             unique_value_s=values.get(str(place), 0.0),
             speed=worker.speed,
             profile=self._setting.profiles[0],
+            role=worker.role,
         )
 
     def _unique_values(self, workers: dict[int, SimWorker], now_s: float) -> dict[str, float]:

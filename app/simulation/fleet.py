@@ -20,6 +20,7 @@ import numpy as np
 from app.core.errors import AllWorkersBusy, NoWorkers
 from app.core.loads import ROUND
 from app.core.types import SequenceHash
+from app.core.worker_report import Role
 from app.policy.sources import Form
 from app.simulation.books import Books, rounds_of
 from app.simulation.decide import Decider, Plan
@@ -80,10 +81,11 @@ class SimFleet:
         self._arrived += 1
         self._queue(Flight(request, then, self.now_s, replica))
 
-    def join(self, profile: Profile, startup_s: float = 0.0) -> int:
-        """A worker with an empty cache joins after `startup_s`. Returns its place."""
+    def join(self, profile: Profile, startup_s: float = 0.0, role: Role | None = None) -> int:
+        """A worker with an empty cache joins after `startup_s`. role: as of SimWorker. Returns its
+        place."""
         place = len(self.workers)
-        worker = SimWorker(self.setting, place, profile, lambda: self.now_s, self.now_s)
+        worker = SimWorker(self.setting, place, profile, lambda: self.now_s, self.now_s, role)
         self.workers.append(worker)
         counts_blocks = self._decider.counts_once or self.setting.count_in_flight
         for books in {id(replica.books): replica.books for replica in self.replicas}.values():

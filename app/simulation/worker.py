@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from app.core.loads import Load
 from app.core.types import SequenceHash
-from app.core.worker_report import ForwardPassMetrics, Speed
+from app.core.worker_report import ForwardPassMetrics, Role, Speed
 from app.policy.view import load_rows, measured_rows
 from app.simulation.books import Holdings
 from app.simulation.engine import SimEngine
@@ -51,8 +51,10 @@ class SimWorker:
         profile: Profile,
         now: Callable[[], float],
         asked_s: float,
+        role: Role | None = None,
     ) -> None:
-        self.role = setting.roles[place % len(setting.roles)]
+        """role: None: as the setting has them, in turn."""
+        self.role = role or setting.roles[place % len(setting.roles)]
         self.engine = SimEngine(
             profile,
             block_size=setting.block_size,
