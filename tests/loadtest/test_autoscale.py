@@ -142,3 +142,9 @@ def test_a_curve_gives_every_choice_of_victims_the_same_sizes(tmp_path: Path) ->
     newest, unique = orjson.loads(out.read_bytes())["figures"]
     assert newest["sizes"] == unique["sizes"]
     assert newest["changes"] > 0
+
+
+def test_only_policies_that_know_roles_take_them() -> None:
+    refused = CliRunner().invoke(main, ["--roles", "1p1d", "--policy", "waiting"])
+    assert refused.exit_code == 2
+    assert "--roles: waiting knows none; use slo, threshold, oracle, static" in refused.output

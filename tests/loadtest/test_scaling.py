@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from app.core.worker_report import Role
 from app.planner.rules.state import Reason, Rules
+from app.simulation.link import Link
 from app.simulation.setting import Setting
 from loadtest.scaling import Played, Scaled, Scaling
 from loadtest.traces import Session, Trace, TraceRequest
@@ -54,6 +56,17 @@ def test_each_policy_grows_in_a_rush_shrinks_after_it_and_loses_nothing(policy: 
     assert max(size[at_s] for at_s in size if 300 < at_s <= 630) > 1
     assert size[1170.0] < max(size.values())
     assert len(played.outcomes) == len(rush().sessions)
+    assert [outcome.failure for outcome in played.outcomes if outcome.failure] == []
+
+
+def test_two_pools_grow_in_a_rush_and_lose_nothing() -> None:
+    scaling = Scaling("slo", RULES, startup_s=30.0)
+    roles = (Role.PREFILL, Role.DECODE)
+    setting = Setting(num_workers=2, roles=roles, link=Link(12.5e9))
+    played = Scaled(scaling, setting, "latency", Prompts(256), END_S).run(rush())
+    sizes = [proposal.desired_pools for proposal in played.proposals]
+    assert all(pools is not None and pools.prefill and pools.decode for pools in sizes)
+    assert max(pools.size for pools in sizes if pools is not None) > 2
     assert [outcome.failure for outcome in played.outcomes if outcome.failure] == []
 
 

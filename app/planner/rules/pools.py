@@ -118,7 +118,8 @@ def _is_as_proposed(now: Pools, last: Proposal) -> bool:
 
 def threshold(state: FleetState, rules: Rules, _: PredictPools) -> WantedPools:
     """A worker that prefills by the queue of prefills for each, one that decodes by the KV load:
-    down first, which frees budget, then up; nothing while a change is under way.
+    nothing while a change is under way. Up first, and where both are short, one that decodes: who
+    waits for KV there cannot be helped by prefills. Down if none is short, or to free budget.
 
     After NVIDIA Dynamo 0.2, docs/architecture/load_planner.md.
     """
@@ -127,6 +128,13 @@ def threshold(state: FleetState, rules: Rules, _: PredictPools) -> WantedPools:
     inputs = {"prefill_queue": queue, "kv_load": kv}
     if state.is_changing:
         return WantedPools(now, Reason.CHANGE_UNDER_WAY, inputs)
+    needs_prefill, needs_decode = queue > rules.prefill_queue_up, kv > rules.kv_load_up
+    is_short = needs_prefill or needs_decode
+    has_budget = now.size < rules.max_workers
+    if is_short and has_budget:
+        if needs_decode:
+            return WantedPools(now.but(decode=1), Reason.KV_LOAD, inputs)
+        return WantedPools(now.but(prefill=1), Reason.PREFILL_QUEUE, inputs)
     may_shrink = now.size > max(2, rules.min_workers)
     has_spare_decode = may_shrink and now.decode > 1 and kv < rules.kv_load_down
     is_kept = has_spare_decode and in_grace(decoding, state, rules)
@@ -134,10 +142,8 @@ def threshold(state: FleetState, rules: Rules, _: PredictPools) -> WantedPools:
         return WantedPools(now.but(prefill=-1), Reason.LOW_LOAD, inputs)
     if has_spare_decode and not is_kept:
         return WantedPools(now.but(decode=-1), Reason.LOW_LOAD, inputs)
-    if queue > rules.prefill_queue_up:
-        return WantedPools(now.but(prefill=1), Reason.PREFILL_QUEUE, inputs)
-    if kv > rules.kv_load_up:
-        return WantedPools(now.but(decode=1), Reason.KV_LOAD, inputs)
+    if is_short:
+        return WantedPools(now, Reason.AT_BUDGET, inputs)
     return WantedPools(now, Reason.GRACE if is_kept else Reason.ENOUGH, inputs)
 
 

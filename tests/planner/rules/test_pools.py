@@ -25,6 +25,7 @@ NOW_S = 1000.0
 RULES = Rules(min_workers=1, max_workers=5)
 CALM = WorkerLoad(prefill_queue=0.3, queue_s=0.5, kv_usage=0.6, waiting=0.0, requests=4.0)
 IDLE = WorkerLoad(0.0, 0.0, 0.0, 0.0, 0.0)
+SHORT, FULL = replace(CALM, prefill_queue=0.9), replace(CALM, kv_usage=0.95)
 
 
 def pool(role: Role, size: int, load: WorkerLoad = CALM, since_s: float = 0.0) -> list[WorkerState]:
@@ -72,9 +73,10 @@ def decided(proposal: Proposal) -> tuple[int, int, Reason]:
         (CALM, replace(CALM, kv_usage=0.49), (2, 1, Reason.LOW_LOAD)),
         # Each pool has a signal of its own.
         (replace(CALM, kv_usage=0.99), replace(CALM, prefill_queue=9.0), (2, 2, Reason.ENOUGH)),
-        # Down first, then up.
-        (replace(CALM, prefill_queue=0.9), replace(CALM, kv_usage=0.1), (2, 1, Reason.LOW_LOAD)),
-        (replace(CALM, prefill_queue=0.1), replace(CALM, kv_usage=0.95), (1, 2, Reason.LOW_LOAD)),
+        # Up first, and where both are short, one that decodes.
+        (SHORT, replace(CALM, kv_usage=0.1), (3, 2, Reason.PREFILL_QUEUE)),
+        (replace(CALM, prefill_queue=0.1), FULL, (2, 3, Reason.KV_LOAD)),
+        (SHORT, FULL, (2, 3, Reason.KV_LOAD)),
     ],
 )
 def test_threshold_sizes_each_pool_by_its_own_signal_and_changes_one_at_a_time(
@@ -85,6 +87,18 @@ def test_threshold_sizes_each_pool_by_its_own_signal_and_changes_one_at_a_time(
     assert decided(proposal) == wanted
     leaves = {(1, 2): "p1", (2, 1): "d1"}.get(wanted[:2])
     assert proposal.victim == leaves
+
+
+def test_without_budget_the_pool_that_has_too_many_makes_room() -> None:
+    rules = replace(RULES, max_workers=4)
+    idle, empty = replace(CALM, prefill_queue=0.1), replace(CALM, kv_usage=0.1)
+    for prefills, decodes, wanted in (
+        (SHORT, empty, (2, 1, Reason.LOW_LOAD)),
+        (idle, FULL, (1, 2, Reason.LOW_LOAD)),
+        (CALM, FULL, (2, 2, Reason.AT_BUDGET)),
+    ):
+        state = fleet(pool(Role.PREFILL, 2, prefills), pool(Role.DECODE, 2, decodes))
+        assert decided(run("threshold", state, rules=rules)) == wanted
 
 
 def test_both_pools_share_one_budget() -> None:
