@@ -236,20 +236,22 @@ def _weighing(idle_s: Floats, token_s: Floats) -> Floats:
 
 
 def predicted_prefill_s(
-    candidates: Candidates, size: RequestSize, device: Floats | None = None
+    candidates: Candidates, size: RequestSize, held: float | None = None
 ) -> Floats:
     """Seconds each worker would take to load the cached part of the prompt and compute the rest.
 
-    device: blocks on each device; None: those that it holds. Engines always compute the last token,
-    so even a fully cached prompt costs one.
+    held: leading blocks that each has, once those that it lacks have come to its device; None:
+    those that it has. Engines always compute the last token, so even a fully cached prompt costs
+    one.
     """
     host, disk = candidates.overlap_host, candidates.overlap_disk
-    cached = candidates.overlap_device if device is None else device
     is_slower = np.count_nonzero(host) or np.count_nonzero(disk)
-    if is_slower:
-        cached = cached + host + disk
-    cached = cached * size.block_size
-    uncached = np.maximum(size.isl_tokens - cached, 1.0)
+    uncached: Floats | float
+    if held is None:
+        cached = candidates.overlap if is_slower else candidates.overlap_device
+        uncached = np.maximum(size.isl_tokens - cached * size.block_size, 1.0)
+    else:
+        uncached = max(size.isl_tokens - held * size.block_size, 1.0)
     # uncached * cached + uncached² / 2 pairs, where cached = isl - uncached
     attended = size.isl_tokens - 0.5 * uncached
     seconds: Floats = uncached * (

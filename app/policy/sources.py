@@ -18,7 +18,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.worker_report import Role, WorkerInfo
-from app.policy.cost import Candidates, Costs, Floats, RequestSize, least
+from app.policy.cost import Candidates, Costs, Floats, RequestSize, least, predicted_prefill_s
 
 Mask = NDArray[np.bool_]
 SENDING_WEIGHT = 2.0
@@ -245,7 +245,7 @@ def _fetch(
     assert source is not None
     gaining = targets & (overlap < longest)
     gaining[source] = False
-    rest_s = _rest_s(candidates, size, longest)
+    rest_s = predicted_prefill_s(candidates, size, longest)
     left = rest_s / np.maximum(terms["prefill_s"], 1e-12)
     total = costs.cost - (1.0 - left) * growing
     total += SENDING_WEIGHT * candidates.sending_s[source]
@@ -257,20 +257,6 @@ def _fetch(
     return Route(
         Form.FETCH, target, source, float(total[target]), int(longest), float(rest_s[target])
     )
-
-
-def _rest_s(candidates: Candidates, size: RequestSize, held: float) -> Floats:
-    """As predicted_prefill_s, for workers whose overlap has grown to `held` blocks."""
-    uncached = max(size.isl_tokens - held * size.block_size, 1.0)
-    attended = size.isl_tokens - 0.5 * uncached
-    seconds: Floats = uncached * (
-        candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * attended
-    )
-    host, disk = candidates.overlap_host, candidates.overlap_disk
-    if np.count_nonzero(host) or np.count_nonzero(disk):
-        load = candidates.host_s_per_token * host + candidates.disk_s_per_token * disk
-        seconds += load * size.block_size
-    return seconds
 
 
 def owed(
