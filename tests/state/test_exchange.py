@@ -19,6 +19,18 @@ async def test_an_exchange_returns_a_reply_per_command_with_errors_as_values(red
     assert "WRONGTYPE" in str(error)
 
 
+async def test_replies_keep_their_order_however_they_arrive(redis: Redis) -> None:
+    """A megabyte comes in many reads; what is behind it comes with the last of them."""
+    large = b"x" * 1_000_000
+    await redis.set("a", large)
+    commands = [("ECHO", "1"), ("GET", "a"), ("HGET", "a", "b"), ("ECHO", "2"), ("GET", "a")]
+    one, first, error, two, second = await exchange(Node(redis), commands)
+    assert (one, two) == (b"1", b"2")
+    assert first == second == large
+    assert "WRONGTYPE" in str(error)
+    assert await exchange(Node(redis), [("ECHO", "3")]) == [b"3"]
+
+
 async def test_commands_that_got_no_connection_are_reported_as_not_sent() -> None:
     async with connect(f"redis://127.0.0.1:{free_port()}/0") as nowhere:
         replies = await exchange(Node(nowhere), [("GET", "a"), ("GET", "b")])
