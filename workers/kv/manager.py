@@ -176,6 +176,19 @@ class BlockManager:
         self.register(table, prefix[at : at + count])
         return count
 
+    def keep(self, table: BlockTable) -> BlockTable:
+        """The full slots of a request, held for longer than the request.
+
+        They are not looked up: a block that is being loaded may have another slot.
+        """
+        slots = table.slots[: len(table.chain)]
+        for slot in slots:
+            self._device.hold(slot)
+            slot.uses += 1
+        kept = BlockTable(slots, [Tier.DEVICE] * len(slots), list(table.chain), loads=[])
+        self._tables.add(kept)
+        return kept
+
     def fall_back(self, table: BlockTable) -> None:
         """A load of a ready table failed: give the table slots of its own from there on.
 

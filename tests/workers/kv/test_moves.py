@@ -298,5 +298,12 @@ def test_a_block_that_is_computed_while_it_is_loaded_keeps_its_own_slot() -> Non
     (own,) = table.slots
     manager.register(table, chain("A"))
     assert table.slots == [own]
+    kept = manager.keep(table)
+    assert kept.slots == [own], "the other one is not filled yet"
+    manager.check()
     finish_all(manager, num_done=0)
+    manager.release(table)
     assert own.references == 1
+    manager.release(kept)
+    manager.check()
+    assert free(manager) == 4

@@ -303,9 +303,9 @@ class TorchEngine:
     def _keep(self, sequence: TokenSequence) -> None:
         """Keep the prompt's blocks for another worker, if that was asked for."""
         assert sequence.table is not None
-        chain = sequence.table.chain
-        if self._exchange is not None and sequence.request.keep_s and chain:
-            sequence.generation.kept = self._exchange.keep(chain, sequence.request.keep_s)
+        keep_s = sequence.request.keep_s
+        if self._exchange is not None and keep_s and sequence.table.chain:
+            sequence.generation.kept = self._exchange.keep(sequence.table, keep_s)
 
     def _cancel(self, sequence: TokenSequence) -> None:
         if self._sequences.get(sequence.request.request_id) is not sequence:

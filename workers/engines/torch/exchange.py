@@ -69,14 +69,12 @@ class Exchange:
         self._cache.release(table)
         self._on_room()
 
-    def keep(self, chain: Sequence[SequenceHash], lease_s: float) -> Source:
-        """Keep blocks that are on the device until they are fetched, or the lease ends."""
-        table = self._cache.manager.prepare(chain, len(chain))
-        assert table.num_matched == len(chain), "blocks are not on the device"
-        return self._kept_as(table, lease_s)
+    def keep(self, table: BlockTable, lease_s: float) -> Source:
+        """Keep a request's full blocks until they are fetched, or the lease ends."""
+        return self._kept_as(self._cache.manager.keep(table), lease_s)
 
     async def keep_held(self, chain: Sequence[SequenceHash], lease_s: float) -> Source | None:
-        """The same of what any tier holds of `chain`, without a place in the queue."""
+        """The same of what any tier holds of a prompt, without a place in the queue."""
         num_held = len(self._cache.manager.match(chain))
         with suppress(NotEnoughBlocks, TimeoutError):
             async with asyncio.timeout(LOAD_S):
