@@ -7,12 +7,10 @@ sees what workers and other routers did.
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import count, cycle, islice
+from itertools import cycle, islice
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +20,7 @@ from app.core.loads import ROUND
 from app.core.types import SequenceHash
 from app.core.worker_report import Role
 from app.policy.sources import Form
+from app.simulation.agenda import Agenda
 from app.simulation.books import Books, rounds_of
 from app.simulation.decide import Decider, Plan
 from app.simulation.engine import Received
@@ -32,14 +31,15 @@ from app.simulation.steps import Finished, SimRequest, Step
 from app.simulation.worker import Quiet, SimWorker, Status
 
 T = TypeVar("T")
-Act = Callable[[float], None]
-"""What happens at a time, which it is given."""
 
 
 class SimFleet:
-    """Ask requests at any times with `at` and `ask`, then `run`."""
+    """Ask requests at any times with `at` and `ask`, then `run`.
 
-    def __init__(self, policy: str, setting: Setting) -> None:
+    agenda: of several fleets; None: the fleet is alone.
+    """
+
+    def __init__(self, policy: str, setting: Setting, agenda: Agenda | None = None) -> None:
         self.setting = setting
         self.on_decided: Callable[[Decided], None] | None = None
         """Called with each decision that holds."""
@@ -47,7 +47,8 @@ class SimFleet:
         """All that there ever were; a worker's place is its name."""
         self.conflicts = 0
         """Reservations refused because another replica's came first."""
-        self.now_s = 0.0
+        self.agenda = agenda or Agenda()
+        self.at, self.run = self.agenda.at, self.agenda.run
         self.rng = np.random.default_rng(setting.seed)
         self._live: list[int] = []
         self._decider = Decider(PolicyVariant(policy), setting, self.workers, self._live, self.rng)
@@ -57,23 +58,14 @@ class SimFleet:
             for _ in range(setting.replicas)
         ]
         self._arrived = 0
-        self._agenda: list[tuple[float, int, Act]] = []
-        self._order = count()
         self._flights: dict[str, Flight] = {}
         self._supplied: dict[str, Flight] = {}
         for profile in islice(cycle(setting.profiles), setting.num_workers):
             self.join(profile)
 
-    def at(self, when_s: float, act: Act) -> None:
-        heapq.heappush(self._agenda, (when_s, next(self._order), act))
-
-    def run(self, until_s: float = math.inf) -> None:
-        """Let happen all that is due until then, which is the time afterwards."""
-        while self._agenda and self._agenda[0][0] <= until_s:
-            self.now_s, _, act = heapq.heappop(self._agenda)
-            act(self.now_s)
-        if until_s < math.inf:
-            self.now_s = max(self.now_s, until_s)
+    @property
+    def now_s(self) -> float:
+        return self.agenda.now_s
 
     def ask(self, request: SimRequest, then: Then) -> None:
         """A request arrives now; `then` gets what becomes of it."""
