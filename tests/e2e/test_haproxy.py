@@ -35,6 +35,8 @@ class Replica:
         self.reached = asyncio.Event()
         self.go = asyncio.Event()
         self.client_gone = asyncio.Event()
+        self.refuses = False
+        """Whether it answers requests with a body by 503."""
         self.held = 0
         """Requests to /hold so far."""
         self.balancer_ids: list[str] = []
@@ -64,7 +66,9 @@ class Replica:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        status = b"200 OK"
         if "content-length: " in head:
+            status = b"503 Service Unavailable" if self.refuses else status
             await reader.readexactly(int(head.partition("content-length: ")[2].split()[0]))
         self.balancer_ids += re.findall(r"^x-balancer-id: (\S+)\r$", head, re.MULTILINE)
         path = head.split()[1]
@@ -78,7 +82,7 @@ class Replica:
         if path == "/hold":
             self.held += 1
             await self.go.wait()
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"HTTP/1.1 %s\r\nTransfer-Encoding: chunked\r\n\r\n" % status)
         if path == "/stream":
             for _ in range(10):
                 await self.go.wait()

@@ -1,0 +1,183 @@
+"""deploy/cells.cfg: which cell a request goes to."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.local.cluster import Cluster
+from app.local.redis_server import LOOPBACK, free_port
+from tests.e2e.conftest import small_cluster
+from tests.e2e.test_haproxy import Replica, haproxy
+from tests.eventually import eventually
+from tests.redis_servers import require_binary
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "cells.cfg"
+CHATS = "/v1/chat/completions"
+SYSTEM = {"role": "system", "content": "Be brief. " * 800}
+
+
+@asynccontextmanager
+async def in_front_of(ports: Sequence[int], folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the balancer in front of cells that listen on these ports."""
+    lines = (f"    server cell{n} {LOOPBACK}:{port}\n" for n, port in enumerate(ports))
+    config, port = folder / "cells.cfg", free_port()
+    config.write_text(CONFIG.read_text() + "".join(lines))
+    url = f"http://{LOOPBACK}:{port}"
+    async with haproxy(config, port), httpx.AsyncClient(base_url=url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+async def cells() -> AsyncIterator[list[Replica]]:
+    """Two, each of which answers with its port."""
+    async with AsyncExitStack() as stack:
+        pair = [Replica(), Replica()]
+        for cell in pair:
+            await cell.start()
+            stack.push_async_callback(cell.die)
+        yield pair
+
+
+@pytest.fixture
+async def client(cells: list[Replica], tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with in_front_of([cell.port for cell in cells], tmp_path) as client:
+        yield client
+
+
+def chat(number: int, turns: int, *, system: bool = True) -> list[dict[str, str]]:
+    """A conversation with so many answers."""
+    said: list[dict[str, str]] = [SYSTEM] if system else []
+    said.append({"role": "user", "content": f"question {number} " * 100})
+    for turn in range(turns):
+        said.append({"role": "assistant", "content": f"answer {number} {turn}"})
+        said.append({"role": "user", "content": f"more {turn}"})
+    return said
+
+
+async def cell_of(client: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> str:
+    answer = await client.post(CHATS, json=body, headers=headers)
+    assert answer.status_code == 200
+    return answer.text
+
+
+@pytest.mark.parametrize("system", [True, False])
+async def test_the_turns_of_a_conversation_share_a_cell_and_conversations_share_cells(
+    client: httpx.AsyncClient, cells: list[Replica], system: bool
+) -> None:
+    chosen: Counter[str] = Counter()
+    for number in range(24):
+        turns = [
+            {"model": "m", "messages": chat(number, turn, system=system), "n": turn}
+            for turn in range(3)
+        ]
+        [cell] = {await cell_of(client, turn) for turn in turns}
+        chosen[cell] += 1
+    assert chosen.keys() == {str(cell.port) for cell in cells}
+
+
+@pytest.mark.parametrize("named", ["header", "session_id", "prompt_cache_key"])
+async def test_a_named_session_goes_before_what_is_said(
+    client: httpx.AsyncClient, named: str
+) -> None:
+    async def ask(session: str, number: int) -> str:
+        body = {"model": "m", "messages": chat(number, 0)}
+        if named == "header":
+            return await cell_of(client, body, **{"X-Session-ID": session})
+        return await cell_of(client, body | {named: session})
+
+    chosen = [{await ask(f"s{session}", number) for number in range(8)} for session in range(12)]
+    assert all(len(cells) == 1 for cells in chosen)
+    assert len(set.union(*chosen)) == 2
+
+
+async def test_a_cell_gets_little_more_than_its_share_of_one_hot_session(
+    client: httpx.AsyncClient, cells: list[Replica]
+) -> None:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        for _ in range(16):
+            headers = {"X-Session-ID": "hot"}
+            group.create_task(client.post("/hold", json={}, headers=headers))
+
+        async def held() -> list[int]:
+            return sorted(cell.held for cell in cells)
+
+        # The bound of its half is 10; without one it would have all 16.
+        assert await eventually(held, lambda seen: sum(seen) == 16) == [6, 10]
+        for cell in cells:
+            cell.go.set()
+
+
+async def test_a_cell_that_has_no_room_is_not_the_last_word(
+    client: httpx.AsyncClient, cells: list[Replica]
+) -> None:
+    body = {"model": "m", "messages": chat(0, 0)}
+    usual = await cell_of(client, body)
+    full, other = sorted(cells, key=lambda cell: str(cell.port) != usual)
+    full.refuses = True
+    assert await cell_of(client, body) == str(other.port)
+    full.refuses = False
+    assert await cell_of(client, body) == usual
+    full.refuses = other.refuses = True
+    assert (await client.post(CHATS, json=body)).status_code == 503
+
+
+async def test_a_cell_that_is_gone_is_replaced_by_the_next(
+    client: httpx.AsyncClient, cells: list[Replica]
+) -> None:
+    body = {"model": "m", "messages": chat(0, 0)}
+    usual = await cell_of(client, body)
+    gone, other = sorted(cells, key=lambda cell: str(cell.port) != usual)
+    await gone.die()
+    assert await cell_of(client, body) == str(other.port)
+
+
+@pytest.mark.parametrize("path", ["/v1/route", "/v1/requests/r1~a/prefill_complete"])
+async def test_reservations_are_made_at_a_cell(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.post(path, json={"token_ids": [1, 2, 3]})
+    assert answer.status_code == 501
+    assert answer.json()["error"]["code"] == "one_cell_only"
+
+
+async def decisions_of(cluster: Cluster) -> float:
+    async with httpx.AsyncClient() as own:
+        scraped = await own.get(f"{cluster.routers[0].url}/metrics")
+    counted = re.findall(r"kvroute_decisions_total{.*} ([0-9.]+)", scraped.text)
+    return sum(map(float, counted))
+
+
+async def test_two_real_cells_keep_conversations_apart_and_stand_in_for_each_other(
+    tmp_path: Path,
+) -> None:
+    require_binary("haproxy")
+    with (
+        small_cluster(num_workers=1, num_replicas=1) as first,
+        small_cluster(num_workers=1, num_replicas=1) as second,
+    ):
+        ports = [int(cluster.balancer_url.rpartition(":")[2]) for cluster in (first, second)]
+        async with in_front_of(ports, tmp_path) as client:
+
+            async def turn(number: int, turns: int) -> int:
+                body = {"model": first.model, "messages": chat(number, turns, system=False)}
+                answer = await client.post(CHATS, json=body | {"max_tokens": 2})
+                assert answer.status_code == 200, answer.text
+                cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert isinstance(cached, int)
+                return cached
+
+            for number in range(8):
+                assert await turn(number, 0) < 100
+            for number in range(8):
+                assert await turn(number, 1) > 100
+            assert 0 < await decisions_of(first) < 16
+            first.workers[0].process.kill()
+            for number in range(8, 16):
+                await turn(number, 0)
