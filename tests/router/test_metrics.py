@@ -32,6 +32,7 @@ OWN = {
     "kvroute_worker_suspensions": ("counter",),
     "kvroute_decision_retries": ("counter",),
     "kvroute_workers": ("gauge",),
+    "kvroute_asleep": ("gauge",),
     "kvroute_waiting_requests": ("gauge",),
     "kvroute_waited_seconds": ("histogram",),
     "kvroute_waits": ("counter", "tenant", "priority", "outcome"),
