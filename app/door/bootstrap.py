@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -53,7 +53,7 @@ class Meetings:
         handover: Handover,
         decoding: Coroutine[Any, Any, EngineAnswer],
         *,
-        watch: AbstractAsyncContextManager[None],
+        watch: AbstractContextManager[None],
         on_computed: Callable[[], None],
     ) -> EngineAnswer:
         """The beginning of the target's answer, while the source computes the prompt.
@@ -93,13 +93,13 @@ class Meetings:
         self,
         call: Call,
         handover: Handover,
-        watch: AbstractAsyncContextManager[None],
+        watch: AbstractContextManager[None],
         on_computed: Callable[[], None],
     ) -> None:
         """Raises SourceFailed."""
         source = call.source.worker
         try:
-            async with watch:
+            with watch:
                 answer = await self._upstream.send(
                     source.address,
                     call.path,

@@ -171,7 +171,7 @@ class _Carriage:
                 break
             try:
                 handover = await self._ask_source(decision, deadline_s)
-                async with self.door.missing.waiting(life, decision.worker):
+                with self.door.missing.waiting(life, decision.worker):
                     begun = await self._try(decision, handover, deadline_s)
             except LeaseEnded as error:
                 failure = self._lease_ended(error, decision)
@@ -246,7 +246,7 @@ class _Carriage:
             return handover_of(decision.source.worker)
         source = decision.source
         try:
-            async with self.door.missing.waiting(self.life, source.worker):
+            with self.door.missing.waiting(self.life, source.worker):
                 handover = await self.door.sources.ask(self._call(source, deadline_s))
         except UpstreamBroken as error:
             raise SourceFailed(str(error), suspend=True) from None
@@ -321,7 +321,7 @@ class _Carriage:
         await client.start(answer.status, headers)
         while True:
             try:
-                async with self.door.missing.waiting(life, begun.worker):
+                with self.door.missing.waiting(life, begun.worker):
                     await self._pass(begun, parser)
             except UpstreamError as error:
                 if isinstance(parser, Migrating) and parser.is_finished:

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from app.core.worker_report import WorkerInfo
 from app.door.lifecycle import Lifecycle
@@ -17,17 +14,40 @@ LOOK_EVERY_S = 0.5
 PROBE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Wait:
-    """Of a request, for a worker."""
+    """Of a request, for a worker, by the task that enters it."""
 
-    life: Lifecycle
-    worker: WorkerInfo
-    timeout: asyncio.Timeout
+    __slots__ = ("_cancelling", "_has_ended", "_life", "_task", "_waiting", "worker")
+
+    def __init__(self, life: Lifecycle, worker: WorkerInfo, waiting: set[_Wait]) -> None:
+        self.worker = worker
+        self._life = life
+        self._waiting = waiting
+        self._has_ended = False
 
     @property
     def is_vain(self) -> bool:
-        return self.life.is_missing(self.worker)
+        return self._life.is_missing(self.worker)
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._task.cancel()
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._waiting.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._waiting.remove(self)
+        # As in asyncio.timeout: the task may have been cancelled by others, too.
+        if (
+            self._has_ended
+            and self._task.uncancel() <= self._cancelling
+            and kind is asyncio.CancelledError
+        ):
+            raise UpstreamBroken("is gone: its lease has run out, and it does not answer") from None
 
 
 class Missing:
@@ -37,19 +57,9 @@ class Missing:
         self._upstream = upstream
         self._waiting: set[_Wait] = set()
 
-    @asynccontextmanager
-    async def waiting(self, life: Lifecycle, worker: WorkerInfo) -> AsyncIterator[None]:
+    def waiting(self, life: Lifecycle, worker: WorkerInfo) -> _Wait:
         """Within it, a request waits for that worker. Raises UpstreamBroken once it is gone."""
-        try:
-            async with asyncio.timeout(None) as timeout:
-                wait = _Wait(life, worker, timeout)
-                self._waiting.add(wait)
-                try:
-                    yield
-                finally:
-                    self._waiting.remove(wait)
-        except TimeoutError:
-            raise UpstreamBroken("is gone: its lease has run out, and it does not answer") from None
+        return _Wait(life, worker, self._waiting)
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -69,6 +79,6 @@ class Missing:
         except UpstreamError:
             for wait in waits:
                 if wait in self._waiting and wait.is_vain:
-                    wait.timeout.reschedule(0.0)
+                    wait.end()
         else:
             answer.abort()  # whatever it says, it is there

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from app.core.errors import KvrouteError
+from app.door.deadlines import Deadlines
 
 KEEP_ALIVE_S = 4.0
 """vLLM closes a connection that has been idle for five seconds."""
@@ -63,17 +64,13 @@ class EngineAnswer:
         """What has come since; b"" at the end. Raises UpstreamBroken. If it does, or is cancelled,
         the engine stops."""
         if not self._unread and not self._has_ended:
-            self._changed = asyncio.get_running_loop().create_future()
             try:
-                async with asyncio.timeout(between_s):
-                    await self._changed
+                await self._until_changed(between_s)
             except BaseException as error:
                 self.abort()
                 if isinstance(error, TimeoutError):
                     raise UpstreamBroken(f"broke off: nothing in {between_s:g} s") from None
                 raise
-            finally:
-                self._changed = None
         if self._unread:
             unread = self._unread
             piece = unread[0] if len(unread) == 1 else b"".join(unread)
@@ -84,6 +81,18 @@ class EngineAnswer:
         if self._failure:
             raise UpstreamBroken(f"broke off: {self._failure}")
         return b""
+
+    async def _until_changed(self, between_s: float | None) -> None:
+        """Raises TimeoutError."""
+        loop = asyncio.get_running_loop()
+        changed = self._changed = loop.create_future()
+        try:
+            if between_s is None:
+                await changed
+            else:
+                await self._connection.deadlines.result(changed, loop.time() + between_s)
+        finally:
+            self._changed = None
 
     async def read_up_to(
         self, max_bytes: int, between_s: float | None = None
@@ -125,10 +134,11 @@ class _Lost(Exception):
 class _Connection(asyncio.Protocol):
     """Sends one request after another, and takes their answers.
 
-    on_idle: called when it may take the next one.
+    on_idle: called when it may take the next one. deadlines: of the waits for answers.
     """
 
-    def __init__(self, on_idle: Callable[[_Connection], None]) -> None:
+    def __init__(self, on_idle: Callable[[_Connection], None], deadlines: Deadlines) -> None:
+        self.deadlines = deadlines
         self.idle_since_s = 0.0
         self.has_answered = False
         """Whether a byte of the latest answer has come."""
@@ -145,14 +155,18 @@ class _Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes) -> asyncio.Future[EngineAnswer]:
-        """Raises _Lost in the future if the connection ends before the answer begins."""
+    async def ask(self, head: bytes, body: bytes, until_s: float) -> EngineAnswer:
+        """The answer, once it begins. Raises _Lost if the connection ends before; TimeoutError."""
         self._answer = EngineAnswer(self)
-        self._begun = asyncio.get_running_loop().create_future()
+        begun = self._begun = asyncio.get_running_loop().create_future()
         self.has_answered = False
         self._framing_bytes = 0
         self._transport.writelines((head, body))
-        return self._begun
+        try:
+            return await self.deadlines.result(begun, until_s)
+        except BaseException:
+            self.abort()
+            raise
 
     def abort(self) -> None:
         self._transport.abort()
@@ -279,11 +293,13 @@ class Upstream:
 
     def __init__(self) -> None:
         self._idle: dict[_Place, list[_Connection]] = {}
+        self._deadlines = Deadlines()
         self._sweeping: asyncio.TimerHandle | None = None
 
     async def close(self) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
+        self._deadlines.close()
         for connections in self._idle.values():
             for connection in connections:
                 connection.abort()
@@ -314,35 +330,50 @@ class Upstream:
         lines += [name + b": " + value for name, value in headers]
         lines.append(b"content-length: %d\r\n\r\n" % len(body))
         head = b"\r\n".join(lines)
+        until_s = asyncio.get_running_loop().time() + answer_s
         try:
-            async with asyncio.timeout(answer_s):
-                connection = self._kept(place) if kept else None
-                if connection is not None:
-                    sent_s = asyncio.get_running_loop().time()
-                    try:
-                        return await _answered(connection, head, body)
-                    except _Lost:
-                        took_s = asyncio.get_running_loop().time() - sent_s
-                        if connection.has_answered or took_s > STALE_S:
-                            raise
-                connection = await self._connected(place, connect_s)
-                return await _answered(connection, head, body)
+            answer = await self._from_kept(place, head, body, until_s) if kept else None
+            if answer is None:
+                connection = await self._connected(place, connect_s, until_s)
+                answer = await connection.ask(head, body, until_s)
         except _Lost as error:
             raise NoAnswer(f"no answer: {error}") from None
         except TimeoutError:
             raise NoAnswer(f"no answer in {answer_s:g} s") from None
+        return answer
 
-    async def _connected(self, place: _Place, connect_s: float) -> _Connection:
-        """Raises ConnectFailed."""
+    async def _from_kept(
+        self, place: _Place, head: bytes, body: bytes, until_s: float
+    ) -> EngineAnswer | None:
+        """None if there is no connection, or it ends just as it is used. Raises _Lost,
+        TimeoutError."""
+        connection = self._kept(place)
+        if connection is None:
+            return None
+        clock = asyncio.get_running_loop().time
+        sent_s = clock()
         try:
-            async with asyncio.timeout(connect_s):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(lambda idle: self._keep(place, idle)),
+            return await connection.ask(head, body, until_s)
+        except _Lost:
+            if connection.has_answered or clock() - sent_s > STALE_S:
+                raise
+            return None
+
+    async def _connected(self, place: _Place, connect_s: float, until_s: float) -> _Connection:
+        """Raises ConnectFailed; TimeoutError if `until_s` comes before `connect_s` are over."""
+        loop = asyncio.get_running_loop()
+        left_s = until_s - loop.time()
+        try:
+            async with asyncio.timeout(min(connect_s, left_s)):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(lambda idle: self._keep(place, idle), self._deadlines),
                     place.host,
                     place.port,
                     ssl=_tls() if place.is_tls else None,
                 )
         except TimeoutError:
+            if left_s < connect_s:
+                raise
             raise ConnectFailed(f"no connection in {connect_s:g} s") from None
         except (OSError, UnicodeError) as error:
             raise ConnectFailed(f"no connection: {error}") from None
@@ -378,12 +409,3 @@ class Upstream:
         self._sweeping = None
         if self._idle:
             self._sweeping = loop.call_later(KEEP_ALIVE_S / 4, self._sweep)
-
-
-async def _answered(connection: _Connection, head: bytes, body: bytes) -> EngineAnswer:
-    """Raises _Lost."""
-    try:
-        return await connection.send(head, body)
-    except BaseException:
-        connection.abort()
-        raise
