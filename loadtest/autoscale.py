@@ -34,12 +34,13 @@ from app.simulation.profiles import PROFILES, Profile
 from app.simulation.setting import Setting
 from loadtest import report
 from loadtest.client import Outcome
-from loadtest.command import FILE, Command, distinct, json_option, save, trace_option
+from loadtest.command import FILE, Command, distinct, json_option, read, save, trace_option
 from loadtest.day import Rates, curve, day_of
 from loadtest.processes import forked
 from loadtest.scaling import Coming, Played, Scaled, Scaling
-from loadtest.simulate import ROLES, meets_slo
-from loadtest.traces import Trace, TraceError, read_trace
+from loadtest.setting_options import ROLES
+from loadtest.slo import meets_slo
+from loadtest.traces import Trace
 from loadtest.victims import VICTIMS
 from loadtest.virtual import Prompts, Simulation
 
@@ -437,10 +438,7 @@ def main(
     """Compare rules for the size of a fleet on a day's traffic in virtual time."""
     global _scenario, _share
     _share = share
-    try:
-        trace = read_trace(trace_file)
-    except TraceError as error:
-        raise click.ClickException(str(error)) from error
+    trace = read(trace_file)
     rates = curve(round(3600 * hours), bursts=bursts, seed=seed)
     setting = Setting(num_workers=num_workers, profiles=(PROFILES[profile],), seed=seed)
     if roles:

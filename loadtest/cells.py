@@ -28,11 +28,11 @@ from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
-from loadtest.command import Command, distinct, json_option, save, trace_option
+from loadtest.command import Command, distinct, json_option, read, save, trace_option
 from loadtest.processes import forked
 from loadtest.report import PolicyRun, summarise
-from loadtest.simulate import WARMUP, offered
-from loadtest.traces import Session, Trace, TraceError, read_trace
+from loadtest.scenario import WARMUP, offered
+from loadtest.traces import Session, Trace
 from loadtest.virtual import Prompts, Simulation
 
 LATENCY = "latency"
@@ -221,10 +221,7 @@ def main(
     """Compare cells, however requests come to them, with one namespace."""
     if num_workers % num_cells:
         raise click.UsageError(f"{num_workers} workers are no {num_cells} cells of the same size")
-    try:
-        trace = read_trace(trace_file).cut(requests=requests)
-    except TraceError as error:
-        raise click.ClickException(str(error)) from error
+    trace = read(trace_file).cut(requests=requests)
     setting = Setting(num_workers=num_workers)
     compared = rows(trace, num_cells, nums_blocks, bound)
     with forked(jobs) as executor:

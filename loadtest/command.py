@@ -11,7 +11,7 @@ import orjson
 
 from app import options
 from app.local.interrupts import heed_interrupts
-from loadtest.traces import DEMO_TRACE
+from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 
 
 class Command(options.Command):
@@ -62,6 +62,14 @@ trace_option = click.option(
     help="JSON lines, as for kvroute replay. Default: the demo's trace.",
 )
 json_option = click.option("--json", "json_file", type=FILE, help="File to write the figures to.")
+
+
+def read(trace_file: Path) -> Trace:
+    """Raises ClickException for a trace that cannot be played."""
+    try:
+        return read_trace(trace_file)
+    except TraceError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def save(figures: Any, file: Path | None) -> None:

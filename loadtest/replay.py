@@ -34,10 +34,10 @@ from app.options import (
 )
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, RequestError, clock
-from loadtest.command import FILE, distinct, json_option, save
+from loadtest.command import FILE, distinct, json_option, read, save
 from loadtest.door_client import Api, DoorClient
 from loadtest.report import PolicyRun
-from loadtest.traces import DEMO_TRACE, Session, Trace, TraceError, TraceRequest, read_trace
+from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -325,10 +325,7 @@ def replay(
     """
     if policies and api is Api.OPENAI:
         raise click.UsageError("with --api openai, the policy is that of the routers")
-    try:
-        trace = read_trace(trace_file).cut(start_s, duration_s, requests)
-    except TraceError as error:
-        raise click.ClickException(str(error)) from error
+    trace = read(trace_file).cut(start_s, duration_s, requests)
     if not trace.sessions:
         raise click.ClickException(f"{trace_file.name}: no requests in the part chosen")
     for policy in policies or (None,):

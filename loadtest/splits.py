@@ -9,8 +9,7 @@ fetches`). Figures are medians over seeds. Loads are shares of the first row's k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,17 +21,15 @@ from app.options import COUNT, FACTOR, POSITIVE, PROCESSES
 from app.policy.sources import OWN_TRANSFER
 from app.simulation.link import Link
 from app.simulation.setting import Setting
-from loadtest.command import Command, distinct, json_option, save, trace_option
-from loadtest.processes import forked
-from loadtest.simulate import ROLES, Figures, Scenario, knee, simulate
-from loadtest.traces import Trace, TraceError, read_trace
+from loadtest.command import Command, distinct, json_option, read, save, trace_option
+from loadtest.figures import Figures, Played
+from loadtest.knee import knee
+from loadtest.scenario import Scenario, play, processes
+from loadtest.setting_options import ROLES
 
 LATENCY = "latency"
 SHARES_OF_KNEE = (0.7, 0.9)
 COLUMNS = ("TTFT", "p99", "whole request", "ms/token", "p99", "within SLO", "split", "fetched")
-
-_trace: Trace
-"""What a process plays."""
 
 
 def rows(
@@ -53,7 +50,7 @@ def rows(
     return compared
 
 
-def table(played: Mapping[str, Sequence[Figures]]) -> str:
+def table(played: Played) -> str:
     """In Markdown."""
     lines = [" | ".join(("|", *COLUMNS)) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, seeds in played.items():
@@ -77,21 +74,6 @@ def _cells(figures: Figures) -> tuple[float, ...]:
         figures.split,
         figures.fetched,
     )
-
-
-def _play(setting: Setting, load: float, seed: int) -> Figures:
-    return simulate(Scenario(_trace, setting), LATENCY, load, seed)
-
-
-def play(
-    executor: Executor, compared: Mapping[str, Setting], load: float, seeds: int
-) -> dict[str, list[Figures]]:
-    """Of each row, the figures of every seed."""
-    running = {
-        name: [executor.submit(_play, setting, load, seed) for seed in range(seeds)]
-        for name, setting in compared.items()
-    }
-    return {name: [one.result() for one in those] for name, those in running.items()}
 
 
 @click.command(cls=Command)
@@ -149,22 +131,18 @@ def main(
     json_file: Path | None,
 ) -> None:
     """Compare whole requests, fixed splits and the price of transfers, one table a load."""
-    global _trace
-    try:
-        _trace = read_trace(trace_file).cut(requests=requests)
-    except TraceError as error:
-        raise click.ClickException(str(error)) from error
     if len({len(roles) for roles in splits}) > 1:
         raise click.UsageError("--roles of different numbers of workers cannot be compared")
+    trace = read(trace_file).cut(requests=requests)
     compared = rows(splits, links_gbit, split_above)
     if not loads:
-        found = knee(Scenario(_trace, compared["all local"]), LATENCY)
+        found = knee(Scenario(trace, compared["all local"]), LATENCY)
         loads = tuple(share * found for share in SHARES_OF_KNEE)
+    named = {name: (setting, LATENCY) for name, setting in compared.items()}
     result = {}
-    with forked(jobs) as executor:
-        for load in loads:
-            played = play(executor, compared, load, seeds)
-            click.echo(f"\n{_trace.name} at {load:.2f}x the recorded rate\n\n{table(played)}")
+    with processes(trace, jobs) as executor:
+        for load, played in play(executor, named, loads, seeds):
+            click.echo(f"\n{trace.name} at {load:.2f}x the recorded rate\n\n{table(played)}")
             result[load] = played
     save(result, json_file)
 

@@ -11,7 +11,7 @@ from app.local.cluster import Cluster
 from app.simulation.setting import Setting
 from loadtest.replay import replay_policy
 from loadtest.report import PolicySummary, summarise
-from loadtest.simulate import Scenario, simulate
+from loadtest.scenario import Scenario, simulate
 from loadtest.traces import Trace, read_trace
 from tests.redis_servers import default_kind, require_redis
 

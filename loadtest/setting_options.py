@@ -1,0 +1,213 @@
+"""Options of what plays a trace in virtual time: policies, and the fleet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from app.core.settings import LONGEST_S
+from app.core.worker_report import Role
+from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
+from app.policy.cost import POLICIES
+from app.policy.sources import OWN_TRANSFER
+from app.simulation.link import Link
+from app.simulation.profiles import PROFILES
+from app.simulation.setting import PolicyVariant, Setting, Sharing
+from loadtest.scenario import IDEAL
+
+MILLISECONDS = Number(0, 1000 * LONGEST_S)
+WEIGHT = Number(0, 1_000_000)
+
+
+class PolicyName(click.ParamType[str]):
+    """A policy's name, `blocks:W`, or `ideal`."""
+
+    name = "policy"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == IDEAL:
+            return IDEAL
+        try:
+            policy = PolicyVariant(value)
+            weight = policy.weight
+            if policy.key not in POLICIES or (weight is not None and policy.key != "blocks"):
+                raise ValueError
+            if weight is not None:
+                WEIGHT.convert(weight, param, ctx)
+        except ValueError:
+            self.fail(
+                f"{value!r} is none of {', '.join(POLICIES)}, blocks:WEIGHT, ideal", param, ctx
+            )
+        return str(value)
+
+
+class _Roles(click.ParamType[tuple[Role, ...]]):
+    """Numbers of workers with a role, such as 2p6d or 8b."""
+
+    name = "roles"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Role, ...]:
+        if not re.fullmatch(r"([1-9][0-9]{0,3}[pdb])+", value):
+            self.fail(f"{value!r} is not like 2p6d (prefill, decode) or 8b (both)", param, ctx)
+        letters = {role.value[0]: role for role in Role}
+        groups = re.findall(r"([0-9]+)([pdb])", value)
+        roles = tuple(letters[letter] for number, letter in groups for _ in range(int(number)))
+        if set(roles) == {Role.PREFILL}:
+            self.fail(f"{value!r} has no worker that decodes", param, ctx)
+        return roles
+
+
+ROLES = _Roles()
+
+
+_OPTIONS = (
+    click.option(
+        "--workers",
+        "num_workers",
+        default=8,
+        show_default=True,
+        type=POSITIVE,
+        help="Number of workers.",
+    ),
+    click.option(
+        "--profile",
+        "profiles",
+        multiple=True,
+        default=("70b-4xh100",),
+        show_default=True,
+        type=click.Choice(list(PROFILES)),
+        help="Timing of the workers. If several are given, workers of unequal speed take them in "
+        "turn.",
+    ),
+    click.option(
+        "--host-tokens", default=0, show_default=True, type=COUNT, help="Host tokens per worker."
+    ),
+    click.option(
+        "--roles",
+        type=ROLES,
+        help="Of the workers, such as 2p6d (2 prefill, 6 decode) or 8b (both), in place of "
+        "--workers.",
+    ),
+    click.option(
+        "--link-gbit",
+        type=FACTOR,
+        help="Gbit/s at which KV leaves a worker. Default: none does.",
+    ),
+    click.option(
+        "--kv-transfer",
+        default=OWN_TRANSFER,
+        show_default=True,
+        help=f"How it does: by {OWN_TRANSFER}, prefixes are fetched, too; by others, whole "
+        "prompts.",
+    ),
+    click.option(
+        "--split-above",
+        type=COUNT,
+        help="A yardstick: split if the worker lacks at least so many tokens, whatever it costs.",
+    ),
+    click.option(
+        "--block-size", default=256, show_default=True, type=POSITIVE, help="Tokens per KV block."
+    ),
+    click.option(
+        "--replicas",
+        default=1,
+        show_default=True,
+        type=PROCESSES,
+        help="Number of router replicas.",
+    ),
+    click.option(
+        "--sharing",
+        default="exact",
+        show_default=True,
+        type=click.Choice([str(sharing) for sharing in Sharing]),
+        help="What replicas know about each other's reservations.",
+    ),
+    click.option(
+        "--sync-ms",
+        default=5.0,
+        show_default=True,
+        type=MILLISECONDS,
+        help="Delay of `late` sharing.",
+    ),
+    click.option(
+        "--trip-ms",
+        default=0.5,
+        show_default=True,
+        type=MILLISECONDS,
+        help="Time from lookup to reservation.",
+    ),
+    click.option(
+        "--event-delay-ms",
+        default=0.0,
+        show_default=True,
+        type=MILLISECONDS,
+        help="Time from a change in a cache until routers see it.",
+    ),
+    click.option(
+        "--metrics-ms",
+        default=100.0,
+        show_default=True,
+        type=Number(1, 1000 * LONGEST_S),
+        help="Interval between metrics.",
+    ),
+    click.option(
+        "--misjudged-prefill",
+        default=1.0,
+        show_default=True,
+        type=FACTOR,
+        help="Prefill and load times as routers believe them, over what was learned.",
+    ),
+    click.option(
+        "--misjudged-decode",
+        default=1.0,
+        show_default=True,
+        type=FACTOR,
+        help="The same for decodes.",
+    ),
+    click.option(
+        "--count-in-flight", is_flag=True, help="Count blocks as cached from the reservation on."
+    ),
+)
+
+
+def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options of a fleet, for `setting_of`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def setting_of(
+    sharing: str,
+    host_tokens: int,
+    sync_ms: float,
+    trip_ms: float,
+    event_delay_ms: float,
+    metrics_ms: float,
+    roles: tuple[Role, ...] | None,
+    link_gbit: float | None,
+    num_workers: int,
+    profiles: tuple[str, ...],
+    **same: Any,
+) -> Setting:
+    """Raises UsageError for roles without a link."""
+    if link_gbit is None and (roles or same["split_above"] is not None):
+        raise click.UsageError("--roles and --split-above need --link-gbit, by which KV travels")
+    return Setting(
+        num_workers=len(roles) if roles else num_workers,
+        profiles=tuple(PROFILES[name] for name in profiles),
+        roles=roles or (Role.BOTH,),
+        link=None if link_gbit is None else Link(link_gbit * 1e9 / 8),
+        sharing=Sharing(sharing),
+        host_pool_tokens=host_tokens,
+        sync_s=sync_ms / 1000,
+        trip_s=trip_ms / 1000,
+        event_delay_s=event_delay_ms / 1000,
+        metrics_interval_s=metrics_ms / 1000,
+        **same,
+    )

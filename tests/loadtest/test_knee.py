@@ -1,0 +1,38 @@
+"""How much load a policy bears."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.simulation.setting import Setting
+from loadtest.knee import highest, knee, limit
+from loadtest.scenario import Scenario, simulate
+from loadtest.traces import DEMO_TRACE, Trace, read_trace
+
+
+@pytest.fixture(scope="module")
+def demo() -> Trace:
+    return read_trace(DEMO_TRACE)
+
+
+def test_a_search_ends_just_below_the_highest_acceptable_load() -> None:
+    for bound in (0.3, 1.0, 1.7, 13.0):
+        assert bound / 1.02 <= highest(lambda load, bound=bound: load <= bound) <= bound
+    assert highest(lambda _: False) == 0.0
+    assert highest(lambda _: True) == 64.0
+
+
+def test_the_knee_and_the_limit_are_the_highest_loads_within_their_bounds(demo: Trace) -> None:
+    scenario = Scenario(demo.cut(0.0, None, 150), Setting(num_workers=2))
+
+    def ttft(load: float) -> float:
+        return simulate(scenario, "random", load).summary.ttft_mean_s or 0.0
+
+    found = knee(scenario, "random")
+    assert ttft(found) <= 3 * ttft(0.1) < ttft(found * 1.1)
+
+    def within_slo(load: float) -> float:
+        return sum(simulate(scenario, "random", load, seed).within_slo for seed in (0, 1)) / 2
+
+    found = limit(scenario, "random", 0.9, seeds=2)
+    assert within_slo(found) >= 0.9 > within_slo(found * 1.1)
