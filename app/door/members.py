@@ -155,6 +155,8 @@ _SAYS_WHO = b"x-stainless-"
 _NOT_BACK = _HOP_BY_HOP | {b"content-length", b"server", b"date", b"x-request-id", b"set-cookie"}
 _OURS = b"x-kvroute-"
 
+_NONE: frozenset[bytes] = frozenset()
+
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -181,4 +183,6 @@ def headers_back(headers: Headers) -> list[tuple[bytes, bytes]]:
 def _named_by_connection(headers: Headers) -> frozenset[bytes]:
     """Headers of this connection alone."""
     values = [value for name, value in headers if name == b"connection"]
+    if not values:
+        return _NONE
     return frozenset(name.strip().lower() for value in values for name in value.split(b","))

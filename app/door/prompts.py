@@ -312,7 +312,7 @@ def _given_ids(prompt: object) -> NDArray[np.uint32] | None:
         prompt.ndim != 1
         or not len(prompt)
         or prompt.dtype.kind not in "iu"
-        or prompt.min() < 0
+        or (prompt.dtype.kind == "i" and prompt.min() < 0)
         or prompt.max() >= 2**32
     ):
         raise InvalidRequest("prompt", "not all are token ids, which are integers below 2^32")
