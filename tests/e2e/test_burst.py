@@ -55,6 +55,11 @@ async def test_many_replicas_put_as_much_of_a_burst_on_its_owner_as_one_does(
     assert max(on_owner[count]) <= alone + ALLOWED_DIFFERENCE
 
 
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
 class Replicas:
     """Routers in one event loop, which look at the same moment, as replicas rarely do."""
 
@@ -74,7 +79,7 @@ class Replicas:
             for router in self.routers:
                 await router.refresh()
                 running = asyncio.ensure_future(router.run())
-                stack.callback(running.cancel)
+                stack.push_async_callback(ended, running)
             self._stack = stack.pop_all()
         return self
 

@@ -15,7 +15,7 @@ from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 from app.core.chains import bucket_bits_for
-from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
+from app.core.errors import IncarnationLost, KvrouteError, RedisFull, RedisUnavailable
 from app.core.events import CacheEvent
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
@@ -216,10 +216,10 @@ class Publisher:
 
         async def attempt() -> list[Any]:
             replies = await self._runner.run_each(calls)
-            failures = [r for r in replies if isinstance(r, RedisUnavailable)]
+            failures = [r for r in replies if isinstance(r, KvrouteError)]
             failure = next((f for f in failures if not isinstance(f, final)), None)
             for shard in shards:
-                shard.is_unreachable = failure is not None
+                shard.is_unreachable = isinstance(failure, RedisUnavailable)
             if failure is not None:
                 self._advance()
                 raise failure
