@@ -78,11 +78,12 @@ class CheckedSpy(Spy):
 
 
 def prompts_of(rng: random.Random) -> list[list[int]]:
-    """Prompts that branch off each other anywhere; none begins with the whole of another."""
+    """Prompts that branch off each other anywhere. Each ends with a token of its own: by its last
+    chunk, which may be that token alone, it is known."""
     prompts: list[list[int]] = []
     for n in range(40):
         stem = rng.choice(prompts)[: rng.randrange(48)] if n > 4 else []
-        prompts.append([*stem, *prompt_of(1000 + n, rng.randint(4, 56 - len(stem)))])
+        prompts.append([*stem, *prompt_of(1000 + n, rng.randint(3, 55 - len(stem))), n])
     return prompts
 
 
