@@ -49,6 +49,7 @@ def test_a_lookup_that_finds_other_than_is_held_ends_the_benchmark() -> None:
             check_found([wrong], [held])
 
 
+@pytest.mark.slow
 async def test_a_small_index_is_measured_and_leaves_no_keys(
     own_redis_server: EmbeddedRedis,
 ) -> None:

@@ -6,6 +6,7 @@ from loadtest.bench_waiting import NUM_WORKERS, SLOTS, WEIGHTS, Turns, measure
 from tests.redis_servers import default_kind, require_redis
 
 
+@pytest.mark.slow
 def test_tenants_at_different_replicas_share_turns_by_their_weights() -> None:
     require_redis(default_kind())
     found = measure([3], seconds=4.0)[3]
