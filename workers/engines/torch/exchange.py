@@ -76,13 +76,19 @@ class Exchange:
     async def keep_held(self, chain: Sequence[SequenceHash], lease_s: float) -> Source | None:
         """The same of what any tier holds of a prompt, without a place in the queue."""
         num_held = len(self._cache.manager.match(chain))
-        with suppress(NotEnoughBlocks, TimeoutError):
-            async with asyncio.timeout(LOAD_S):
-                table = await self._cache.admit(chain[:num_held], num_held)
-            if table.num_matched:
-                return self._kept_as(table, lease_s)
-            self._cache.release(table)
-        return None
+        kept = None
+        try:
+            with suppress(NotEnoughBlocks, TimeoutError):
+                async with asyncio.timeout(LOAD_S):
+                    table = await self._cache.admit(chain[:num_held], num_held)
+                if table.num_matched:
+                    kept = self._kept_as(table, lease_s)
+                else:
+                    self._cache.release(table)
+        finally:
+            if kept is None:  # a request may have been refused what was held meanwhile
+                self._on_room()
+        return kept
 
     def fetch(
         self,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from app.core.hashing import token_bytes
-from app.core.types import Tier
+from app.core.types import SequenceHash, Tier
 from app.core.worker_report import DEFAULT_SPEED
 from app.http.server import listen
 from tests.eventually import eventually
@@ -37,6 +37,7 @@ from workers.engines.torch.llama import SIZES, Llama
 from workers.kv.remote import layer_groups
 from workers.kv.remote.frames import Offered, Source, offered_frame
 from workers.kv.remote.link import Link
+from workers.kv.tables import BlockTable
 
 DEVICE, HOST, DISK = Tier
 KIND = {"model": "tiny"}
@@ -225,6 +226,33 @@ async def test_nothing_held_is_handed_on_as_nothing(tmp_path: Path) -> None:
     async with linked(tmp_path) as (source, _):
         assert await source.engine.hand_on(token_bytes(PROMPT), LEASE_S) is None
         await all_let_go(source)
+
+
+async def test_a_request_gets_the_slots_of_a_prefix_that_took_too_long_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with linked(tmp_path) as (source, _):
+        await source.ask(PROMPT)
+        cache = source.engine._cache
+        admit, is_held = cache.admit, asyncio.Event()
+
+        async def slow(prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+            table = await admit(prefix, num_blocks)
+            is_held.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cache.release(table)
+            return table
+
+        monkeypatch.setattr(cache, "admit", slow)
+        handed_on = asyncio.create_task(source.engine.hand_on(token_bytes(PROMPT), LEASE_S))
+        await is_held.wait()
+        monkeypatch.setattr(cache, "admit", admit)
+        most = prompt_of(5, NUM_SLOTS[DEVICE] * BLOCK_SIZE - 3)
+        async with asyncio.timeout(30):
+            await source.ask(most)
+        assert await handed_on is None
 
 
 async def test_what_the_target_holds_itself_does_not_travel(tmp_path: Path) -> None:
