@@ -190,10 +190,16 @@ class Fleet:
         # The unreadable as well: theirs may be workers of another release, to be named.
         others = [*snapshot.paused, *snapshot.unreadable]
         if snapshot.workers_ms not in (None, self._workers_ms):
-            await self._learn([inc for inc in (*live, *others) if b"%d" % inc in self._changed])
+            changed, self._changed = self._changed, set()
+            try:
+                await self._learn([inc for inc in (*live, *others) if b"%d" % inc in changed])
+            except BaseException:
+                # Another view may have learnt, meanwhile, of all but these.
+                self._changed |= changed
+                self._workers_ms = None
+                raise
             self.forget_except([*live, *others])
             self._workers_ms = snapshot.workers_ms
-            self._changed.clear()
         new = others if live is self._met else [*live, *others]
         await self._learn([i for i in new if i not in self._infos and i not in self.strangers])
         if live is not self._met:

@@ -48,7 +48,7 @@ class Namespace:
         self.runner = ScriptRunner(redis, timeout_s=10)
         self._nonces: dict[Incarnation, str] = {}
         self._leaders: dict[SequenceHash, SequenceHash] = {}
-        self._infos: dict[Incarnation, WorkerInfo] = {}
+        self.infos: dict[Incarnation, WorkerInfo] = {}
         self._held: dict[tuple[str, str], Incarnation] = {}
         """Worker and nonce -> the incarnation that this process acts as, or last acted as."""
         self._staged: set[Incarnation] = set()
@@ -86,7 +86,7 @@ class Namespace:
         inc = registration.incarnation
         assert await self.do(index.open_shard(self.shard, inc, nonce, bucket_bits))
         self._nonces[inc] = nonce
-        self._infos[inc] = info(worker, block_size=block_size)
+        self.infos[inc] = info(worker, block_size=block_size)
         if registration.predecessor_lives:
             self._staged.add(inc)
         else:
@@ -118,7 +118,7 @@ class Namespace:
         *,
         drains: bool = False,
     ) -> bool:
-        worker = self._infos.get(inc, info("a"))
+        worker = self.infos.get(inc, info("a"))
         nonce = nonce or self._nonces[inc]
         staged = inc in self._staged
         call = leases.renew(

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,51 @@ async def test_of_forty_workers_only_the_entry_of_a_new_one_or_a_changed_one_is_
     await space.redis.hdel(space.keys["workers"], str(incs[7]))
     assert await space.renew(incs[7])
     assert await entries_read() == {str(incs[7])}
+
+
+async def test_a_changed_entry_that_could_not_be_read_is_read_by_a_later_view(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another view reads those that had changed before."""
+    fleet, known = fleet_of(space), Columns()
+
+    async def seen() -> Snapshot:
+        snapshot = await space.do(reservations.changes(space.keys, known))
+        assert snapshot is not None
+        return snapshot
+
+    async def register_again(inc: Incarnation, kv_total_blocks: int) -> None:
+        before = await space.get("meta", "workers_ms")
+        await eventually(space.now_ms, lambda now: str(now) != before)
+        space.infos[inc] = replace(space.infos[inc], kv_total_blocks=kv_total_blocks)
+        assert await space.renew(inc)
+
+    a, b, *_ = [await space.worker(f"w{n}") for n in range(40)]  # with few, all are told
+    await fleet.view(await seen())
+    await register_again(b, 66)
+    hmget, is_asked, may_go_on = space.redis.hmget, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: Any) -> Any:
+        found = await hmget(*args)
+        is_asked.set()
+        await may_go_on.wait()
+        return found
+
+    async def failing(*_: Any) -> Any:
+        raise RedisUnavailable("for once")
+
+    monkeypatch.setattr(space.redis, "hmget", slow)
+    first = asyncio.create_task(fleet.view(await seen()))
+    await is_asked.wait()
+    await register_again(a, 77)
+    monkeypatch.setattr(space.redis, "hmget", failing)
+    with pytest.raises(RedisUnavailable):
+        await fleet.view(await seen())
+    may_go_on.set()
+    await first
+    monkeypatch.setattr(space.redis, "hmget", hmget)
+    view = await fleet.view(await seen())
+    assert view.infos[view.incarnations.index(a)].kv_total_blocks == 77
 
 
 async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space: Namespace) -> None:
