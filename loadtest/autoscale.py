@@ -11,7 +11,6 @@ made of a trace that is shorter: see loadtest/day.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.worker_report import Role
-from app.options import FACTOR, POSITIVE, PROCESSES, Number
+from app.options import FACTOR, POSITIVE, Number
 from app.planner.rules.policies import POLICIES
 from app.planner.rules.pools import POOL_POLICIES
 from app.planner.rules.state import Proposal, Rules
@@ -34,7 +33,16 @@ from app.simulation.profiles import PROFILES, Profile
 from app.simulation.setting import Setting
 from loadtest import report
 from loadtest.client import Outcome
-from loadtest.command import FILE, Command, distinct, json_option, read, save, trace_option
+from loadtest.command import (
+    FILE,
+    Command,
+    distinct,
+    jobs_option,
+    json_option,
+    read,
+    save,
+    trace_option,
+)
 from loadtest.day import Rates, curve, day_of
 from loadtest.processes import forked
 from loadtest.scaling import Coming, Played, Scaled, Scaling
@@ -407,13 +415,7 @@ class _PolicyName(click.ParamType[str]):
     help="Timing of the workers.",
 )
 @click.option("--seed", default=0, show_default=True, type=int, help="Of the bursts and of ties.")
-@click.option(
-    "--jobs",
-    default=os.cpu_count() or 1,
-    show_default=True,
-    type=PROCESSES,
-    help="Processes to simulate in.",
-)
+@jobs_option
 @json_option
 @click.option("--png", "png_file", type=FILE, help="File to draw the sizes to.")
 def main(

@@ -23,12 +23,12 @@ import click
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from app.options import FACTOR, POSITIVE, PROCESSES, Number
+from app.options import FACTOR, POSITIVE, Number
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
-from loadtest.command import Command, distinct, json_option, read, save, trace_option
+from loadtest.command import Command, distinct, jobs_option, json_option, read, save, trace_option
 from loadtest.processes import forked
 from loadtest.report import PolicyRun, summarise
 from loadtest.scenario import WARMUP, offered
@@ -202,9 +202,7 @@ def table(played: Mapping[str, Sequence[Figures]]) -> str:
     help="Times the mean of requests under way that a cell may have.",
 )
 @click.option("--seeds", default=1, show_default=True, type=POSITIVE, help="Runs of each row.")
-@click.option(
-    "--jobs", default=1, show_default=True, type=PROCESSES, help="Processes to simulate in."
-)
+@jobs_option
 @json_option
 def main(
     trace_file: Path,

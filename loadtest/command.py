@@ -11,6 +11,7 @@ import orjson
 
 from app import options
 from app.local.interrupts import heed_interrupts
+from app.options import PROCESSES
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 
 
@@ -60,6 +61,13 @@ trace_option = click.option(
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     default=DEMO_TRACE,
     help="JSON lines, as for kvroute replay. Default: the demo's trace.",
+)
+jobs_option = click.option(
+    "--jobs",
+    default=os.cpu_count() or 1,
+    show_default=True,
+    type=PROCESSES,
+    help="Processes to simulate in.",
 )
 json_option = click.option("--json", "json_file", type=FILE, help="File to write the figures to.")
 

@@ -9,7 +9,6 @@ memory of all. Half-way through, another worker may join, and is to get its shar
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from app.simulation.flights import SimAnswer
 from app.simulation.profiles import PROFILES
 from app.simulation.setting import Setting
 from loadtest.client import Outcome
-from loadtest.command import Command, distinct, json_option, save
+from loadtest.command import Command, distinct, jobs_option, json_option, save
 from loadtest.ideal import ideal
 from loadtest.processes import forked
 from loadtest.traces import Session, Trace, TraceRequest
@@ -216,9 +215,7 @@ def _table(played: list[Figures], policies: tuple[str, ...]) -> Table:
     help="Workers report no idle times of evicted blocks, as vLLM without --kv-cache-metrics.",
 )
 @click.option("--seeds", default=1, show_default=True, type=POSITIVE, help="Runs to average.")
-@click.option(
-    "--jobs", default=os.cpu_count() or 1, show_default=True, type=PROCESSES, help="Processes."
-)
+@jobs_option
 @json_option
 def main(
     policies: tuple[str, ...],

@@ -10,7 +10,6 @@ at 50, 70 and 90 % of it.
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -20,9 +19,18 @@ from typing import Any
 import click
 from rich.console import Console
 
-from app.options import FACTOR, POSITIVE, PROCESSES, Number
+from app.options import FACTOR, POSITIVE, Number
 from app.policy.cost import POLICIES
-from loadtest.command import FILE, Command, distinct, json_option, read, save, trace_option
+from loadtest.command import (
+    FILE,
+    Command,
+    distinct,
+    jobs_option,
+    json_option,
+    read,
+    save,
+    trace_option,
+)
 from loadtest.figures import Figures, plot, table
 from loadtest.knee import KNEE, knee, limit
 from loadtest.scenario import IDEAL, Scenario, play, processes, with_trace
@@ -69,13 +77,7 @@ SHARES_OF_KNEE = (0.5, 0.7, 0.9)
     type=POSITIVE,
     help="Runs of each policy and load, whose figures are averaged; arrivals differ.",
 )
-@click.option(
-    "--jobs",
-    default=os.cpu_count() or 1,
-    show_default=True,
-    type=PROCESSES,
-    help="Processes to simulate in.",
-)
+@jobs_option
 @json_option
 @click.option("--png", "png_file", type=FILE, help="File to draw the figures to.")
 def main(

@@ -17,11 +17,11 @@ import click
 import numpy as np
 
 from app.core.worker_report import Role
-from app.options import COUNT, FACTOR, POSITIVE, PROCESSES
+from app.options import COUNT, FACTOR, POSITIVE
 from app.policy.sources import OWN_TRANSFER
 from app.simulation.link import Link
 from app.simulation.setting import Setting
-from loadtest.command import Command, distinct, json_option, read, save, trace_option
+from loadtest.command import Command, distinct, jobs_option, json_option, read, save, trace_option
 from loadtest.figures import Figures, Played
 from loadtest.knee import knee
 from loadtest.scenario import Scenario, play, processes
@@ -115,9 +115,7 @@ def _cells(figures: Figures) -> tuple[float, ...]:
     help="Gbit/s at which KV leaves a worker; may be given several times.",
 )
 @click.option("--seeds", default=3, show_default=True, type=POSITIVE, help="Runs of each row.")
-@click.option(
-    "--jobs", default=1, show_default=True, type=PROCESSES, help="Processes to simulate in."
-)
+@jobs_option
 @json_option
 def main(
     trace_file: Path,

@@ -89,29 +89,38 @@ class LookUp:
                 break
         self._replica.telemetry.blind.inc(overlaps.count(None))
         for query, found, ahead in zip_longest(queries, overlaps, foreseen):
-            query.is_short = isinstance(found, overlap.LowerBound) or (
-                self._replica.settings.kv_events and (found is None or view.is_short)
-            )
-            known = ahead if isinstance(ahead, dict) else {}
-            overlaps_now = Overlaps() if found is None else found
-            query.published = overlaps_now if known else None
-            overlaps_now = with_predicted(overlaps_now, known)
-            query.trust = _trust(found, query.is_short, bool(known))
-            if self._replica.settings.kv_events:
-                chain, now_s = query.request.chain, time.monotonic()
-                held = self._recent.held(chain, overlaps_now, now_s)
-                query.bound = {
-                    inc: blocks - overlaps_now.get(inc, NO_OVERLAP).total
-                    for inc, blocks in held.items()
-                }
-                overlaps_now = with_predicted(overlaps_now, held)
-            query.held = overlaps_now
-            query.overlaps = view.reusable(overlaps_now, query.request.isl_tokens)
+            self._tell(query, view, found, ahead if isinstance(ahead, dict) else {})
         for visits in recalled:
             if isinstance(visits, list):
                 for query, visit in zip(queries, visits, strict=True):
                     query.session_at = self._history.session_at(visit, snapshot.now_ms)
         return view
+
+    def _tell(
+        self,
+        query: Query,
+        view: View,
+        found: Overlaps | None,
+        foreseen: dict[Incarnation, int],
+    ) -> None:
+        """Set what the query knows of its prompt. found: as `overlap.match` tells. foreseen: blocks
+        that are to come, by those who will hold them."""
+        has_index = self._replica.settings.kv_events
+        query.is_short = isinstance(found, overlap.LowerBound) or (
+            has_index and (found is None or view.is_short)
+        )
+        overlaps = Overlaps() if found is None else found
+        query.published = overlaps if foreseen else None
+        overlaps = with_predicted(overlaps, foreseen)
+        query.trust = _trust(found, query.is_short, bool(foreseen))
+        if has_index:
+            held = self._recent.held(query.request.chain, overlaps, time.monotonic())
+            query.bound = {
+                inc: blocks - overlaps.get(inc, NO_OVERLAP).total for inc, blocks in held.items()
+            }
+            overlaps = with_predicted(overlaps, held)
+        query.held = overlaps
+        query.overlaps = view.reusable(overlaps, query.request.isl_tokens)
 
 
 def _trust(found: Overlaps | None, is_short: bool, is_foreseen: bool) -> Trust:
