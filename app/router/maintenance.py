@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
+from app.core.errors import KvrouteError, NamespaceMissing, RedisUnavailable, WrongVersion
 from app.core.types import Incarnation
 from app.router.history import History
 from app.router.replica import Replica
@@ -113,20 +113,15 @@ class Maintenance:
                     await self._fleet.view(
                         await self._runner.one(reservations.loads(self._keyspace))
                     )
-                expired, *others = await self._runner.run(calls)
-                for sent in reports:
-                    # It may have had to make room for a new one meanwhile.
-                    if self._reports[0] is sent:
-                        self._reports.popleft()
-                if self._reports:
-                    pause = 0.0
-                for sent, (attempt,) in zip(reports, others, strict=False):
-                    if attempt is not None:
-                        is_end = sent.name == "release"
-                        (self._history.withdraw if is_end else self._history.confirm)(attempt)
-                        event = "released" if is_end else "prefill_complete"
-                        self._telemetry.reservations_of(event).inc()
+                expired, *others = await self._runner.run_each(calls)
+                if isinstance(expired, RedisUnavailable):
+                    raise expired  # Redis is down: all stays in order
                 self._telemetry.reservations_of("expired").inc(expired)
+                if self._settle(reports, others) and self._reports:
+                    pause = 0.0
+                for reply in others[len(reports) :]:
+                    if isinstance(reply, KvrouteError):
+                        raise reply
                 if looks and others[-1] is not None:
                     await self._fleet.view(others[-1])
                 heard_ms = self._fleet.last_view.now_ms if self._fleet.last_view else 0
@@ -137,6 +132,32 @@ class Maintenance:
                 view = self._fleet.last_view
                 self._fleet.forget_except([*view.incarnations, *view.paused])
             await asyncio.sleep(pause)
+
+    def _settle(
+        self,
+        reports: list[Call[list[str | None]]],
+        replies: list[list[str | None] | RedisUnavailable],
+    ) -> bool:
+        """Take the first reports off the queue: those that failed go to its end, so that none holds
+        up the rest. Returns whether Redis took any."""
+        took = False
+        for sent, reply in zip(reports, replies, strict=False):
+            # It may have had to make room for a new one meanwhile.
+            is_kept = self._reports[0] is sent
+            if is_kept:
+                self._reports.popleft()
+            if isinstance(reply, RedisUnavailable):
+                if is_kept:
+                    self._reports.append(sent)
+                continue
+            took = True
+            (attempt,) = reply
+            if attempt is not None:
+                is_end = sent.name == "release"
+                (self._history.withdraw if is_end else self._history.confirm)(attempt)
+                event = "released" if is_end else "prefill_complete"
+                self._telemetry.reservations_of(event).inc()
+        return took
 
     async def _watch_fill(self) -> None:
         rng = random.Random()

@@ -57,11 +57,11 @@ class CountingRunner(ScriptRunner):
         self.ran: Counter[str] = Counter()
         self.down = False
 
-    async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
         self.ran.update(c.name for c in calls)
         if self.down:
-            raise RedisUnavailable("unreachable")
-        return await super().run(calls)
+            return [RedisUnavailable("unreachable")] * len(calls)
+        return await super().run_each(calls)
 
     async def runs_of(self, script: str, least: int) -> None:
         """Wait until it was asked `least` more times."""
@@ -251,8 +251,8 @@ async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_ma
     class Runner(ScriptRunner):
         """Has another request released while it releases the first ones."""
 
-        async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
-            replies = await super().run(calls)
+        async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+            replies = await super().run_each(calls)
             if later and any(c.name == "release" for c in calls):
                 maintenance.release_soon(later.pop())
             return replies
@@ -273,6 +273,25 @@ async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_ma
             return telemetry.registry.get_sample_value(name, {"event": "released"})
 
         await eventually(counted, lambda number: number == 3)
+
+
+async def test_a_report_that_always_fails_holds_up_no_other(
+    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.router.maintenance.MAINTENANCE_INTERVAL_S", 0.01)
+    monkeypatch.setattr("app.router.maintenance.EXPIRE_LIMIT", 1)
+    workers, fleet = FakeWorkers(redis), Fleet(redis, KEYS, 5.0)
+    await workers.register("w1")
+    await workers.occupy("w1", "r1", "r2")
+    runner = CountingRunner(redis)
+    maintenance = maintenance_of(redis, runner, fleet=fleet)
+    maintenance.tell_soon(Call("release", (KEYS["meta"],), (), list, "ZCARD"))
+    maintenance.release_soon("r1")
+    maintenance.release_soon("r2")
+    async with running(maintenance):
+        await eventually(workers.reserved, lambda reserved: not reserved)
+        await runner.runs_of("release", 2)
+        assert not fleet.recovers
 
 
 async def test_how_full_the_index_is_is_known_as_soon_as_its_shards_are(
