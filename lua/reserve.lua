@@ -14,7 +14,7 @@
 --                               then; never later than after ttl_ms
 -- ARGV[3] carried_ms     int    > 0; what a door carries is forgotten after that, unless extended
 -- ARGV[4] since          int    as for `loads`
--- ARGV[5...]             str    eleven per request, decided one after another:
+-- ARGV[5...]             str    twelve per request, decided one after another:
 --                               inc, the chosen worker's; request_id, the reservation's key,
 --                               or, if another tag has that, `<request_id>~<tag>`; what is there
 --                               is given back first, unless a later try made it; prefill_tokens
@@ -28,6 +28,7 @@
 --                               so is every later one of this call for the same worker, as it
 --                               counted on this one; -1: reserve regardless; retry, 0 or 1: take
 --                               the request_id, whichever tag has it; carried, 0 or 1: by a door;
+--                               receiving, in how many ms the prefix will have come that it fetches;
 --                               source, '' or what is promised of a second worker that computes or
 --                               holds the prompt for the first, both or neither: inc, tokens, us,
 --                               blocks, max_requests, seen_total, as above, and for how many ms
@@ -54,7 +55,7 @@ local ttl_ms, prefill_ttl_ms, carried_ms = tonumber(ARGV[1]), tonumber(ARGV[2]),
 despite_full(load)
 local now = now_ms()
 -- Two for each request: more than come in, and few enough for one call.
-unreserve_expired(now, 2 * (#ARGV - 4) / 11)
+unreserve_expired(now, 2 * (#ARGV - 4) / 12)
 local overtaken = {}
 local rounds, share = rounds_so_far(), math.floor(1e6 / math.max(1, redis.call('ZCARD', leases)))
 local MEMORY = 4e6 -- rounds in which what was routed to a worker fades by a factor of e
@@ -96,7 +97,7 @@ local function promise_on(l, inc, request_id, request, carried)
 end
 
 local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_total, retry, carried,
-    source)
+    receiving_ms, source)
   local request_id, held = place(id, attempt, retry)
   if held and began_ms_of(held.attempt) > began_ms_of(attempt) then
     return 'superseded'
@@ -126,13 +127,16 @@ local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_
       tokens = s_tokens, us = tonumber(s_us), blocks = s_blocks, state = state, attempt = attempt,
     }, carried)
   end
+  if receiving_ms ~= '0' then
+    l.receiving_until_ms = math.max(l.receiving_until_ms, now + tonumber(receiving_ms))
+  end
   promise_on(l, inc, request_id, request, carried)
   return 1
 end
 
 local outcomes, refused = {}, false
-for i = 5, #ARGV, 11 do
-  local outcome = reserve(unpack(ARGV, i, i + 10))
+for i = 5, #ARGV, 12 do
+  local outcome = reserve(unpack(ARGV, i, i + 11))
   outcomes[#outcomes + 1] = outcome
   refused = refused or outcome ~= 1
 end

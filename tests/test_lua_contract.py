@@ -82,9 +82,9 @@ def defined(text: str) -> set[str]:
     body = code(text)
     names = re.findall(r"\blocal (?!function)([\w, ]+?)\s*(?:=|\n|$)", body)
     names += re.findall(r"\bfor ([\w, ]+?) (?:in|=)", body)
-    names += re.findall(r"\bfunction(?: \w+)?\(([\w, ]*)\)", body)
+    names += re.findall(r"\bfunction(?: \w+)?\(([\w,\s]*)\)", body)
     functions = set(re.findall(r"\bfunction (\w+)\(", body))
-    return functions | {name for group in names for name in re.split(r", *", group) if name}
+    return functions | {name for group in names for name in re.split(r",\s*", group) if name}
 
 
 def free(text: str) -> set[str]:

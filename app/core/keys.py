@@ -99,7 +99,7 @@ KEYSPACE = (
         "load",
         "hash",
         "`<inc>` → `prefill_tokens prefill_us head_us head_since_ms blocks requests "
-        "decoding total routed_us routed_at sending_until_ms`",
+        "decoding total routed_us routed_at sending_until_ms receiving_until_ms`",
         ("activate", "renew", "reserve", "extend", "prefill_complete", "release", "expire"),
         "retired",
     ),

@@ -23,7 +23,8 @@ class Load:
     """Reservations on one incarnation. A router adds its own decisions to its copy.
 
     head_*: of the request prefilling now, which is the oldest one without a first token.
-    routed_*, sending_*: history that fades or passes, never given back, and so not compared.
+    routed_*, sending_*, receiving_*: history that fades or passes, never given back, and so not
+    compared.
     """
 
     prefill_tokens: int = 0
@@ -41,6 +42,8 @@ class Load:
     """`Snapshot.rounds` at the last of those."""
     sending_until_ms: int = field(default=0, compare=False)
     """When all KV that it has promised to hand on will have left, one transfer after another."""
+    receiving_until_ms: int = field(default=0, compare=False)
+    """When all prefixes that it fetches from others will have come."""
 
     def queue_s(self, now_ms: int) -> float:
         """Predicted seconds of prefill still to do; the head's share drains with time."""
@@ -55,6 +58,10 @@ class Load:
         """Predicted seconds for which what it hands on keeps its link busy."""
         return max(0, self.sending_until_ms - now_ms) / 1000
 
+    def receiving_s(self, now_ms: int) -> float:
+        """Predicted seconds until all prefixes that it fetches have come."""
+        return max(0, self.receiving_until_ms - now_ms) / 1000
+
     def add(self, reservation: Reservation, now_ms: int, rounds: int) -> None:
         """Count one more reservation, which completes `rounds`, as lua/reserve.lua does."""
         self.routed_us = int(self.routed_us * fading(rounds - self.routed_at))
@@ -64,6 +71,9 @@ class Load:
         self.total += 1
         if reservation.sending_ms:
             self.sending_until_ms = max(self.sending_until_ms, now_ms) + reservation.sending_ms
+        if reservation.receiving_ms:
+            comes_ms = now_ms + reservation.receiving_ms
+            self.receiving_until_ms = max(self.receiving_until_ms, comes_ms)
         if reservation.only_holds:
             return
         if self.requests == self.decoding:
@@ -141,6 +151,8 @@ class Reservation:
     """Whether a door carries the request, and extends what is reserved for it."""
     sending_ms: int = 0
     """Predicted time for which handing its KV on to another worker keeps the link busy."""
+    receiving_ms: int = 0
+    """Predicted time until the prefix that it fetches from another worker has come."""
 
     @property
     def only_holds(self) -> bool:

@@ -23,6 +23,9 @@ BLOCKING_PER_WAITING = 0.3
 DECODE_WEIGHT = 0.7
 INTERFERENCE_PER_REQUEST = 0.05
 QUEUE_LONG_S = 16.0
+TRANSFER_WEIGHT = 2.0
+"""Of the wait for a link, or for what is on its way: the request's own, and that of those that will
+wait behind it, as more will come where some wait."""
 REUSE_WITHIN_S = 300.0
 """A block unused for this long is assumed to be asked for again one time in two."""
 CHANCES_ALIKE = 0.25
@@ -76,6 +79,8 @@ class Candidates:
     """Predicted prefill seconds routed there, which fade as requests follow, to any worker."""
     sending_s: Floats
     """Predicted seconds for which KV that it hands on to others keeps its link busy."""
+    receiving_s: Floats
+    """Predicted seconds until what is on its way from others has come."""
     kv_active_blocks: Floats
     """This and the next six: as the worker last reported."""
     kv_total_blocks: Floats
@@ -146,6 +151,8 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
                     before eviction. Where that chance is more than 0.25 above a slower worker's, 20
                     times the square of what it is beyond that comes on top, for one k times as slow
                     at most 4 (k - 1): sessions then use the memory of the slow ones too
+    arrival_s       twice the time until a part of the prompt has come that is on its way from
+                    another worker: as more requests will wait for it. Left out if there is none
     spread_s        while workers are idle, the prefill routed to the worker lately beyond that of
                     the one that got least: where no queue tells workers apart, all of the fleet's
                     memory is to be used
@@ -169,6 +176,8 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         "eviction_s": prefill * _eviction_weight(candidates),
         "spread_s": _spread_s(candidates),
     }
+    if np.count_nonzero(candidates.receiving_s):
+        terms["arrival_s"] = TRANSFER_WEIGHT * candidates.receiving_s
     return Costs(_sum(terms), terms)
 
 

@@ -16,11 +16,11 @@ from app.core.rate_limit import RateLimit
 from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose, has_room
-from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
+from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted_prefill_s
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
-from app.policy.sources import Form, Owed, Roles, Route, owed, routes_with_source
+from app.policy.sources import Form, Owed, Roles, Route, awaited_s, owed, routes_with_source
 from app.policy.trust import Trust
 from app.policy.view import View
 
@@ -53,11 +53,11 @@ class Plan:
             self.view.add(self.source_position, self.wish.source.reservation)
 
     @property
-    def holder(self) -> Incarnation | None:
-        """The worker that computes the whole prompt; None: some of it comes from another one."""
-        if self.wish.source is None:
-            return self.wish.incarnation
-        return None if self.wish.source.reservation.only_holds else self.wish.source.incarnation
+    def holder(self) -> Incarnation:
+        """The worker that will be the first to hold the whole prompt."""
+        source = self.wish.source
+        computes = source is not None and not source.reservation.only_holds
+        return source.incarnation if source is not None and computes else self.wish.incarnation
 
     @property
     def saved_s(self) -> float:
@@ -140,13 +140,20 @@ class WorkerSelector:
         if degraded:
             # No one reports requests that end meanwhile: all workers would soon look full.
             candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
+        published = candidates.overlap_device
+        if query.published is not None:
+            published = np.minimum(published, view.candidates(query.published).overlap_device)
+        if np.count_nonzero(candidates.receiving_s):
+            candidates.receiving_s = awaited_s(candidates, published)
         affinity = self._affinity(query, view)
         eligible = _eligible(view, request)
         targets = eligible if view.roles is None else _targets(eligible, view.roles)
         max_queue_s = math.inf if degraded or not request.reserve else self._max_queue_s
         choice = self._choose(policy, candidates, size, targets, affinity, max_queue_s)
         self._decisions += request.reserve
-        routes = self._routes(query, view, policy, candidates, size, choice, eligible, degraded)
+        routes = self._routes(
+            query, view, policy, candidates, size, choice, eligible, published, degraded
+        )
         route = min(routes, key=_cost_of) if len(routes) > 1 else routes[0]
         wish = _wish(query, view, size, route, candidates, choice)
         if wish.source is not None:
@@ -204,6 +211,7 @@ class WorkerSelector:
         size: RequestSize,
         choice: Choice,
         eligible: NDArray[np.bool_],
+        published: Floats,
         degraded: bool,
     ) -> list[Route]:
         """The cheapest route, and where an explanation shows them, that of each form. Raises
@@ -215,12 +223,9 @@ class WorkerSelector:
             return [local]
         must_split = roles.together or bool(self._strict_roles and roles.decode[at])
         prices_all = must_split or policy != "latency" or query.request.explain
-        held = candidates.overlap_device
-        if query.published is not None:
-            held = np.minimum(held, view.candidates(query.published).overlap_device)
         routes = routes_with_source(
             *(policy, candidates, size, choice.costs, eligible, has_room(candidates, size), roles),
-            *(held, self._rng, math.inf if prices_all else local.cost),
+            *(published, self._rng, math.inf if prices_all else local.cost),
         )
         # Other policies do not count in seconds: where a request can be split, it is.
         if not must_split and (policy == "latency" or not routes):
@@ -329,6 +334,7 @@ def _promise(query: Query, view: View, at: int, what: Owed, source: Wish | None 
         prefill_us=round(1e6 * min(what.prefill_s, MAX_PREFILL_S)),
         blocks=what.blocks,
         sending_ms=round(1e3 * min(what.sending_s, MAX_PREFILL_S)),
+        receiving_ms=round(1e3 * min(what.receiving_s, MAX_PREFILL_S)),
         attempt=query.attempt,
         retry=query.request.retry,
         carried=query.request.carried,

@@ -18,12 +18,17 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.worker_report import Role, WorkerInfo
-from app.policy.cost import Candidates, Costs, Floats, RequestSize, least, predicted_prefill_s
+from app.policy.cost import (
+    TRANSFER_WEIGHT,
+    Candidates,
+    Costs,
+    Floats,
+    RequestSize,
+    least,
+    predicted_prefill_s,
+)
 
 Mask = NDArray[np.bool_]
-SENDING_WEIGHT = 2.0
-"""Of the wait for a source's link: the request's own, and that of those that will queue behind it,
-as more will come where some wait."""
 OWN_TRANSFER = "kvroute"
 """The way in which KV travels between our own engines."""
 TOGETHER = "sglang"
@@ -101,6 +106,8 @@ class Owed(NamedTuple):
     blocks: int
     sending_s: float = 0.0
     """For how long handing them on keeps its link busy."""
+    receiving_s: float = 0.0
+    """Until the prefix that it fetches has come."""
 
 
 class Route(NamedTuple):
@@ -166,6 +173,12 @@ def _least_split(candidates: Candidates, costs: Costs) -> float:
     return least(computing) + least(decoding) + least(candidates.prefill_s_per_token)
 
 
+def awaited_s(candidates: Candidates, published: Floats) -> Floats:
+    """Seconds until the worker has what is on its way to it, (workers,): of those that are foreseen
+    to hold more of the prompt than they have `published`. Of the others, 0."""
+    return np.where(candidates.overlap_device > published, candidates.receiving_s, 0.0)
+
+
 def _split(
     candidates: Candidates,
     size: RequestSize,
@@ -179,19 +192,22 @@ def _split(
     costs: of `latency`. The source costs what it would for the whole request, but for its decode,
     and the wait for its link, if that is busy until after its prefill. The target costs its
     transfer, its queue, its memory and its decode: nothing of the prefill delays what it decodes.
-    What travels depends on the target alone, so that the two are found apart. None: there is no
-    such pair.
+    What travels depends on the target alone, so that the two are found apart. What has yet to come
+    to a worker cannot be handed on. None: there is no such pair.
     """
     terms = costs.terms
     computing = costs.cost - terms["decode_s"]
     if np.count_nonzero(candidates.sending_s):
         computed_s = candidates.prefill_s + terms["prefill_s"]
-        computing += SENDING_WEIGHT * np.maximum(candidates.sending_s - computed_s, 0.0)
+        computing += TRANSFER_WEIGHT * np.maximum(candidates.sending_s - computed_s, 0.0)
     lacking = size.isl_tokens - candidates.overlap * size.block_size
     decoding = transfer_s(candidates, lacking)
     decoding += candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * size.isl_tokens
     for name in ("queue_s", "memory_wait_s", "eviction_s", "decode_s"):
         decoding += terms[name]
+    if "arrival_s" in terms:
+        decoding += terms["arrival_s"]
+        sources = sources & (candidates.receiving_s == 0.0)
     source, target = _cheapest(computing, sources, rng), _cheapest(decoding, targets, rng)
     if source is None or target is None:
         return None
@@ -248,7 +264,7 @@ def _fetch(
     rest_s = predicted_prefill_s(candidates, size, longest)
     left = rest_s / np.maximum(terms["prefill_s"], 1e-12)
     total = costs.cost - (1.0 - left) * growing
-    total += SENDING_WEIGHT * candidates.sending_s[source]
+    total += TRANSFER_WEIGHT * candidates.sending_s[source]
     gained = (longest - overlap) * size.block_size
     total += candidates.transfer_s + candidates.transfer_s_per_token * gained
     target = _cheapest(total, gaining, rng)
@@ -268,9 +284,11 @@ def owed(
     """
     source, target = route.source, route.target
     if route.form is Form.FETCH:
-        rest = Owed(_uncached(size, route.held), route.rest_s, size.isl_blocks)
         gained = route.held - candidates.overlap_at(target)
         sending_s = _sending_s(candidates, target, gained * size.block_size)
+        free_s = float(candidates.sending_s[source] + candidates.transfer_s[target])
+        tokens = _uncached(size, route.held)
+        rest = Owed(tokens, route.rest_s, size.isl_blocks, receiving_s=free_s + sending_s)
         return rest, Owed(0, 0.0, route.held, sending_s)
     tokens = _uncached(size, candidates.overlap_at(source))
     computing = Owed(tokens, float(prefill_s[source]), size.isl_blocks)

@@ -50,6 +50,7 @@ LOAD_ROWS = (
     "max_requests",
     "routed_s",
     "sending_s",
+    "receiving_s",
 )
 QUEUE, REQUESTS, ROUTED = (
     len(OVERLAP_ROWS) + LOAD_ROWS.index(row) for row in ("prefill_s", "active_requests", "routed_s")
@@ -87,20 +88,21 @@ def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[
         max_requests,
         load.routed_s(rounds),
         load.sending_s(now_ms),
+        load.receiving_s(now_ms),
     )
 
 
 def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Floats:
     """The same of all workers, below OVERLAP_ROWS of zeros."""
     tokens, us, head_us, head_since_ms, blocks, requests, decoding, *_ = loads.columns
-    _, routed_us, routed_at, sending_until_ms = loads.columns[7:]
+    _, routed_us, routed_at, *transfers_until_ms = loads.columns[7:]
     drained_us = np.minimum((now_ms - head_since_ms) * 1000.0, head_us)
     queue_s = (us - np.maximum(drained_us, 0.0)) / 1e6
     fading = np.exp(np.maximum(rounds - routed_at, 0.0) / -(MEMORY_ROUNDS * ROUND))
     none = np.zeros(tokens.size)
     routed_s = routed_us / 1e6 * fading
-    sending_s = np.maximum(sending_until_ms - now_ms, 0.0) / 1000.0
-    of_load = tokens, queue_s, blocks, requests, decoding, max_requests, routed_s, sending_s
+    transfers_s = [np.maximum(until_ms - now_ms, 0.0) / 1000.0 for until_ms in transfers_until_ms]
+    of_load = tokens, queue_s, blocks, requests, decoding, max_requests, routed_s, *transfers_s
     return np.array((none, none, none, *of_load))
 
 

@@ -78,9 +78,9 @@ class History:
     def add(self, plan: Plan, shards: int) -> None:
         """Write down that a request was routed as planned."""
         request, incarnation = plan.request, plan.wish.incarnation
-        # Of what travels, events tell once it has arrived; without them, nothing else tells.
+        # Of a split, events tell once it has arrived; without them, nothing else tells.
         holder = plan.holder if self._replica.settings.kv_events else incarnation
-        if self.predictions is not None and request.chain and holder is not None:
+        if self.predictions is not None and request.chain:
             shard = self._shard_of(request.chain, shards)
             self._write(
                 predictions.predict(

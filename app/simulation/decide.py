@@ -14,7 +14,16 @@ from app.core.loads import Load, Reservation
 from app.core.worker_report import Role
 from app.policy.choose import Choice, choose
 from app.policy.cost import Candidates, Floats, RequestSize, predicted_prefill_s
-from app.policy.sources import OWN_TRANSFER, Form, Owed, Roles, Route, owed, routes_with_source
+from app.policy.sources import (
+    OWN_TRANSFER,
+    Form,
+    Owed,
+    Roles,
+    Route,
+    awaited_s,
+    owed,
+    routes_with_source,
+)
 from app.simulation.books import Books, Promise
 from app.simulation.flights import Flight
 from app.simulation.setting import PolicyVariant, Setting
@@ -79,6 +88,8 @@ class Decider:
                 [self._workers[at].holdings.overlap(request.blocks, now_s)[0] for at in self._live],
                 dtype=np.float64,
             )
+        if np.count_nonzero(candidates.receiving_s):
+            candidates.receiving_s = awaited_s(candidates, published)
         choice = choose(
             self._policy.key,
             candidates,
@@ -91,9 +102,9 @@ class Decider:
         flight.replica.decisions += 1
         route = self._route(choice, candidates, size, roles, published)
         of_target, of_source = owed(route, candidates, size, predicted_prefill_s(candidates, size))
-        # Blocks that travel count once they have arrived, as in app.router.history.
+        # Those of a split count once they have arrived, as in app.router.history.
         target = self._share(
-            route.target, request, of_target, loads, counts_blocks=of_source is None
+            route.target, request, of_target, loads, counts_blocks=route.form is not Form.SPLIT
         )
         source = of_source and self._share(
             route.source, request, of_source, loads, counts_blocks=route.form is Form.SPLIT
@@ -179,6 +190,7 @@ class Decider:
             prefill_us=round(1e6 * what.prefill_s),
             blocks=what.blocks,
             sending_ms=round(1e3 * what.sending_s),
+            receiving_ms=round(1e3 * what.receiving_s),
         )
         promise = Promise(reservation, request, counts_blocks or self.counts_once)
         return Share(place, loads[place].total, promise)

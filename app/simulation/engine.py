@@ -152,11 +152,14 @@ class SimEngine:
     def warm(self, request: SimRequest) -> None:
         """Hold the prompt's blocks as if it had just been answered. Does nothing if requests in
         flight leave no room for them."""
-        prefix = request.blocks[: self.pool.match(request.blocks)]
-        if self.pool.acquire(prefix, len(request.blocks)) is not None:
-            rest = request.blocks[len(prefix) :]
-            self.pool.register(rest, prefix[-1] if prefix else None)
-            self.pool.release(request.blocks, 0)
+        self.take_in(request.blocks)
+
+    def take_in(self, chain: Sequence[SequenceHash]) -> None:
+        """The same of blocks that have come from elsewhere."""
+        held = chain[: self.pool.match(chain)]
+        if self.pool.acquire(held, len(chain)) is not None:
+            self.pool.register(chain[len(held) :], held[-1] if held else None)
+            self.pool.release(chain, 0)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its blocks; does nothing if it is unknown or finished."""

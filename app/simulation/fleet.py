@@ -224,7 +224,10 @@ class SimFleet:
         self._flights[flight.request.request_id] = flight
         self.workers[flight.worker].num_requests += 1
         if source is None:
-            self._submit(self.workers[flight.worker], flight.request, None, now_s)
+            worker, attempt = self.workers[flight.worker], flight.attempts
+            self._submit_once_come(
+                worker, flight.request, now_s, lambda: flight.attempts != attempt
+            )
             return
         supplier = self.workers[source.worker]
         name = f"{flight.request.request_id}~source{flight.attempts}"
@@ -233,10 +236,25 @@ class SimFleet:
         supplier.num_requests += 1
         if plan.form is Form.SPLIT:
             alone = replace(flight.request, request_id=name, max_tokens=1)
-            self._submit(supplier, alone, None, now_s)
+            self._submit_once_come(supplier, alone, now_s, lambda: supply.is_over)
         else:
             prefix = flight.request.blocks[: source.promise.reservation.blocks]
             self._send(flight, supply, prefix, now_s)
+
+    def _submit_once_come(
+        self, worker: SimWorker, request: SimRequest, now_s: float, is_over: Callable[[], bool]
+    ) -> None:
+        """Submit a request, once what is on its way of its prefix is there, unless it is over."""
+        comes_s = worker.has_come_s(request.blocks, now_s)
+
+        def again(then_s: float) -> None:
+            if worker.status is not Status.GONE and not is_over():
+                self._submit_once_come(worker, request, then_s, is_over)
+
+        if comes_s > now_s:
+            self.at(comes_s, again)
+        else:
+            self._submit(worker, request, None, now_s)
 
     def _submit(
         self, worker: SimWorker, request: SimRequest, received: Received | None, now_s: float
@@ -270,13 +288,21 @@ class SimFleet:
         stop = min(stop, request.prompt_tokens - 1)
         received = Received(target.engine.pool.match(request.blocks) * size, stop)
         arrives_s = source.sending.send(max(0, stop - received.start), now_s)
+        moved = request.blocks[received.start // size : stop // size]
+        target.coming.update(dict.fromkeys(moved, arrives_s))
         self.at(arrives_s, lambda then_s: self._receive(flight, supply, received, then_s))
 
     def _receive(self, flight: Flight, supply: Supply, received: Received, now_s: float) -> None:
+        worker, blocks = self.workers[flight.worker], flight.request.blocks
+        there = blocks[: received.stop // self.setting.block_size]
+        for block in there:
+            worker.coming.pop(block, None)
         if supply.is_over:
             return  # A crash has ended it.
         self._end_supply(supply)
-        self._submit(self.workers[flight.worker], flight.request, received, now_s)
+        worker.engine.take_in(there)
+        worker.holdings.publish(worker.engine.take_events(), now_s)
+        self._submit(worker, flight.request, received, now_s)
 
     def _end_supply(self, supply: Supply) -> None:
         """The source is no longer needed, although its blocks count until the first token."""

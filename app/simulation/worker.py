@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from itertools import takewhile
 
 from app.core.loads import Load
 from app.core.types import SequenceHash
@@ -74,6 +75,8 @@ class SimWorker:
         """Over how long its steps should take."""
         self.is_stepping = False
         self.quiet: Quiet | None = None
+        self.coming: dict[SequenceHash, float] = {}
+        """Blocks of prefixes that it fetches, and when they will have come."""
         self.sending = None if setting.link is None else Sending(setting.link, profile)
         self._misjudged = setting.misjudged_prefill, setting.misjudged_decode
         self._idle_reported = setting.idle_reported
@@ -123,6 +126,13 @@ class SimWorker:
             *load_rows(load, round(now_s * 1000), metrics.request_total_slots, rounds),
             *measured_rows(metrics, self.speed),
         )
+
+    def has_come_s(self, chain: Sequence[SequenceHash], now_s: float) -> float:
+        """When the leading blocks of a chain will have come that are on their way; now, if none
+        is."""
+        lacking = chain[self.engine.pool.match(chain) :]
+        of_some = takewhile(lambda when_s: when_s is not None, map(self.coming.get, lacking))
+        return max((when_s for when_s in of_some if when_s is not None), default=now_s)
 
     def step_under_way(self, quiet: Quiet, now_s: float) -> int:
         """Which of the quiet steps ends next, counted from 1."""

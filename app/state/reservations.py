@@ -79,6 +79,7 @@ def reserve(
             -1 if seen_total is None else seen_total,
             int(promised.retry),
             int(promised.carried),
+            promised.receiving_ms,
             _source_text(wish.source),
         )
     return call("reserve", keyspace, *args, parse=parse)

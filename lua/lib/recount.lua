@@ -85,7 +85,8 @@ local function recount(inc, now)
   local counted = {tokens = 0, us = 0, head_us = 0, head_since_ms = 0, blocks = 0, requests = 0,
     decoding = 0, total = last and last.total or 0, routed_us = last and last.routed_us or 0,
     routed_at = last and last.routed_at or 0,
-    sending_until_ms = last and last.sending_until_ms or 0}
+    sending_until_ms = last and last.sending_until_ms or 0,
+    receiving_until_ms = last and last.receiving_until_ms or 0}
   for _, request in pairs(requests) do
     counted.blocks = counted.blocks + request.blocks
     if request.state ~= 'h' then

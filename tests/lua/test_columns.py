@@ -301,7 +301,7 @@ async def test_what_was_written_by_hand_is_seen_once_everything_is_asked_for_aga
     incs = await fleet(space)
     known = Columns()
     await look(space, known)
-    await space.redis.hset(space.key("load"), str(incs[0]), "1 2 3 4 5 6 0 8 9 10 11")
+    await space.redis.hset(space.key("load"), str(incs[0]), "1 2 3 4 5 6 0 8 9 10 11 12")
     assert (await look(space, known)).loads[incs[0]] == NO_LOAD
     monkeypatch.setattr(columns, "AUDIT_S", -1.0)
     assert (await look(space, known)).loads[incs[0]].prefill_tokens == 1

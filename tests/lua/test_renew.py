@@ -162,7 +162,7 @@ async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(
     space: Namespace,
 ) -> None:
     inc = await busy_worker(space)
-    for load, tokens in (("99 0 0 0 0 0 0 0 0 0 0", 99), ("spoilt", 160)):
+    for load, tokens in (("99 0 0 0 0 0 0 0 0 0 0 0", 99), ("spoilt", 160)):
         await space.redis.hset(space.key("load"), str(inc), load)
         call = leases.renew(space.keys, info("a"), inc, "nonce-a", ttl_ms=LONG_MS, thorough=False)
         assert await space.do(call)

@@ -77,6 +77,24 @@ async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(
     assert router.sending_s(before_ms + 60_001) == 0.0
 
 
+async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(
+    space: Namespace,
+) -> None:
+    inc = await space.worker("a")
+    router = Load()
+    for name, receiving_ms in (("r1", 30_000), ("r2", 20_000), ("r3", 0)):
+        fetching = Reservation(name, 1, 1, 1, receiving_ms=receiving_ms)
+        before_ms = await space.now_ms()
+        assert await space.reserve_all(Wish(inc, fetching, 8, None)) == [None]
+        router.add(fetching, await space.now_ms(), 0)
+        if name == "r1":
+            earliest_ms = before_ms + 30_000
+    comes_ms = (await space.load(inc)).receiving_until_ms
+    assert earliest_ms <= comes_ms <= router.receiving_until_ms
+    assert router.receiving_s(router.receiving_until_ms - 20_000) == 20.0
+    assert router.receiving_s(router.receiving_until_ms + 1) == 0.0
+
+
 async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space: Namespace) -> None:
     a, b = await space.worker("a"), await space.worker("b")
     await space.redis.hset(space.key("meta"), "rounds", 10**9)

@@ -141,6 +141,8 @@ def test_a_prefix_is_fetched_where_its_owner_is_busy_and_can_hand_it_on(
         assert planned.view.loads[0] == replace(owner, blocks=59, total=1)
         # Of the view's time, 5,000 ms: 944 tokens of a tenth of a millisecond.
         assert planned.view.loads[0].sending_until_ms == 5094
+        # And 2 ms until the first comes.
+        assert planned.view.loads[1].receiving_until_ms == 5096
 
 
 def test_transfers_to_come_delay_the_next_from_the_same_source() -> None:
@@ -173,6 +175,37 @@ def test_nothing_is_fetched_from_a_worker_that_is_only_foreseen_to_hold_it() -> 
             assert its is not None
             assert (its.reservation.blocks, planned.decision.overlap.device) == (40, 40)
             assert planned.wish.reservation.prefill_tokens == 20 * 16
+
+
+def test_a_prefix_on_its_way_is_waited_for_and_not_fetched_again() -> None:
+    """At `b` in 96 ms, whose wait counts twice. To compute it takes ten times as long."""
+    infos = [able(name, BOTH, "kvroute") for name in "ab"]
+    coming = fleet(*infos, loads=[Load(requests=8), Load(receiving_until_ms=5096)])
+    asked = query({ONE: TierOverlap(59), TWO: TierOverlap(59)}, explain=True, **LONG)
+    asked.published = Overlaps({ONE: TierOverlap(59)})
+    planned = plan(asked, coming)
+    assert route(planned) == ("b", None, "local")
+    assert planned.decision.candidates[1].terms["arrival_s"] == pytest.approx(2 * 0.096)
+    assert Form.FETCH not in planned.decision.forms
+    # One that has come, or that brings nothing of this prompt, delays nothing.
+    asked.published = None
+    assert "arrival_s" not in plan(asked, coming).decision.candidates[1].terms
+    other = query({ONE: TierOverlap(59)}, explain=True, **LONG)
+    assert "arrival_s" not in plan(other, coming).decision.candidates[1].terms
+
+
+def test_what_has_yet_to_come_is_not_handed_on() -> None:
+    """`a` would be the better source of a split, had it the prefix already."""
+    infos = (
+        able("a", PREFILL, "kvroute"),
+        able("b", PREFILL, "kvroute"),
+        able("c", DECODE, "kvroute"),
+    )
+    loads = [Load(receiving_until_ms=5001), queue(0.1), Load(requests=4, decoding=4, blocks=4)]
+    asked = query({ONE: TierOverlap(50), TWO: TierOverlap(50)}, **LONG)
+    assert route(plan(asked, fleet(*infos, loads=loads), strict_roles=True))[1] == "a"
+    asked.published = Overlaps({TWO: TierOverlap(50)})
+    assert route(plan(asked, fleet(*infos, loads=loads), strict_roles=True))[1] == "b"
 
 
 @pytest.mark.parametrize("policy", ["blocks", "least_loaded", "round_robin"])

@@ -57,6 +57,7 @@ def test_every_column_shows_what_its_name_says() -> None:
         routed_us=7_000_000,
         routed_at=2 * ROUND,
         sending_until_ms=11_250,
+        receiving_until_ms=11_500,
     )
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b", 6), measured(reported))])
     view = View(Snapshot(11_000, Loads.of({ONE: Load(), TWO: load}), rounds=6 * ROUND), workers)
@@ -73,6 +74,7 @@ def test_every_column_shows_what_its_name_says() -> None:
         "max_requests": 6,
         "routed_s": pytest.approx(7 / math.e),
         "sending_s": 0.25,
+        "receiving_s": 0.5,
         "kv_active_blocks": 70,
         "kv_total_blocks": 900,
         "num_requests_waiting": 2,

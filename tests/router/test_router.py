@@ -86,7 +86,7 @@ class ScriptedRunner(ScriptRunner):
         ran = not isinstance(replies[0], NoScriptError)
         if ran:  # else a Redis that is new gets the scripts, and the calls once more
             self.round_trips.append(names)
-            self.num_wishes += sum((len(c.args) - 3) // 11 for c in calls if c.name == "reserve")
+            self.num_wishes += sum((len(c.args) - 4) // 12 for c in calls if c.name == "reserve")
         if "reserve" in names and ran and self.answer_is_lost:
             raise TimeoutError
         if "loads" in names and self.after_look_up:
@@ -1116,6 +1116,27 @@ class TestPredictions:
                 return {one.info.key.worker_id: one.overlap.total for one in seen.candidates}
 
             await eventually(look, lambda overlaps: overlaps == {"p": 2, "d": 0})
+
+    async def test_a_prefix_on_its_way_counts_as_the_worker_s_that_fetches_it(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        for name, max_requests in (("w1", 1), ("w2", 8)):
+            await workers.register(name, kv_transfer="kvroute", max_requests=max_requests)
+        prompt = list(range(4 * 500))
+        await workers.publish("w1", prompt)
+        async with running(one_redis_server.url, count_in_flight=True) as replica:
+            await replica.route(request("busy", "latency", prompt=prompt[:8]))
+            fetched = await replica.route(request("r1", "latency", prompt=prompt))
+            assert fetched.source is not None
+            assert (fetched.source.form, fetched.worker.key.worker_id) == ("fetch", "w2")
+
+            async def look() -> dict[str, int]:
+                seen = await replica.route(
+                    request("look", "latency", prompt=prompt, reserve=False, explain=True)
+                )
+                return {one.info.key.worker_id: one.overlap.total for one in seen.candidates}
+
+            await eventually(look, lambda overlaps: overlaps["w2"] > 400)
 
     async def test_an_answer_whose_overlap_fell_short_says_so(
         self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis

@@ -60,6 +60,8 @@ class EngineRunner:
         """Of requests whose prompt is for another worker: its blocks, and for how long."""
         self._fetching: dict[str, asyncio.Task[None]] = {}
         """Of requests that wait for KV from another worker."""
+        self._coming: dict[SequenceHash, asyncio.Event] = {}
+        """Blocks on their way from other workers; set once they have come, or will not."""
         self._tasks: asyncio.TaskGroup | None = None
         self._events: list[CacheEvent] = []
         self._work = asyncio.Event()
@@ -157,14 +159,18 @@ class EngineRunner:
             raise QueueFullError(f"{num_waiting} requests are already waiting")
         if request.request_id in self._generations:
             raise InvalidRequest("request_id", f"{request.request_id!r} is already in use")
-        if source is None:
+        if source is None and self._comes(request) is None:
             self.engine.submit(request)
         else:
             self.engine.validate(request)
             if self._tasks is None:
                 raise EngineStoppedError("the worker is starting")
-            fetching = self._tasks.create_task(self._submit_fetched(request, source))
-            self._fetching[request.request_id] = fetching
+            submitting = (
+                self._submit_once_come(request)
+                if source is None
+                else self._submit_fetched(request, source)
+            )
+            self._fetching[request.request_id] = self._tasks.create_task(submitting)
         generation = Generation(
             request.request_id, request.output_tokens, stream_interval, self._cancel
         )
@@ -211,16 +217,41 @@ class EngineRunner:
         # The last token is always computed.
         stop = min(source.num_tokens, request.prompt_tokens - 1) // size
         received = None
-        if lacking := request.blocks[start:stop]:
-            num_tokens = size * await self._exchange.fetch(source, lacking)
-            if num_tokens:
-                self._learner.observe_transfer(num_tokens, self._clock() - began_s)
-                received = Received(size * start, size * start + num_tokens)
+        come = asyncio.Event()
+        lacking = request.blocks[start:stop]
+        self._coming |= dict.fromkeys(lacking, come)
+        try:
+            if lacking:
+                num_tokens = size * await self._exchange.fetch(source, lacking)
+                if num_tokens:
+                    self._learner.observe_transfer(num_tokens, self._clock() - began_s)
+                    received = Received(size * start, size * start + num_tokens)
+                    self.engine.take_in(request.blocks[: received.stop // size])
+            self._submit(request, received)
+        finally:
+            for block in lacking:
+                self._coming.pop(block, None)
+            come.set()
+        if not lacking:
+            await decline(source)
+
+    async def _submit_once_come(self, request: SimRequest) -> None:
+        """Submit it once nothing of its prefix is on its way any more."""
+        while (comes := self._comes(request)) is not None:
+            await comes.wait()
+        self._submit(request, None)
+
+    def _submit(self, request: SimRequest, received: Received | None) -> None:
         del self._fetching[request.request_id]
         self.engine.submit(request, received)
         self._work.set()
-        if not lacking:
-            await decline(source)
+
+    def _comes(self, request: SimRequest) -> asyncio.Event | None:
+        """Tells when the first block that it lacks has come; None: that is not on its way."""
+        if not self._coming:
+            return None
+        held = self.engine.pool.match(request.blocks)
+        return next(map(self._coming.get, request.blocks[held : held + 1]), None)
 
     def _deliver(self, emitted: list[Generation], ended: list[tuple[Generation, Finished]]) -> None:
         for generation in emitted:

@@ -90,10 +90,13 @@ class Prefills:
         self._register(chunk.sequence)
 
     def _may_compute(self, sequence: TokenSequence) -> bool:
-        """Will all that it fetches be there in time? If it is not, every other request waits."""
+        """Will all that it fetches be there in time? If it is not, every other request waits. And
+        what another one fetches need not be computed."""
         arrival = sequence.arrival
         if arrival is None:
-            return True
+            at = sequence.prefilled // sequence.block_size
+            needed = sequence.reusable(self._chunk_tokens)[at : at + 1]
+            return not needed or not any(needed[0] in one.fetched for one in self._sequences)
         chunk = self._chunk_behind(sequence, arrival)
         return arrival.remaining_s <= self._admission.compute_s(chunk.stop - chunk.start)
 

@@ -86,6 +86,12 @@ class TokenSequence:
         return self.tokens[self.num_prompt + start : self.num_prompt + stop]
 
     @property
+    def fetched(self) -> Sequence[SequenceHash]:
+        """Blocks that are on their way to it."""
+        start = self.prefilled // self.block_size
+        return self.blocks[start : start + self.arrival.num_blocks] if self.arrival else ()
+
+    @property
     def num_cached(self) -> int:
         """Blocks of the prompt that were not computed."""
         return len(self.cached) + self.num_fetched

@@ -185,6 +185,23 @@ async def test_what_does_not_come_is_computed(what: str) -> None:
         await until_idle(target)
 
 
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_prefix_that_another_request_fetches_is_waited_for(comes: bool) -> None:
+    longer = [*PROMPT, *PROMPT]
+    async with running(QUICK if comes else SLOW) as source, running() as target:
+        kept = await kept_by(source)
+        request = CompletionRequest("fetching", token_bytes(PROMPT), 3, source=kept)
+        fetching = target.runner.complete(request)
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(target.ask(longer))
+        await asyncio.sleep(0)
+        assert len(target.runner._fetching) == 2
+        if not comes:
+            fetching.cancel()
+        _, finished, _ = await waiting
+        assert finished.cached_tokens == (8 if comes else 0)
+
+
 async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing() -> None:
     async with running(SLOW) as source, running() as target:
         kept = await kept_by(source, keep_s=0.5)

@@ -369,6 +369,30 @@ async def test_others_are_computed_while_a_request_waits_for_what_it_fetches(
     assert finished.cached_tokens == WHOLE
 
 
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_prefix_that_another_request_fetches_is_waited_for(
+    tmp_path: Path, comes: bool
+) -> None:
+    longer = [*PROMPT[:WHOLE], *prompt_of(4, 9)]
+    async with linked(tmp_path) as (source, target):
+        kept = await kept_by(source)
+        may_go = asyncio.Event()
+        async with over(Held(0, may_go), kept) as slow:
+            fetching = target.submit("fetching", PROMPT, 3, source=slow)
+            waiting = target.submit("waiting", longer, 3)
+            await target.ask(prompt_of(3, 20), 3)
+            assert target.spy.computed < 2 * 20
+            if comes:
+                may_go.set()
+            else:
+                fetching.cancel()
+            tokens, finished = await output_of(waiting)
+            may_go.set()
+
+    assert tokens == alone(longer, 3)
+    assert finished.cached_tokens == (WHOLE if comes else 0)
+
+
 async def test_a_request_that_is_cancelled_while_it_fetches_frees_its_slots_after_that(
     tmp_path: Path,
 ) -> None:
