@@ -64,7 +64,7 @@ def test_a_redis_that_hangs_is_waited_for_until_the_deadline(
     monkeypatch.setattr(drain, "TIMEOUT_S", 0.1)
     with Redis.from_url(own_redis_server.url) as raw:
         raw.hset(KEYS["current"], "w1:0", "1")
-        raw.hset(KEYS["load"], "1", "0 0 0 0 7 1 1 1 0 0 0")
+        raw.hset(KEYS["load"], "1", "0 0 0 0 7 1 1 1 0 0 0 0")
         raw.client_pause(700, all=False)
     result = kvroute(own_redis_server.url, "drain", "w1", "--deadline-s", "2")
     assert result.output.splitlines() == [
