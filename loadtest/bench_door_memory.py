@@ -31,7 +31,6 @@ from loadtest.bench_door import (
     MODEL,
     PATH,
     door_forever,
-    engine_forever,
     register,
     shapes,
     until_open,
@@ -39,6 +38,7 @@ from loadtest.bench_door import (
 )
 from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, redis_to_measure
+from loadtest.instant_engine import engine_forever
 
 AT_ONCE = 64
 WARM_SHARE = 0.1

@@ -1,0 +1,92 @@
+"""An engine that costs next to nothing: it answers each request at once, with the same words."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from app.http.server import run
+from app.local.redis_server import LOOPBACK
+
+CHUNKS = 16
+PACE_S = 0.05
+_USAGE = (
+    b'"usage":{"prompt_tokens":64,"completion_tokens":16,"total_tokens":80,'
+    b'"prompt_tokens_details":{"cached_tokens":0}}'
+)
+_CHUNK = (
+    b'data: {"id":"c","object":"text_completion","created":1,"model":"bench",'
+    b'"choices":[{"index":0,"text":" word","finish_reason":null}]}\n\n'
+)
+_LAST = b'data: {"id":"c","object":"text_completion","choices":[],%s}\n\ndata: [DONE]\n\n' % _USAGE
+_WHOLE = (
+    b'{"id":"c","object":"text_completion","created":1,"model":"bench","choices":'
+    b'[{"index":0,"text":"a word","finish_reason":"stop"}],%s}' % _USAGE
+)
+
+
+class _Engine(asyncio.Protocol):
+    """Answers each request at once; a stream whose `user` is `paced`, a chunk each PACE_S; of one
+    whose `user` is `held`, the first chunk alone."""
+
+    def __init__(self) -> None:
+        self._received = b""
+        self._streaming: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while True:
+            head, found, rest = self._received.partition(b"\r\n\r\n")
+            length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+            if not found or len(rest) < int(length or 0):
+                return
+            body, self._received = rest[: int(length or 0)], rest[int(length or 0) :]
+            self._answer(body)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        for task in self._streaming:
+            task.cancel()
+
+    def _answer(self, body: bytes) -> None:
+        if b'"stream":true' not in body:
+            head = (
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            )
+            self._transport.write(head % len(_WHOLE) + _WHOLE)
+            return
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            b"\r\n"
+        )
+        if b'"user":"held"' in body:
+            self._transport.write(_chunked(_CHUNK))
+            return
+        if b'"user":"paced"' in body:
+            task = asyncio.ensure_future(self._pace())
+            self._streaming.add(task)
+            task.add_done_callback(self._streaming.discard)
+            return
+        for _ in range(CHUNKS):
+            self._transport.write(_chunked(_CHUNK))
+        self._transport.write(_chunked(_LAST) + b"0\r\n\r\n")
+
+    async def _pace(self) -> None:
+        for _ in range(CHUNKS):
+            self._transport.write(_chunked(_CHUNK))
+            await asyncio.sleep(PACE_S)
+        self._transport.write(_chunked(_LAST) + b"0\r\n\r\n")
+
+
+def _chunked(piece: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(piece), piece)
+
+
+def engine_forever(_: str, port: int) -> None:
+    async def answer() -> None:
+        listening = await asyncio.get_running_loop().create_server(_Engine, LOOPBACK, port)
+        await listening.serve_forever()
+
+    run(answer())
