@@ -4,9 +4,9 @@
 
 The door is on one core; an engine that answers at once, Redis and the load share another. The
 yardstick, in the same run, is a raw ASGI application that reads a body's JSON, as all must that
-route by `model`, passes it on with aiohttp's client, and decides nothing. Prompts are token ids,
-so that no time goes into tokenizing them; that is measured by itself, on a chat of which all but
-the last turn was seen before.
+route by `model`, passes it on with aiohttp's client, and decides nothing. Prompts are token ids, so
+that no time goes into tokenizing them, or text: chats come again with another last turn, and each
+of their words is a token. Tokenizing is also measured by itself, on such a chat.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,23 +53,25 @@ from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, redis_to_measure
 from loadtest.holders import Holders
 from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever
-from workers.engines.sim.text import FOLDER as TOKENIZER
+from loadtest.word_tokenizer import word_tokenizer
 from workers.engines.sim.text import WORDS
 
 KEYS = Keyspace("bench-door")
 MODEL = "bench"
-PATH = "/v1/completions"
+PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 CONCURRENCY = 32
 PACED_STREAMS = 200
 CHAT_TOKENS, CHAT_TURNS = 32_000, 20
 
 
-def door_forever(redis_url: str, port: int) -> None:
+def door_forever(redis_url: str, port: int, tokenizer: str = "") -> None:
+    """tokenizer: its folder; "": prompts are ids."""
     from app.edge.app import serve_router
 
     settings = RouterSettings(
         redis_url=redis_url,
         namespace=KEYS.namespace,
+        tokenizers=f"{MODEL}={tokenizer}" if tokenizer else "",
         redis_timeout_ms=5000,  # see bench_decision
         access_log=False,
         log_level="error",
@@ -106,6 +109,40 @@ async def _proxy(engine_url: str, port: int) -> None:
         await serve(app, listen(LOOPBACK, port))
 
 
+class Chats(Sequence[bytes]):
+    """Bodies of NUM_PROMPTS chats of `size` characters. Each time that one is taken, its last turn
+    is another one."""
+
+    def __init__(self, size: int) -> None:
+        self._rng = random.Random(4)
+        self._turn_size = size // CHAT_TURNS
+        self._text = _text(self._rng, 200_000)
+        self._begun = [self._begin() for _ in range(NUM_PROMPTS)]
+
+    def _begin(self) -> bytes:
+        turns = [_turn(n, self._some()) for n in range(CHAT_TURNS - 1)]
+        return orjson.dumps({"model": MODEL, "messages": turns, "max_tokens": 16})
+
+    def _some(self) -> str:
+        at = self._rng.randrange(len(self._text) - self._turn_size)
+        return self._text[at : at + self._turn_size]
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def __getitem__(self, place: Any) -> Any:
+        last = orjson.dumps(_turn(0, self._some()))
+        return self._begun[place].replace(b"],", b",%b]," % last, 1)
+
+
+def _text(rng: random.Random, num_words: int) -> str:
+    return " ".join(rng.choices(WORDS, k=num_words))
+
+
+def _turn(number: int, text: str) -> dict[str, str]:
+    return {"role": "assistant" if number % 2 else "user", "content": text}
+
+
 def shapes() -> list[Shape]:
     rng = np.random.default_rng(2)
 
@@ -116,10 +153,17 @@ def shapes() -> list[Shape]:
             for prompt in prompts
         ]
 
+    words = random.Random(2)
+    texts = [
+        orjson.dumps({"model": MODEL, "prompt": _text(words, 150), "max_tokens": 16})
+        for _ in range(NUM_PROMPTS)
+    ]
     return [
         Shape("800 characters", bodies(800), path=PATH),
         Shape("32 kB", bodies(32_000), path=PATH),
         Shape(f"stream of {CHUNKS} chunks", bodies(800, stream=True), path=PATH),
+        Shape("800 characters of text", texts, path=PATH),
+        Shape("32 kB of text", Chats(31_300), path=CHAT_PATH),
     ]
 
 
@@ -156,18 +200,16 @@ async def first_token_ms(port: int) -> list[float]:
     return took[PACED_STREAMS:]
 
 
-def tokenizing() -> dict[str, float]:
+def tokenizing(tokenizer: str) -> dict[str, float]:
     """Seconds for a chat from scratch, and for one of which all but the last turn was seen."""
     rng = random.Random(3)
-    words = CHAT_TOKENS // CHAT_TURNS
 
     def turn(number: int) -> dict[str, str]:
-        role = "assistant" if number % 2 else "user"
-        return {"role": role, "content": " ".join(rng.choices(WORDS, k=words))}
+        return _turn(number, _text(rng, CHAT_TOKENS // CHAT_TURNS))
 
     messages = [turn(number) for number in range(CHAT_TURNS - 1)]
     again = {"model": MODEL, "messages": [*messages, turn(0)]}
-    fresh, seen = load_renderer(str(TOKENIZER)), load_renderer(str(TOKENIZER))
+    fresh, seen = load_renderer(tokenizer), load_renderer(tokenizer)
 
     async def timed(renderer: Any, body: dict[str, Any]) -> float:
         begin = time.perf_counter()
@@ -187,12 +229,13 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
         def start(target: Callable[[str, int], None], given: str, core: int) -> Server:
             return stack.enter_context(server(target, given, core))
 
-        engine = start(engine_forever, "", CORES[0])
+        tokenizer = stack.enter_context(word_tokenizer())
+        engine = start(engine_forever, tokenizer, CORES[0])
         engine_url = f"http://{LOOPBACK}:{engine.port}"
         asyncio.run(register(url, engine_url))
         servers = {
             "proxy": start(proxy_forever, engine_url, server_core(0)),
-            "door": start(door_forever, url, server_core(0)),
+            "door": start(partial(door_forever, tokenizer=tokenizer), url, server_core(0)),
         }
         for one in (engine, *servers.values()):
             run(until_open(one.port))
@@ -208,6 +251,7 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
             shape: {name: figures(loads) for name, loads in found.items()}
             for shape, found in made.items()
         }
+        tokens = [tokenizing(tokenizer) for _ in range(rounds)]
         first = {
             name: run(first_token_ms(port))
             for name, port in {"engine": engine.port, "door": servers["door"].port}.items()
@@ -216,7 +260,6 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
         f"p{q}": float(np.percentile(first["door"], q) - np.percentile(first["engine"], q))
         for q in (50, 99)
     }
-    tokens = [tokenizing() for _ in range(rounds)]
     return {
         "cost": cost,
         "times_proxy": {

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
+import orjson
+
+from app.door.tokens.renderer import Renderer, load
 from app.http.server import run
 from app.local.redis_server import LOOPBACK
 
@@ -27,11 +31,12 @@ _WHOLE = (
 
 class _Engine(asyncio.Protocol):
     """Answers each request at once; a stream whose `user` is `paced`, a chunk each PACE_S; of one
-    whose `user` is `held`, the first chunk alone."""
+    whose `user` is `held`, the first chunk alone. renderer: of what it is asked to tokenize."""
 
-    def __init__(self) -> None:
+    def __init__(self, renderer: Renderer | None) -> None:
+        self._renderer = renderer
         self._received = b""
-        self._streaming: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -44,18 +49,23 @@ class _Engine(asyncio.Protocol):
             if not found or len(rest) < int(length or 0):
                 return
             body, self._received = rest[: int(length or 0)], rest[int(length or 0) :]
-            self._answer(body)
+            if head.startswith(b"POST /tokenize "):
+                self._start(self._tokenize(body))
+            else:
+                self._answer(body)
 
     def connection_lost(self, _: Exception | None) -> None:
-        for task in self._streaming:
+        for task in self._answering:
             task.cancel()
+
+    def _start(self, answering: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(answering)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
     def _answer(self, body: bytes) -> None:
         if b'"stream":true' not in body:
-            head = (
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            )
-            self._transport.write(head % len(_WHOLE) + _WHOLE)
+            self._whole(_WHOLE)
             return
         self._transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
@@ -65,13 +75,25 @@ class _Engine(asyncio.Protocol):
             self._transport.write(_chunked(_CHUNK))
             return
         if b'"user":"paced"' in body:
-            task = asyncio.ensure_future(self._pace())
-            self._streaming.add(task)
-            task.add_done_callback(self._streaming.discard)
+            self._start(self._pace())
             return
         for _ in range(CHUNKS):
             self._transport.write(_chunked(_CHUNK))
         self._transport.write(_chunked(_LAST) + b"0\r\n\r\n")
+
+    def _whole(self, body: bytes) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        self._transport.write(head % len(body) + body)
+
+    async def _tokenize(self, body: bytes) -> None:
+        """As a door asks now and then, to compare."""
+        assert self._renderer is not None
+        asked = orjson.loads(body)
+        if "messages" in asked:
+            ids = await self._renderer.of_chat(asked)
+        else:
+            ids = await self._renderer.of_text(asked["prompt"])
+        self._whole(orjson.dumps({"tokens": ids}, option=orjson.OPT_SERIALIZE_NUMPY))
 
     async def _pace(self) -> None:
         for _ in range(CHUNKS):
@@ -84,9 +106,13 @@ def _chunked(piece: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(piece), piece)
 
 
-def engine_forever(_: str, port: int) -> None:
+def engine_forever(tokenizer: str, port: int) -> None:
+    """tokenizer: its folder; "": nothing is tokenized."""
+    renderer = load(tokenizer) if tokenizer else None
+
     async def answer() -> None:
-        listening = await asyncio.get_running_loop().create_server(_Engine, LOOPBACK, port)
+        loop = asyncio.get_running_loop()
+        listening = await loop.create_server(lambda: _Engine(renderer), LOOPBACK, port)
         await listening.serve_forever()
 
     run(answer())

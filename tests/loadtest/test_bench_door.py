@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import orjson
 import pytest
 
 from app.local.redis_server import EmbeddedRedis
 from loadtest import bench_door
-from loadtest.bench_door import measure, shapes
+from loadtest.bench_door import Chats, measure, shapes
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +24,14 @@ def test_the_door_is_measured_beside_a_proxy(
 
 
 def test_prompts_have_the_sizes_that_are_said() -> None:
-    for shape, size in zip(shapes(), (800, 32_000, 800), strict=True):
+    for shape, size in zip(shapes(), (800, 32_000, 800, 800, 32_000), strict=True):
         assert all(abs(len(body) - size) < 120 for body in shape.bodies)
-    assert len(shapes()[0].bodies) == bench_door.NUM_PROMPTS
+        assert len(shape.bodies) == bench_door.NUM_PROMPTS
+
+
+def test_of_a_chat_all_but_the_last_turn_comes_again() -> None:
+    chats = Chats(2_000)
+    first, again = (orjson.loads(chats[3])["messages"] for _ in range(2))
+    assert first[:-1] == again[:-1]
+    assert first[-1] != again[-1]
+    assert len(first) == bench_door.CHAT_TURNS
