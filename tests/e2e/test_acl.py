@@ -452,8 +452,8 @@ LOOP = "while true do end"
 def test_an_operator_runs_no_script_and_nothing_that_blocks(
     guarded: Guarded, command: tuple[str, ...]
 ) -> None:
-    [known] = guarded.admin.execute_command("COMMAND", "INFO", command[0].lower())
-    refusal = NoPermissionError if known else ResponseError
+    # Of COMMAND INFO, redis-py cannot read what an older Redis says of a command it does not have.
+    refusal = NoPermissionError if command[0].lower() in guarded.admin.command() else ResponseError
     with Redis.from_url(guarded.url("operator")) as client, pytest.raises(refusal):
         client.execute_command(*command)
 
