@@ -279,13 +279,24 @@ class SimFleet:
     ) -> None:
         """The source holds the chain until the target has what it lacks of it. Engines compute a
         prompt's last token themselves."""
-        request, size = flight.request, self.setting.block_size
-        source, target = self.workers[supply.source], self.workers[flight.worker]
-        assert source.sending is not None, "no link"
-        stop = source.engine.hold(supply.name, chain) * size
+        request, source = flight.request, self.workers[supply.source]
+        stop = source.engine.hold(supply.name, chain) * self.setting.block_size
         if supply.form is Form.SPLIT:
             stop += len(request.tail_tokens)
-        stop = min(stop, request.prompt_tokens - 1)
+        self._transfer(flight, supply, min(stop, request.prompt_tokens - 1), now_s)
+
+    def _transfer(self, flight: Flight, supply: Supply, stop: int, now_s: float) -> None:
+        """Send the tokens up to `stop` that the target lacks, once those have come that are on
+        their way."""
+        if supply.is_over:
+            return  # A crash has ended it.
+        request, size = flight.request, self.setting.block_size
+        source, target = self.workers[supply.source], self.workers[flight.worker]
+        comes_s = target.has_come_s(request.blocks, now_s)
+        if comes_s > now_s:
+            self.at(comes_s, lambda then_s: self._transfer(flight, supply, stop, then_s))
+            return
+        assert source.sending is not None, "no link"
         received = Received(target.engine.pool.match(request.blocks) * size, stop)
         arrives_s = source.sending.send(max(0, stop - received.start), now_s)
         moved = request.blocks[received.start // size : stop // size]

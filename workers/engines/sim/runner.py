@@ -212,6 +212,7 @@ class EngineRunner:
     async def _submit_fetched(self, request: SimRequest, source: Source) -> None:
         """Submit it once what it lacks has come, or is known not to come."""
         assert self._exchange is not None, "it fetches nothing"
+        await self._come(request)
         size, began_s = self.engine.block_size, self._clock()
         start = self.engine.pool.match(request.blocks)
         # The last token is always computed.
@@ -236,10 +237,13 @@ class EngineRunner:
             await decline(source)
 
     async def _submit_once_come(self, request: SimRequest) -> None:
-        """Submit it once nothing of its prefix is on its way any more."""
+        await self._come(request)
+        self._submit(request, None)
+
+    async def _come(self, request: SimRequest) -> None:
+        """Return once nothing of its prefix is on its way any more."""
         while (comes := self._comes(request)) is not None:
             await comes.wait()
-        self._submit(request, None)
 
     def _submit(self, request: SimRequest, received: Received | None) -> None:
         del self._fetching[request.request_id]

@@ -202,6 +202,23 @@ async def test_a_prefix_that_another_request_fetches_is_waited_for(comes: bool) 
         assert finished.cached_tokens == (8 if comes else 0)
 
 
+async def test_what_another_request_fetches_is_not_fetched_again() -> None:
+    async with running() as first, running() as second, running() as target:
+        kept = await kept_by(first)
+        also_kept = await kept_by(second)
+        request = CompletionRequest("fetching", token_bytes(PROMPT), 3, source=kept)
+        target.runner.complete(request)
+        await asyncio.sleep(0)
+
+        _, finished, _ = await target.ask(source=also_kept)
+
+        assert finished.cached_tokens == 8
+        # It was told that nothing is needed of it, and would else keep it for a minute.
+        await until_idle(second)
+        assert second.runner._exchange is not None
+        assert second.runner._exchange._sending._free_s == 0.0, "nothing was sent"
+
+
 async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing() -> None:
     async with running(SLOW) as source, running() as target:
         kept = await kept_by(source, keep_s=0.5)
