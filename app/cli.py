@@ -15,11 +15,13 @@ from typing import Any, ClassVar, NoReturn
 import click
 
 from app.config_file import FILE, read_again, with_config_file
-from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
+from app.core.agent_settings import EngineAgentSettings
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
+from app.core.router_settings import RouterSettings
 from app.core.settings import COMMON, LOG_LEVELS, base_url
+from app.core.worker_settings import WorkerSettings
 from app.environment import unknown_variables
 from app.options import CLUSTER, PORT, Command, Group, Option, cluster_size, options, pick
 from app.output import ErrHandler

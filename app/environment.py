@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
-from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
+from app.core.agent_settings import EngineAgentSettings
 from app.core.planner_settings import PlannerSettings
+from app.core.router_settings import RouterSettings
 from app.core.settings import variable
+from app.core.worker_settings import WorkerSettings
 
 OTHERS = frozenset(
     {

@@ -21,8 +21,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import RouterSettings
 from app.core.errors import InvalidRequest
+from app.core.router_settings import RouterSettings
 from app.http.server import collect_seldom, run
 from app.options import POSITIVE
 from loadtest.command import Command, json_option, save

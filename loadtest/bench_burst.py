@@ -28,9 +28,10 @@ import click
 import numpy as np
 import orjson
 
-from app.core.config import RouterSettings, WorkerSettings
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
+from app.core.router_settings import RouterSettings
+from app.core.worker_settings import WorkerSettings
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import POLICY, POSITIVE

@@ -36,9 +36,9 @@ import stamina.instrumentation
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import RouterSettings
 from app.core.hashing import compute_hashes, compute_local_hashes
 from app.core.keys import Keyspace
+from app.core.router_settings import RouterSettings
 from app.http.server import listen, run, serve
 from app.local.redis_server import LOOPBACK, free_port
 from app.options import POSITIVE

@@ -30,8 +30,8 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import RouterSettings
 from app.core.keys import Keyspace
+from app.core.router_settings import RouterSettings
 from app.door.tokens.renderer import load as load_renderer
 from app.http.server import listen, run, serve
 from app.local.redis_server import LOOPBACK

@@ -31,7 +31,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import RouterSettings, WorkerSettings
+from app.core.router_settings import RouterSettings
+from app.core.worker_settings import WorkerSettings
 from app.http.server import run
 from app.local.child import start_child
 from app.local.cluster import Cluster

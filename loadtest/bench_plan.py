@@ -15,9 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import RouterSettings
 from app.core.loads import Load, Loads, Snapshot
 from app.core.overlaps import Overlaps
+from app.core.router_settings import RouterSettings
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.options import POSITIVE

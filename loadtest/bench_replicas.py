@@ -26,7 +26,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import RouterSettings, WorkerSettings
+from app.core.router_settings import RouterSettings
+from app.core.worker_settings import WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, POSITIVE, PROCESSES

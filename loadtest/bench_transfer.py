@@ -32,8 +32,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.core.config import WorkerSettings
 from app.core.events import CacheEvent
+from app.core.worker_settings import WorkerSettings
 from app.http.server import run
 from app.options import POSITIVE
 from loadtest.command import Command, json_option, save

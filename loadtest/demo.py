@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from app.core.config import RouterSettings, WorkerSettings
+from app.core.router_settings import RouterSettings
+from app.core.worker_settings import WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, cluster_size

@@ -25,7 +25,7 @@ from redis.retry import Retry
 
 from app.cli import main
 from app.core import settings
-from app.core.config import EngineAgentSettings
+from app.core.agent_settings import EngineAgentSettings
 from app.core.worker_report import Role
 from app.door.access_log import AccessLog
 from app.door.metrics import SECONDS, Outcomes

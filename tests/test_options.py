@@ -8,9 +8,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import ConfigError
+from app.core.router_settings import RouterSettings
 from app.core.settings import variable
+from app.core.worker_settings import WorkerSettings
 from app.options import Command, flags, naming_file, options, pick
 
 SETTINGS = (RouterSettings, WorkerSettings)

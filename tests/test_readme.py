@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from app.core.config import EngineAgentSettings, RouterSettings, WorkerSettings
+from app.core.agent_settings import EngineAgentSettings
 from app.core.planner_settings import PlannerSettings
+from app.core.router_settings import RouterSettings
 from app.core.settings import shown_default, variable
+from app.core.worker_settings import WorkerSettings
 from app.door.access_log import AccessLog
 from app.door.metrics import Outcomes
 from app.planner.metrics import PlannerMetrics

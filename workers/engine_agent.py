@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from app.core.config import EngineAgentSettings
+from app.core.agent_settings import EngineAgentSettings
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.settings import base_url

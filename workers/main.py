@@ -12,12 +12,12 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.settings import base_url
 from app.core.types import WORKER_ID, Tier, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, Role, Speed, WorkerInfo
+from app.core.worker_settings import WorkerSettings
 from app.http.server import listen, nothing
 from app.http.server import serve as serve_http
 from app.state.connect import connected

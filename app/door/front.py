@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from app.core.config import RouterSettings
+from app.core.router_settings import RouterSettings
 from app.core.settings import parse_names
 from app.door.access_log import AccessLog
 from app.door.asked import PROMPTS

@@ -19,8 +19,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.console.console import Console
-from app.core.config import RouterSettings
 from app.core.keys import Keyspace
+from app.core.router_settings import RouterSettings
 from app.core.settings import parse_origins
 from app.core.types import random_hex
 from app.door.asked import is_of_door

@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.core.config import RouterSettings
 from app.core.errors import ConfigError
+from app.core.router_settings import RouterSettings
 
 if TYPE_CHECKING:
     from app.edge.app import Services

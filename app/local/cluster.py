@@ -18,12 +18,13 @@ from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 
-from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import ConfigError, KvrouteError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
+from app.core.router_settings import RouterSettings
 from app.core.settings import CommonSettings, base_url
 from app.core.worker_report import Role
+from app.core.worker_settings import WorkerSettings
 from app.http.server import listen
 from app.local.child import start_child
 from app.local.detached import stop_workers

@@ -51,9 +51,11 @@ def grafana() -> str:
 
 def configuration() -> str:
     """Every setting: its flag, its variable, its default and its meaning, for each process."""
-    from app.core.config import EngineAgentSettings, MemberSettings, RouterSettings, WorkerSettings
+    from app.core.agent_settings import EngineAgentSettings
     from app.core.planner_settings import PlannerSettings
+    from app.core.router_settings import RouterSettings
     from app.core.settings import CommonSettings
+    from app.core.worker_settings import MemberSettings, WorkerSettings
 
     shared = {f.name for f in fields(CommonSettings)}
     member = {f.name for f in fields(MemberSettings)}
@@ -130,7 +132,7 @@ def _setting(f: Field[Any]) -> tuple[str, ...]:
 
 def api() -> str:
     """Every endpoint of a router with its fields, the objects in answers, and all errors."""
-    from app.core.config import RouterSettings
+    from app.core.router_settings import RouterSettings
     from app.edge.app import create_app
 
     description = create_app(RouterSettings()).openapi()

@@ -9,10 +9,10 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from app.core.config import RouterSettings
 from app.core.errors import NoWorkers
 from app.core.loads import Reservation, Wish
 from app.core.rate_limit import RateLimit
+from app.core.router_settings import RouterSettings
 from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose, has_room

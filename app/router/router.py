@@ -7,7 +7,6 @@ import hashlib
 import logging
 import time
 
-from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
     KvrouteError,
@@ -17,6 +16,7 @@ from app.core.errors import (
     RoutingError,
 )
 from app.core.keys import Keyspace
+from app.core.router_settings import RouterSettings
 from app.core.types import random_hex
 from app.policy.cost import POLICIES
 from app.policy.decision import Decision, Query, RouteRequest

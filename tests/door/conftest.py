@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from redis.asyncio import Redis
 
-from app.core.config import RouterSettings
+from app.core.router_settings import RouterSettings
 from app.door.tracing import Tracing
 from app.edge.app import create_app
 from app.http.server import listen, serve

@@ -16,8 +16,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from redis.retry import Retry
 
 from app.cli import main
-from app.core.config import RouterSettings
 from app.core.keys import KEYSPACE, MODELS
+from app.core.router_settings import RouterSettings
 from app.local.redis_server import LOOPBACK, EmbeddedRedis
 from app.policy.decision import RouteRequest
 from app.router.fleet import Fleet

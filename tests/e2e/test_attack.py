@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.core.config import RouterSettings, WorkerSettings
+from app.core.router_settings import RouterSettings
+from app.core.worker_settings import WorkerSettings
 from app.door.tokens.renderer import REMEMBERED_BYTES
 from app.edge.errors import ERRORS
 from app.local.cluster import Cluster

@@ -22,9 +22,10 @@ import aiohttp
 import pytest
 from redis.asyncio import Redis
 
-from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import RedisUnavailable
 from app.core.keys import MODELS
+from app.core.router_settings import RouterSettings
+from app.core.worker_settings import WorkerSettings
 from app.local.cluster import Cluster, Member
 from app.local.redis_server import EmbeddedRedis
 from app.ops import verify, workers

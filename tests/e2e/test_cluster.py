@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from app.core.config import RouterSettings, WorkerSettings
+from app.core.router_settings import RouterSettings
+from app.core.worker_settings import WorkerSettings
 from app.local.cluster import Cluster, ClusterError
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.conftest import OpenProbe, listens, prompt, small_cluster

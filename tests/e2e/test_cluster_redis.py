@@ -16,10 +16,11 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 
 from app.cli import main
-from app.core.config import RouterSettings, WorkerSettings
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.router_settings import RouterSettings
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
+from app.core.worker_settings import WorkerSettings
 from app.local import cluster as kvroute
 from app.local.redis_server import EmbeddedRedis
 from app.state import overlap

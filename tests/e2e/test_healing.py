@@ -21,11 +21,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from app.core.chains import parse_owners
-from app.core.config import RouterSettings
 from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
+from app.core.router_settings import RouterSettings
 from app.core.types import Tier, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.ops.reset import delete_namespace

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from app.core.chains import shard_of
-from app.core.config import RouterSettings
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
+from app.core.router_settings import RouterSettings
 from app.core.types import SequenceHash, TierOverlap
 from app.policy.decision import Decision, RouteRequest
 from app.router.fleet import Fleet

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from app.core.config import RouterSettings, WorkerSettings
+from app.core.router_settings import RouterSettings
+from app.core.worker_settings import WorkerSettings
 from app.local.cluster import Cluster
 from tests.e2e.conftest import OpenProbe, Probe
 from tests.eventually import eventually

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 from redis import Redis
 
-from app.core.config import RouterSettings, WorkerSettings
+from app.core.router_settings import RouterSettings
+from app.core.worker_settings import WorkerSettings
 from app.local.cluster import Cluster
 from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_redis

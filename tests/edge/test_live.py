@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.core.config import RouterSettings
 from app.core.errors import ConfigError
+from app.core.router_settings import RouterSettings
 from app.edge.app import create_app
 from app.edge.live import LIVE, LiveSettings
 from app.local.redis_server import EmbeddedRedis

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from app.core.config import RouterSettings
 from app.core.errors import RedisUnavailable
+from app.core.router_settings import RouterSettings
 from app.core.types import SequenceHash
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet

@@ -13,7 +13,6 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from app.core.chains import shard_of
-from app.core.config import RouterSettings
 from app.core.errors import (
     AllWorkersBusy,
     NoWorkers,
@@ -23,6 +22,7 @@ from app.core.errors import (
 )
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
+from app.core.router_settings import RouterSettings
 from app.core.types import TierOverlap
 from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Role, Speed
 from app.edge.app import create_app

@@ -13,7 +13,7 @@ from typing import Literal
 import aiohttp
 import zmq.asyncio
 
-from app.core.config import EngineAgentSettings
+from app.core.agent_settings import EngineAgentSettings
 from app.core.errors import ConfigError, EngineUnavailable, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import WorkerKey

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED
+from app.core.worker_settings import WorkerSettings
 from app.simulation.engine import SimEngine
 from app.simulation.link import Link, Sending
 from app.simulation.profiles import PROFILES

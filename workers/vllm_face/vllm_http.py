@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from app.core.config import WorkerSettings
 from app.core.types import Tier
+from app.core.worker_settings import WorkerSettings
 from app.http.body import json_response
 from workers.chat import add_chat
 from workers.engines.base import Engine, Hosted

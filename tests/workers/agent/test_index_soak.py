@@ -24,10 +24,10 @@ from unittest.mock import ANY
 import pytest
 
 from app.core import keys
-from app.core.config import RouterSettings
 from app.core.errors import RoutingError
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import METRICS_MAXLEN, Keyspace
+from app.core.router_settings import RouterSettings
 from app.core.types import SequenceHash, Tier
 from app.local.redis_server import EmbeddedRedis
 from app.ops import namespaces, verify

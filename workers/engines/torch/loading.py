@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
+from app.core.worker_settings import WorkerSettings
 from workers.engines.base import Engine, Hosted
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.fingerprint import fingerprint_of, identity_of

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.types import SequenceHash, Tier, WorkerKey
+from app.core.worker_settings import WorkerSettings
 from workers.engines.torch.fingerprint import fingerprint_of
 from workers.engines.torch.llama import Llama
 from workers.kv.disk import SlotFile

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from app.core.config import WorkerSettings
+from app.core.worker_settings import WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from app.core.config import WorkerSettings
 from app.core.errors import ConfigError
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
 from app.core.types import SequenceHash, Tier
+from app.core.worker_settings import WorkerSettings
 from app.local.redis_server import EmbeddedRedis
 from app.simulation.steps import Finished
 from tests.eventually import eventually

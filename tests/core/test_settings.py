@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.core.config import RouterSettings, WorkerSettings
+from app.core.router_settings import RouterSettings
 from app.core.settings import check_base_url, parse_weights, variable
+from app.core.worker_settings import WorkerSettings
 
 SETTINGS = (RouterSettings, WorkerSettings)
 
