@@ -31,7 +31,8 @@ local function extend(id, attempt, inc, tokens, us, blocks, state)
   local request_id, request, owner = find(id)
   if request and request.attempt == attempt then
     redis.call('ZADD', expiry, string.format('%d', ends_ms), request_id)
-    if request.has_source then
+    local source = request.has_source and record_of(source_of(request_id))
+    if source and not is_leased(source) then
       redis.call('ZADD', expiry, 'XX', 'GT', string.format('%d', ends_ms), source_of(request_id))
     end
     return 1

@@ -3,6 +3,7 @@
 -- began_ms_of(attempt): when that try began, by the Redis clock; 0 if the attempt does not say.
 -- source_of(key): the key of what is reserved on the worker that computes or holds the prompt for
 -- another one. No request id has a space.
+-- is_leased(source): whether it has computed blocks, which it keeps until a lease ends.
 -- tag_of(attempt): what tells it from other tries; nil if the attempt does not say.
 -- record_of(key, inc): nil if there is no such reservation, or its record cannot be read.
 -- find(id): the key of the reservation that callers know as `<request_id>~<tag>`, its record and its
@@ -30,6 +31,10 @@ end
 
 local function began_ms_of(attempt)
   return tonumber(string.match(attempt or '', '^(%d+)%-')) or 0
+end
+
+local function is_leased(source)
+  return source.state == 'h' and source.tokens > 0
 end
 
 local function tag_of(attempt)

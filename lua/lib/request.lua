@@ -57,7 +57,7 @@ local function unreserve(request_id, now)
   local had_one, request = unreserve_one(request_id, now)
   if request and request.has_source then
     local source = record_of(source_of(request_id))
-    if not source or source.state ~= 'h' or source.tokens == 0 then
+    if not source or not is_leased(source) then
       unreserve_one(source_of(request_id), now)
     end
   end

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.loads import Load, Reservation
+from app.core.loads import Load, Reservation, Wish
 from app.core.types import Incarnation
 from app.state import reservations
 from app.state.reservations import CARRIED_MS, Extended, Extension
@@ -62,6 +62,22 @@ async def test_what_expired_meanwhile_is_reserved_again(space: Namespace, decodi
     assert await space.release("r1~aa")
     ended = await space.load(inc)
     assert replace(ended, head_since_ms=0) == Load(total=2)
+
+
+@pytest.mark.parametrize("state", ["computes", "computed", "hands on"])
+async def test_what_a_source_has_computed_is_kept_for_its_lease_and_no_longer(
+    space: Namespace, state: str
+) -> None:
+    inc, other = await space.worker("a"), await space.worker("b")
+    promised = Reservation("", 0 if state == "hands on" else 90, 4000, 7)
+    source = Wish(other, promised, 256, seen_total=None)
+    await space.reserve(inc, "r1", attempt="1000-aa", ttl_ms=500, source=source)
+    if state == "computed":
+        await space.prefill_complete("r1", 500, of_source=True)
+    ends_ms = await space.expires_ms("expiry", "r1 source")
+    assert await extend(space, inc) is EXTENDED
+    is_extended = await space.expires_ms("expiry", "r1 source") > ends_ms
+    assert is_extended == (state != "computed")
 
 
 async def test_a_redis_that_lost_everything_hears_again_what_is_carried(space: Namespace) -> None:
