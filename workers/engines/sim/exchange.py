@@ -13,7 +13,6 @@ from app.core.types import SequenceHash, new_id
 from app.simulation.engine import SimEngine
 from app.simulation.link import Sending
 from workers.kv.remote.frames import (
-    ACKNOWLEDGED,
     STALL_S,
     Offered,
     Source,
@@ -83,7 +82,6 @@ class SimExchange:
                 state = bytearray(UNDERWAY)
                 while state != ARRIVED:
                     await receive(sock, memoryview(state))
-                await send(sock, ACKNOWLEDGED)
         except (TransferError, OSError, TimeoutError) as error:
             log_failure(source, error)
             return 0

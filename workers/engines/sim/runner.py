@@ -58,8 +58,8 @@ class EngineRunner:
         self._generations: dict[str, Generation] = {}
         self._keeps: dict[str, tuple[Sequence[SequenceHash], float]] = {}
         """Of requests whose prompt is for another worker: its blocks, and for how long."""
-        self._fetching: dict[str, asyncio.Task[None]] = {}
-        """Of requests that wait for KV from another worker."""
+        self._fetching: dict[str, tuple[asyncio.Task[None], Source | None]] = {}
+        """Of requests that wait for KV from another worker, and who keeps some for them alone."""
         self._coming: dict[SequenceHash, asyncio.Event] = {}
         """Blocks on their way from other workers; set once they have come, or will not."""
         self._tasks: asyncio.TaskGroup | None = None
@@ -84,7 +84,7 @@ class EngineRunner:
                 if self._exchange is not None:
                     serving.append(self._tasks.create_task(self._exchange.run()))
                 await self._step()
-                for task in (*serving, *self._fetching.values()):
+                for task in (*serving, *(task for task, _ in self._fetching.values())):
                     task.cancel()
         finally:
             self.running = False
@@ -170,7 +170,8 @@ class EngineRunner:
                 if source is None
                 else self._submit_fetched(request, source)
             )
-            self._fetching[request.request_id] = self._tasks.create_task(submitting)
+            fetching = self._tasks.create_task(submitting)
+            self._fetching[request.request_id] = fetching, source
         generation = Generation(
             request.request_id, request.output_tokens, stream_interval, self._cancel
         )
@@ -277,10 +278,13 @@ class EngineRunner:
         if not self._forget(generation):
             return
         fetching = self._fetching.pop(generation.request_id, None)
-        if fetching is not None:
-            fetching.cancel()
-        else:
+        if fetching is None:
             self.engine.cancel(generation.request_id)
+            return
+        task, source = fetching
+        task.cancel()
+        if source is not None and self._tasks is not None and not self._stopped:
+            self._tasks.create_task(decline(source))
 
     def _forget(self, generation: Generation) -> bool:
         """False if it was forgotten before; its id may then belong to another request by now."""

@@ -314,6 +314,8 @@ class TorchEngine:
         sequence.cancelled = True
         if sequence.table is None:
             self._waiting.cancel(sequence)
+            if self._exchange is not None and sequence.request.source is not None:
+                self._exchange.decline(sequence.request.source)
         else:
             self._leave_if_unused(sequence)
 

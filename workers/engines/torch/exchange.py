@@ -104,9 +104,9 @@ class Exchange:
         return arrival
 
     def decline(self, source: Source) -> None:
-        """Tell it, soon, that nothing of what it keeps is needed."""
-        assert self._tasks is not None, "the exchange does not run"
-        self._tasks.create_task(decline(source))
+        """Tell it, soon, that nothing of what it keeps is needed, if this runs."""
+        if self._tasks is not None:
+            self._tasks.create_task(decline(source))
 
     def _kept_as(self, table: BlockTable, lease_s: float) -> Source:
         return Source(

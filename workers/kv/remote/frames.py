@@ -3,9 +3,9 @@
     target ── Wanted ─────────────► source     as a frame of JSON: u32 length, then the object
            ◄───────────── Offered ──
            ◄─ checksums, contents ──           once for each group of layers, first layers first
-           ── ACKNOWLEDGED ────────►           all was right: the source may let go
 
-A target that lacks nothing asks for no blocks, and is not answered: the source lets go at once.
+A target asks once: whatever comes of it, the source lets go. A target that needs nothing asks for
+no blocks, and is not answered.
 
 A group's checksums are one u64 a block, its contents the same layers of each block in turn. Both
 sides know all lengths from the shape of a block and from `Offered`. Integers are little-endian.
@@ -36,7 +36,6 @@ STALL_S = 2.0
 CONNECT_S = 2.0
 SENT_BYTES = 1 << 20
 """Sent within one STALL_S."""
-ACKNOWLEDGED = b"\x06"
 
 
 class TransferError(Exception):

@@ -19,12 +19,11 @@ K = TypeVar("K")
 class _Promise(Generic[K]):
     table: K
     lease: asyncio.TimerHandle
-    num_readers: int = 0
-    ended: bool = False
+    is_taken: bool = False
 
 
 class KeptBlocks(Generic[K]):
-    """The blocks of tables are held until they were fetched, or until their lease ends.
+    """The blocks of tables are held until they were asked for, or until their lease ends.
 
     release: gives a table back. It is called on the event loop, and once for each table.
     """
@@ -46,31 +45,30 @@ class KeptBlocks(Generic[K]):
         return transfer_id
 
     @contextmanager
-    def reading(self, transfer_id: str) -> Iterator[K]:
-        """The table stays at least as long as this. Raises TransferError if it was let go."""
+    def taken(self, transfer_id: str) -> Iterator[K]:
+        """The table, which stays as long as this. Raises TransferError if it was let go, or
+        others have it."""
         promise = self._promises.get(transfer_id)
-        if promise is None or promise.ended:
+        if promise is None or promise.is_taken:
             raise TransferError(f"transfer_id: {transfer_id!r} was fetched, or its lease has ended")
-        promise.num_readers += 1
+        promise.is_taken = True
         try:
             yield promise.table
         finally:
-            promise.num_readers -= 1
-            self._let_go(transfer_id, promise)
+            self._let_go(transfer_id)
 
     def end(self, transfer_id: str) -> None:
-        """The blocks were fetched, or the lease has ended."""
-        if (promise := self._promises.get(transfer_id)) is not None:
-            promise.ended = True
-            promise.lease.cancel()
-            self._let_go(transfer_id, promise)
+        """Nobody needs the blocks, or the lease has ended. Who has them keeps them."""
+        promise = self._promises.get(transfer_id)
+        if promise is not None and not promise.is_taken:
+            self._let_go(transfer_id)
 
     def close(self) -> None:
-        """Let go of all of them. Call once nobody reads."""
+        """Let go of all of them. Call once nobody has any."""
         for transfer_id in list(self._promises):
             self.end(transfer_id)
 
-    def _let_go(self, transfer_id: str, promise: _Promise[K]) -> None:
-        if promise.ended and not promise.num_readers:
-            del self._promises[transfer_id]
-            self._release(promise.table)
+    def _let_go(self, transfer_id: str) -> None:
+        promise = self._promises.pop(transfer_id)
+        promise.lease.cancel()
+        self._release(promise.table)

@@ -15,7 +15,6 @@ import numpy as np
 from app.core.types import SequenceHash
 from workers.kv.memory import Ids
 from workers.kv.remote.frames import (
-    ACKNOWLEDGED,
     STALL_S,
     Source,
     TransferError,
@@ -138,8 +137,6 @@ class BlockReceiver:
                     if not arrival.num_good:
                         return
                     await self._receive(sock, group, blocks[: len(ids)], ids, arrival)
-                if arrival.num_good == offered.num_blocks:
-                    await send(sock, ACKNOWLEDGED)
         except (TransferError, OSError, TimeoutError) as error:
             log_failure(source, error)
         finally:

@@ -11,13 +11,11 @@ from typing import Generic, TypeVar
 
 from app.core.types import SequenceHash
 from workers.kv.remote.frames import (
-    ACKNOWLEDGED,
     Offered,
     TransferError,
     Wanted,
     offered_frame,
     read_wanted,
-    receive,
     send,
 )
 from workers.kv.remote.kept import KeptBlocks
@@ -78,13 +76,9 @@ class TransferServer(Generic[K]):
             if not wanted.blocks:
                 self._kept.end(wanted.transfer_id)
                 return
-            self._check(wanted)
-            with self._kept.reading(wanted.transfer_id) as kept:
+            with self._kept.taken(wanted.transfer_id) as kept:
+                self._check(wanted)
                 await self._offer(sock, kept, wanted.blocks)
-                acknowledged = bytearray(len(ACKNOWLEDGED))
-                await receive(sock, memoryview(acknowledged))
-                if acknowledged == ACKNOWLEDGED:
-                    self._kept.end(wanted.transfer_id)
         except TransferError as error:
             log.warning("blocks are not handed on: %s", error)
             await send(sock, offered_frame(Offered(0, str(error))))

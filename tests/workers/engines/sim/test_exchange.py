@@ -21,6 +21,7 @@ from app.simulation.profiles import USUAL
 from app.simulation.steps import Finished
 from tests.eventually import eventually
 from workers.engines.base import CompletionRequest
+from workers.engines.sim import exchange
 from workers.engines.sim.exchange import SimExchange
 from workers.engines.sim.runner import EngineRunner
 from workers.kv.remote.frames import Source
@@ -219,15 +220,25 @@ async def test_what_another_request_fetches_is_not_fetched_again() -> None:
         assert second.runner._exchange._sending._free_s == 0.0, "nothing was sent"
 
 
-async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing() -> None:
+@pytest.mark.parametrize("fetches", [False, True])
+async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing(
+    fetches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "BEAT_S", 0.01)
     async with running(SLOW) as source, running() as target:
-        kept = await kept_by(source, keep_s=0.5)
+        kept = await kept_by(source)
         request = CompletionRequest("r", token_bytes(PROMPT), 3, source=kept)
         generation = target.runner.complete(request)
-        await asyncio.sleep(0)
+        if fetches:
+            await eventually(lambda: _hands_on(source))
 
         generation.cancel()
 
         assert target.is_idle()
         await target.ask()
         await until_idle(source)
+
+
+async def _hands_on(source: Worker) -> bool:
+    assert source.runner._exchange is not None
+    return source.runner._exchange._sending._free_s > 0

@@ -303,9 +303,8 @@ async def test_what_does_not_arrive_whole_is_computed(
         events = target.engine.block_events()
         num_blocks = num_fetched // BLOCK_SIZE
         assert (events["fetched"], events["lost"]) == (num_blocks, 10 - num_blocks)
-        # Not acknowledged, so that another target may fetch them.
-        assert await kept_by_now(source) == WHOLE // BLOCK_SIZE
         await source.ask(PROMPT)
+        await all_let_go(source)
 
     assert tokens == alone(PROMPT, 6)
     assert torch.equal(logits, source.spy.logits[-1])
@@ -406,7 +405,16 @@ async def test_a_request_that_is_cancelled_while_it_fetches_frees_its_slots_afte
             assert await _prefilling(target)()
             may_go.set()
             await target.settle()
+            await all_let_go(source)
         assert not await _prefilling(target)()
+
+
+async def test_a_request_that_is_cancelled_before_it_fetches_has_its_source_let_go(
+    tmp_path: Path,
+) -> None:
+    async with linked(tmp_path) as (source, target):
+        target.submit("waiting", PROMPT, 3, source=await kept_by(source)).cancel()
+        await all_let_go(source)
 
 
 def _prefilling(served: Served) -> Any:
