@@ -1,18 +1,18 @@
-"""Clients that people have: pointed at a replica, they work as they are."""
+"""Clients that people have: pointed at a replica, they work as they are.
+
+Each test imports its own, as every test process loads this file, and they take three seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import subprocess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 from aiohttp import web
-from langchain_openai import ChatOpenAI
 from redis.asyncio import Redis
 
 from app.door.asked import COUNT_TOKENS
@@ -20,6 +20,9 @@ from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, completing, replica, until_serving
 from tests.door.test_answers import counted
 from tests.eventually import eventually
+
+if TYPE_CHECKING:
+    import anthropic
 
 QUESTION_TEXT = "What does a router do?"
 QUESTION = [{"role": "user", "content": QUESTION_TEXT}]
@@ -31,6 +34,8 @@ def base_url(door: httpx.AsyncClient) -> str:
 
 
 async def test_the_openai_client(base_url: str) -> None:
+    import openai
+
     async with openai.AsyncOpenAI(base_url=base_url, api_key="any") as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         whole = await client.chat.completions.create(
@@ -64,6 +69,8 @@ async def test_the_openai_client(base_url: str) -> None:
 
 
 async def test_the_anthropic_client(door: httpx.AsyncClient) -> None:
+    import anthropic
+
     url = str(door.base_url)
     async with anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as client:
 
@@ -101,6 +108,8 @@ async def test_the_anthropic_client(door: httpx.AsyncClient) -> None:
 
 
 async def test_the_anthropic_client_counts_tokens(door: httpx.AsyncClient) -> None:
+    import anthropic
+
     url = str(door.base_url)
     weather = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
     messages = [{"role": "user", "content": QUESTION_TEXT}]
@@ -147,6 +156,8 @@ def _is_cached(answer: anthropic.types.Message) -> bool:
 
 
 async def test_langchain(base_url: str) -> None:
+    from langchain_openai import ChatOpenAI
+
     model = ChatOpenAI(model=MODEL, base_url=base_url, api_key="any", max_tokens=5)  # type: ignore[arg-type,call-arg]
     whole = await model.ainvoke("What does a router do?")
     pieces = [str(chunk.content) async for chunk in model.astream("What does a router do?")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-import openai
 from aiohttp import web
 from redis.asyncio import Redis
 
@@ -34,6 +33,8 @@ async def asleep(door: httpx.AsyncClient) -> dict[str, bool]:
 async def test_a_model_that_sleeps_is_listed_as_such_and_clients_can_read_it(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
+    import openai  # here, as it takes half a second
+
     await planner_wakes(redis)
     async with replica(one_redis_server.url, wait_queue=10) as door:
         async with completing(redis, "a", complete) as worker:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from app.core.errors import ConfigError
 from tests.workers.engines.torch.checkpoints import reference
@@ -131,6 +130,9 @@ def test_logits_match_those_of_transformers_at_every_position(
 @pytest.mark.parametrize("size", ["40m", "llama-3.2-1b", "llama-3.1-8b"])
 def test_rope_angles_equal_those_of_transformers_bit_for_bit_at_every_position(size: str) -> None:
     """Exact equality, as the position multiplies any error of a frequency."""
+    # Here, as it takes a second, and every test process loads this file.
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     config = SIZES[size]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
