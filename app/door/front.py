@@ -90,6 +90,7 @@ class FrontDoor:
                     asked.cache_salt or None if asked.reads_cache else request.request_id
                 ),
             )
-        request.isl_tokens, request.exclude = ids.num_tokens, model.others
+        request.isl_tokens, request.is_blind = ids.num_tokens, ids.ids is None
+        request.exclude = model.others
         admitted = Admitted(request, model, prompt, ids.tokens_from)
         return Lifecycle(admitted, record, trace)

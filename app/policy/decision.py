@@ -38,6 +38,7 @@ class RouteRequest:
     what earlier tries with its id hold. balancer_id: the same if a balancer sends a request again;
     "" for none.
     local_only: no other worker computes its prompt, or hands any of it on.
+    is_blind: its tokens are not known, and isl_tokens is a guess.
     model: or adapter, that was asked for; "": whichever there is.
     carried: until it ends, its router's door carries it, and keeps extending what is reserved.
     Like everything that each decision creates, it is not frozen: that would take three times as
@@ -59,6 +60,7 @@ class RouteRequest:
     balancer_id: str = ""
     carried: bool = False
     local_only: bool = False
+    is_blind: bool = False
     model: str = ""
     asked_blocks: int | None = None
     """Leading blocks that were asked before, as its first decision found; None: there was none."""

@@ -300,6 +300,8 @@ def _decision(
 def _trust(query: Query, bound: int, *, degraded: bool) -> Trust:
     if degraded:
         return Trust.DEGRADED
+    if query.request.is_blind:
+        return Trust.BLIND
     return Trust.BOUND if bound and query.trust is Trust.EXACT else query.trust
 
 

@@ -30,7 +30,7 @@ def lost_by_decision(query: Query, plan: Plan, asked: int, held_once: int) -> Lo
     seen = min(full, max(asked, held))
     held_once = min(seen, max(held_once, held))
     lost: Lost = {
-        (Step.SEEN, "partial block" if full or tokens < block else "no tokens"): max(
+        (Step.SEEN, "no tokens" if plan.request.is_blind else "partial block"): max(
             0, tokens - full * block
         ),
         (Step.SEEN, "new"): (full - seen) * block,

@@ -21,5 +21,5 @@ _TEXTS = {
     Trust.EXACT: "overlap is what engines had published",
     Trust.BOUND: "overlap is what was proved or foreseen, and workers may hold more",
     Trust.DEGRADED: "Redis was unreachable, so no overlap was known",
-    Trust.BLIND: "the prompt's shard of the index was unreachable, so no overlap was known",
+    Trust.BLIND: "the prompt's tokens were not known, or its shard of the index was unreachable",
 }

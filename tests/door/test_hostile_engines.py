@@ -71,6 +71,7 @@ async def test_an_engine_that_hangs_when_it_is_asked_for_tokens_keeps_no_connect
             )
             assert {answer.status_code for answer in answers} == {200}
             assert {answer.headers["x-kvroute-tokens"] for answer in answers} == {"blind:engine"}
+            assert {answer.headers["x-kvroute-trust"] for answer in answers} == {"blind"}
         await door.post("/v1/completions", json=asked("good"))
         assert engine.requests["/tokenize hangs"] == 10
         await eventually(_async(lambda: engine.num_open), lambda number: number <= 10)

@@ -73,7 +73,7 @@ async def test_explain_says_what_was_decided_and_why(
     ]
     assert (await kvroute(one_redis_server, "explain", "r2")).output.splitlines()[1:] == [
         "another worker was cheaper, counting overlap and load; decided on try 2",
-        "blind: the prompt's shard of the index was unreachable, so no overlap was known",
+        "blind: the prompt's tokens were not known, or its shard of the index was unreachable",
         "the candidates of this decision were not kept: see --details-per-s",
     ]
     found = await as_json(one_redis_server, "explain", "r1")

@@ -25,6 +25,13 @@ async def lost_by(replica: Replica, name: str, prompt: list[int], **options: Any
     return {f"{step} {cause}": tokens for (step, cause), tokens in decision.lost.items()}
 
 
+async def test_a_prompt_whose_tokens_are_not_known_is_lost_as_that(
+    router: Replica, workers: FakeWorkers
+) -> None:
+    await workers.register("w1")
+    assert await lost_by(router, "r1", [1, 2], is_blind=True) == {"seen no tokens": 2}
+
+
 async def test_what_was_asked_before_is_evicted_if_a_worker_once_held_it_and_unpublished_if_not(
     router: Replica, workers: FakeWorkers
 ) -> None:
