@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 CHECK_TIMEOUT_S = 2.0
 EXPOSED = (
     *("x-request-id", "retry-after", "x-should-retry"),
-    *("x-kvroute-worker", "x-kvroute-overlap", "x-kvroute-tokens"),
+    *("x-kvroute-worker", "x-kvroute-overlap", "x-kvroute-trust", "x-kvroute-source"),
+    "x-kvroute-tokens",
 )
 """Headers of answers that pages of other origins may read."""
 READS_OF_THE_INDEX = ("match", "predicted")
