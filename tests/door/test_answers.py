@@ -15,7 +15,7 @@ from app.door.tokens import load
 from app.local.redis_server import EmbeddedRedis
 from app.state import endings
 from app.state.endings import Ending
-from tests.door.conftest import MODEL, completing, models, replica, until_serving, worker
+from tests.door.conftest import MODEL, completing, models, replica, until_serving, worker_here
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
 
@@ -169,7 +169,7 @@ async def test_an_unknown_model_is_404_and_one_without_workers_503(
 ) -> None:
     url = one_redis_server.url
     async with replica(url) as door:
-        with worker(url, "a"):
+        async with worker_here(url, "a"):
             await until_serving(door, 1)
             answer = await door.post("/v1/chat/completions", json=chat("x", model="other"))
             assert answer.status_code == 404
@@ -230,7 +230,7 @@ async def test_errors_of_messages_have_their_own_form(door: httpx.AsyncClient) -
 
 async def test_a_key_guards_all_but_health(one_redis_server: EmbeddedRedis) -> None:
     url = one_redis_server.url
-    with worker(url, "a", worker_key="inner"):
+    async with worker_here(url, "a", worker_key="inner"):
         async with replica(url, api_key="secret", worker_key="inner") as door:
             await until_serving(door, 1)
             answer = await door.post("/v1/chat/completions", json=chat("x"))

@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 import app
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import MODEL, completing, replica, until_serving
+from tests.door.conftest import MODEL, completing, replica, until_serving, worker
 
 NUM = 20
 OWNERS = (str(Path(app.__file__).parent) + "/", str(Path(uvicorn.__file__).parent) + "/")
@@ -28,6 +28,16 @@ OWNERS = (str(Path(app.__file__).parent) + "/", str(Path(uvicorn.__file__).paren
 ELSEWHERE = (OWNERS[0] + "router/", OWNERS[0] + "state/")
 """Requests that are decided together share what these make."""
 PROMPT: dict[str, Any] = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 16}
+
+
+@pytest.fixture
+async def door(one_redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+    """As the usual one, with workers as processes: what they make here would count, too."""
+    url = one_redis_server.url
+    with worker(url, "a"), worker(url, "b"):
+        async with replica(url) as client:
+            await until_serving(client, 2)
+            yield client
 
 
 def is_of_a_request() -> bool:

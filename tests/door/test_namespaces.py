@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from app.core.keys import MODELS
 from app.local.redis_server import EmbeddedRedis
 from app.state.models import directory
-from tests.door.conftest import MODEL, models, replica, until_serving, worker
+from tests.door.conftest import MODEL, models, replica, until_serving, worker_here
 from tests.door.test_answers import chat
 from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
@@ -20,15 +20,18 @@ async def test_metrics_are_those_of_all_namespaces_that_the_door_serves(
     one_redis_server: EmbeddedRedis,
 ) -> None:
     url = one_redis_server.url
-    with worker(url, "a"), worker(url, "b", namespace="other", model_name="other-model"):
-        async with replica(url) as door:
-            await until_serving(door, 1)
-            await eventually(lambda: models(door), lambda found: len(found) == 2, within_s=30.0)
-            for model, count in (("sim-model", 1), ("other-model", 2)):
-                for _ in range(count):
-                    answer = await door.post("/v1/chat/completions", json=chat("x", model=model))
-                    assert answer.status_code == 200, answer.text
-            found = await scrape(door)
+    async with (
+        worker_here(url, "a"),
+        worker_here(url, "b", namespace="other", model_name="other-model"),
+        replica(url) as door,
+    ):
+        await until_serving(door, 1)
+        await eventually(lambda: models(door), lambda found: len(found) == 2, within_s=30.0)
+        for model, count in (("sim-model", 1), ("other-model", 2)):
+            for _ in range(count):
+                answer = await door.post("/v1/chat/completions", json=chat("x", model=model))
+                assert answer.status_code == 200, answer.text
+        found = await scrape(door)
     decided = {"policy": "latency", "outcome": "routed"}
     assert found("decisions_total", **decided) == 1
     assert found("decisions_total", **decided, namespace="other") == 2
@@ -49,20 +52,19 @@ async def test_a_namespace_that_has_lost_its_workers_is_shown_with_none(
         family = (await scrape(door)).families["kvroute_workers"]
         return {sample.labels.get("namespace"): sample.value for sample in family.samples}
 
-    with worker(url, "a"):
-        async with replica(url) as door:
-            with worker(url, "b", namespace="other", model_name="other-model"):
-                await eventually(live, lambda seen: seen == {None: 1, "other": 1}, within_s=30.0)
-            await eventually(live, lambda seen: seen == {None: 1, "other": 0}, within_s=30.0)
+    async with worker_here(url, "a"), replica(url) as door:
+        async with worker_here(url, "b", namespace="other", model_name="other-model"):
+            await eventually(live, lambda seen: seen == {None: 1, "other": 1}, within_s=30.0)
+        await eventually(live, lambda seen: seen == {None: 1, "other": 0}, within_s=30.0)
 
 
 async def test_a_name_that_two_namespaces_announce_is_the_first_ones_at_every_replica(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     url = one_redis_server.url
-    with worker(url, "first", namespace="other"):
+    async with worker_here(url, "first", namespace="other"):
         await eventually(lambda: directory(redis), lambda holders: holders == {MODEL: "other"})
-        with worker(url, "second"):
+        async with worker_here(url, "second"):
             async with replica(url) as door:
                 await until_serving(door, 1)
                 answer = await door.post("/v1/chat/completions", json=chat("x"))
@@ -79,18 +81,21 @@ async def test_names_of_namespaces_without_workers_cost_a_replica_nothing(
 ) -> None:
     url = one_redis_server.url
     await redis.hset(MODELS, mapping={f"model-{n}": f"ns-{n} 9999999999" for n in range(3000)})
-    with worker(url, "a"), worker(url, "b", namespace="other", model_name="other-model"):
-        async with replica(url) as door:
-            await eventually(lambda: models(door), lambda found: len(found) == 2, within_s=30.0)
-            shown = (await door.get("/metrics")).text
-            assert 'namespace="other"' in shown
-            assert 'namespace="ns-' not in shown
-            assert len(await redis.client_list()) < 60
+    async with (
+        worker_here(url, "a"),
+        worker_here(url, "b", namespace="other", model_name="other-model"),
+        replica(url) as door,
+    ):
+        await eventually(lambda: models(door), lambda found: len(found) == 2, within_s=30.0)
+        shown = (await door.get("/metrics")).text
+        assert 'namespace="other"' in shown
+        assert 'namespace="ns-' not in shown
+        assert len(await redis.client_list()) < 60
 
 
 async def test_a_replica_that_is_ready_lists_its_models(one_redis_server: EmbeddedRedis) -> None:
     url = one_redis_server.url
-    with worker(url, "a"):
+    async with worker_here(url, "a"):
         async with replica(url) as first:
             await until_serving(first, 1)
         async with replica(url) as door:

@@ -10,7 +10,7 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import MODEL, completing, replica, until_serving, worker
+from tests.door.conftest import MODEL, completing, replica, until_serving, worker_here
 from tests.door.test_answers import chat
 from tests.eventually import eventually
 
@@ -64,7 +64,7 @@ async def test_without_a_model_the_only_one_is_meant(
     assert (await door.post("/v1/chat/completions", json=body)).json()["model"] == MODEL
     null = body | {"model": None}
     assert (await door.post("/v1/chat/completions", json=null)).status_code == 200
-    with worker(one_redis_server.url, "c", model_name="other"):
+    async with worker_here(one_redis_server.url, "c", model_name="other"):
         await until_serving(door, 3)
 
         async def answer() -> httpx.Response:
