@@ -230,21 +230,21 @@ async def test_errors_of_messages_have_their_own_form(door: httpx.AsyncClient) -
 
 async def test_a_key_guards_all_but_health(one_redis_server: EmbeddedRedis) -> None:
     url = one_redis_server.url
-    async with worker_here(url, "a", worker_key="inner"):
-        async with replica(url, api_key="secret", worker_key="inner") as door:
-            await until_serving(door, 1)
-            answer = await door.post("/v1/chat/completions", json=chat("x"))
-            assert answer.status_code == 200, answer.text
-            for wrong in ({"authorization": "Bearer no"}, {"authorization": "secret"}):
-                for path in ("/v1/models", "/v1/workers", "/metrics", "/nowhere"):
-                    answer = await door.get(path, headers=wrong)
-                    assert answer.status_code == 401
-                    assert answer.json()["error"]["code"] == "invalid_api_key"
-                answer = await door.post("/v1/chat/completions", json=chat("x"), headers=wrong)
+    async with (
+        worker_here(url, "a", worker_key="inner"),
+        replica(url, api_key="secret", worker_key="inner") as door,
+    ):
+        await until_serving(door, 1)
+        answer = await door.post("/v1/chat/completions", json=chat("x"))
+        assert answer.status_code == 200, answer.text
+        for wrong in ({"authorization": "Bearer no"}, {"authorization": "secret"}):
+            for path in ("/v1/models", "/v1/workers", "/metrics", "/nowhere"):
+                answer = await door.get(path, headers=wrong)
                 assert answer.status_code == 401
-                for path in ("/health", "/readiness"):
-                    assert (await door.get(path, headers=wrong)).status_code == 200
-            answer = await door.get(
-                "/v1/models", headers={"authorization": "", "x-api-key": "secret"}
-            )
-            assert answer.status_code == 401  # an empty bearer token is one
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+            answer = await door.post("/v1/chat/completions", json=chat("x"), headers=wrong)
+            assert answer.status_code == 401
+            for path in ("/health", "/readiness"):
+                assert (await door.get(path, headers=wrong)).status_code == 200
+        answer = await door.get("/v1/models", headers={"authorization": "", "x-api-key": "secret"})
+        assert answer.status_code == 401  # an empty bearer token is one
