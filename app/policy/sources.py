@@ -17,6 +17,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from app.core.loads import MEMORY_ROUNDS
 from app.core.worker_report import Role, WorkerInfo
 from app.policy.cost import (
     TRANSFER_WEIGHT,
@@ -29,6 +30,8 @@ from app.policy.cost import (
 )
 
 Mask = NDArray[np.bool_]
+APART_WEIGHT = 0.15
+"""What a second of a prefill beside a decode costs on top, where it can be spared."""
 OWN_TRANSFER = "kvroute"
 """The way in which KV travels between our own engines."""
 TOGETHER = "sglang"
@@ -125,6 +128,28 @@ class Route(NamedTuple):
     rest_s: float = 0.0
 
 
+def where_apart(candidates: Candidates, costs: Costs) -> Costs:
+    """The costs of `latency` where prompts may be computed apart from decodes.
+
+    A prefill delays each decode beside it by most of its own length. That counts for more here: for
+    a prefill, which meets the requests in flight, and for a decode, which meets the prefills that
+    the worker gets in a round, times the rounds until it ends: as many as a worker has requests in
+    flight. So workers that got prefills get more of them, and others decode; but only as far as
+    workers are free of prefills, as those would wait for each other.
+    """
+    terms, requests = costs.terms, candidates.active_requests
+    free = 1.0 - np.count_nonzero(candidates.prefill_s) / requests.size
+    weight = APART_WEIGHT * free
+    now = weight * terms["prefill_s"] * requests
+    # A request that is split is two reservations, and rounds count those.
+    later = weight * 2.0 / MEMORY_ROUNDS * float(requests.mean()) * candidates.routed_s
+    changed = {
+        "interference_s": terms["interference_s"] + now,
+        "decode_s": terms["decode_s"] + later,
+    }
+    return Costs(costs.cost + now + later, terms | changed)
+
+
 def routes_with_source(
     policy: str,
     candidates: Candidates,
@@ -140,7 +165,8 @@ def routes_with_source(
     """The cheapest route of each form but LOCAL; forms without a pair of workers are left out, and
     so are those of which no pair can cost as little as `below`.
 
-    eligible: those that the request allows. room: those that can take it. costs: the policy's.
+    eligible: those that the request allows. room: those that can take it. costs: the policy's, for
+    `latency` those `where_apart`.
     published: leading blocks that each has on its device, (workers,), without those that it is only
     foreseen to have. Policies other than `latency` do not count in seconds: by them a request is
     split wherever there is a worker for nothing but prefill, between the cheapest of those and of
