@@ -17,7 +17,7 @@ from app.door.tokens import Overloaded, Renderer, TooManyTokens, Unrenderable, l
 from app.http.body import header, json_response, read_body
 from app.http.json_body import JsonBody
 from app.simulation.steps import PromptTooLargeError
-from workers.engines.base import QueueFullError
+from workers.engines.base import QueueFullError, Tokenizer
 from workers.engines.openai.answer import Answer, Form, now_s
 from workers.engines.openai.chats import (
     chat_of,
@@ -188,23 +188,29 @@ class _Chats:
             ids = np.frombuffer(await self._rendered(self._seen(fields)), "<u4").tolist()
         else:
             text = fields.get("prompt")
-            if self._served.tokenizer is None or not isinstance(text, str):
+            if not isinstance(text, str):
                 raise InvalidRequest("prompt", f"needs text, got {shown(text)}")
-            ids = await encoded(self._served.tokenizer, text, "prompt")
+            ids = await encoded(self._tokenizer("prompt"), text, "prompt")
         limit = self._served.engine.max_context_tokens
         return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         fields = await self._fields(request)
-        ids, tokenizer = fields.get("tokens"), self._served.tokenizer
+        ids, tokenizer = fields.get("tokens"), self._tokenizer("tokens")
         if isinstance(ids, list) and not ids:
             return json_response({"prompt": ""})
         most = self._served.engine.max_context_tokens
-        if tokenizer is None or not isinstance(ids, np.ndarray) or ids.max() >= 1 << 32:
+        if not isinstance(ids, np.ndarray) or ids.max() >= 1 << 32:
             raise InvalidRequest("tokens", f"needs token ids, got {shown(ids)}")
         if len(ids) > most:
             raise InvalidRequest("tokens", f"has {len(ids)} token ids, over {most}")
         return json_response({"prompt": await decoded(tokenizer, ids.tolist())})
+
+    def _tokenizer(self, field: str) -> Tokenizer:
+        """Raises InvalidRequest."""
+        if self._served.tokenizer is None:
+            raise InvalidRequest(field, "this worker has no tokenizer")
+        return self._served.tokenizer
 
     async def _fields(self, request: Request) -> dict[str, Any]:
         """Raises InvalidRequest."""
@@ -216,6 +222,9 @@ class _Chats:
             raise InvalidRequest(
                 "model", f"must be one of {', '.join(names)}, got {shown(fields['model'])}"
             )
+        tools = fields.get("tools")
+        if isinstance(tools, list) and not tools:  # so clients say that there are none
+            del fields["tools"]
         return fields
 
     def _seen(self, fields: dict[str, Any]) -> dict[str, Any]:

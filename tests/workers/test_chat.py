@@ -157,6 +157,18 @@ async def test_tools_are_called_as_the_choice_says(
         assert json.loads(calls[0]["function"]["arguments"]) == {"place": "the quick"}
 
 
+async def test_an_empty_list_of_tools_is_none(client: httpx.AsyncClient) -> None:
+    for path in (CHATS, MESSAGES, "/tokenize"):
+        without = await asked(client, path, max_tokens=3)
+        with_none = await asked(client, path, max_tokens=3, tools=[])
+        assert timeless(with_none) == timeless(without)
+
+
+def timeless(answer: dict[str, Any]) -> dict[str, Any]:
+    """Without what no two answers have in common."""
+    return {name: value for name, value in answer.items() if name not in ("id", "created", "usage")}
+
+
 async def test_after_a_tools_result_comes_an_answer(client: httpx.AsyncClient) -> None:
     called = (await asked(client, tools=[WEATHER]))["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "sunny"}
@@ -460,3 +472,19 @@ async def test_a_part_whose_type_is_no_text_is_refused(client: httpx.AsyncClient
     body = {"messages": messages, "max_tokens": 1}
     for path in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"):
         assert (await client.post(path, json=body)).status_code == 422
+
+
+async def test_a_worker_without_a_tokenizer_says_so() -> None:
+    engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
+    runner = EngineRunner(engine, speedup=1e5)
+    served = Served(runner, ["m"])
+    app = create_app(served)
+    add_chat(app, served, "")
+    async with served_by(runner, app) as client:
+        for path, fields in (
+            ("/tokenize", {"prompt": "hello"}),
+            ("/tokenize", {"messages": [USER]}),
+            ("/detokenize", {"tokens": [1, 2]}),
+            (CHATS, {"messages": [USER]}),
+        ):
+            assert "this worker has no tokenizer" in (await refused(client, path, **fields))[1]

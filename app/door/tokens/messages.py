@@ -144,7 +144,7 @@ def chat_of(body: Mapping[str, Any], content: ContentFormat, *, takes_developers
     tools = tools_of(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Unrenderable("message", "messages is not a list of at least one")
+        raise Unrenderable("message", "not a list of at least one")
     if len(messages) > MAX_MESSAGES:
         raise Unrenderable("size", f"{len(messages)} messages, over {MAX_MESSAGES}")
     parsed = [_message(message, content) for message in messages]
@@ -171,7 +171,7 @@ def _check_response_format(value: Any) -> None:
 
 def _message(message: Any, content_format: ContentFormat) -> Message:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        raise Unrenderable("message", shown(message))
+        raise Unrenderable("message", f"{shown(message)} has no role")
     for name in message.keys() - _KNOWN:
         is_ignored = name in _IGNORED and not message[name]
         if not is_ignored and not (role == "assistant" and name in _REASONING):
