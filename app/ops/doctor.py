@@ -79,10 +79,13 @@ async def _all(
     router_urls: tuple[str, ...],
     probe: bool,
 ) -> AsyncIterator[Check]:
+    is_there = True
     async for check in checks.of_server(redis):
         yield check
-    async for check in checks.of_namespace(redis, keyspace):
-        yield check
+        is_there = check.about != "redis"
+    if is_there:
+        async for check in checks.of_namespace(redis, keyspace):
+            yield check
     for url in router_urls:
         yield await checks.of_router(url)
     if engine_urls:

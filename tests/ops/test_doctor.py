@@ -110,6 +110,7 @@ def test_a_redis_that_is_away_is_the_only_thing_said() -> None:
     result = kvroute("redis://127.0.0.1:1", "doctor")
     assert result.exit_code == 1
     assert "127.0.0.1:1" in result.output
+    assert result.output.count("✗") == 1
 
 
 def test_a_redis_that_drops_keys_is_told(url: str, raw: Redis) -> None:
