@@ -361,14 +361,19 @@ def _listening(cluster: Any) -> str:
 
     redis_url = shown_url(cluster.redis_url)
     balancer = "haproxy" if cluster.balancer else "a socket shared by the replicas"
-    chat = f'{{"model": "{cluster.model}", "messages": [{{"role": "user", "content": "hi"}}]}}'
+    if cluster.takes_text:
+        path, asked = "chat/completions", '"messages": [{"role": "user", "content": "hi"}]'
+    else:
+        path, asked = "completions", '"prompt": [1, 2, 3]'
     lines = [
         f"balancer   {cluster.balancer_url}   ({balancer})",
         *(f"{m.name:<10} {m.url}" for m in [*cluster.routers, *cluster.workers]),
         f"redis      {redis_url}",
+        *([f"console    {cluster.console_url}"] if cluster.console_url else []),
         "",
         "Try:",
-        f"  curl -s {cluster.balancer_url}/v1/chat/completions -d '{chat}'",
+        f"  curl -s {cluster.balancer_url}/v1/{path} "
+        f"""-d '{{"model": "{cluster.model}", {asked}}}'""",
         f"  curl -s {cluster.balancer_url}/v1/workers",
         f"  curl -s {cluster.balancer_url}/v1/route -H 'content-type: application/json' "
         """-d '{"token_ids": [1, 2, 3], "explain": true, "reserve": false}'""",

@@ -388,14 +388,30 @@ def test_up_refuses_roles_that_cannot_be(options: list[str], why: str) -> None:
     assert why in ended.stderr
 
 
-def test_up_does_not_print_the_redis_password() -> None:
-    cluster = Cluster(
+def cluster_elsewhere(router: RouterSettings, worker: WorkerSettings) -> Cluster:
+    return Cluster(
         num_workers=1,
         num_replicas=1,
         redis_url="redis://user:sesame@elsewhere:6379/2",
-        router=RouterSettings(),
-        worker=WorkerSettings(),
+        router=router,
+        worker=worker,
     )
+
+
+def test_up_names_what_its_engine_and_its_routers_have() -> None:
+    usual = _listening(cluster_elsewhere(RouterSettings(), WorkerSettings()))
+    assert "/v1/chat/completions" in usual
+    assert "/console/" in usual
+    # A size gets random weights, but no tokenizer: such a model takes no text.
+    torch = WorkerSettings(engine="torch", model="tiny")
+    other = _listening(cluster_elsewhere(RouterSettings(console=False), torch))
+    assert "/v1/chat/completions" not in other
+    assert """/v1/completions -d '{"model": "tiny", "prompt": [1, 2, 3]}'""" in other
+    assert "/console/" not in other
+
+
+def test_up_does_not_print_the_redis_password() -> None:
+    cluster = cluster_elsewhere(RouterSettings(), WorkerSettings())
     assert "redis      redis://elsewhere:6379/2\n" in _listening(cluster)
     assert "sesame" not in _listening(cluster)
 

@@ -124,10 +124,19 @@ class Cluster:
     @property
     def model(self) -> str:
         """The name by which requests ask for the workers' model."""
-        is_simulated = self._worker.engine == "sim"
         return self._worker.model_names(
-            self._worker.profile if is_simulated else self._worker.model
+            self._worker.profile if self.takes_text else self._worker.model
         )[0]
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether the workers have a tokenizer. The torch engine's may have none."""
+        return self._worker.engine == "sim"
+
+    @property
+    def console_url(self) -> str:
+        """ "": there is none."""
+        return f"{self.balancer_url}/console/" if self._router.console else ""
 
     @property
     def members(self) -> list[Member]:
