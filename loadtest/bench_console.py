@@ -22,20 +22,10 @@ from rich.console import Console
 
 from app.options import POSITIVE, PROCESSES
 from app.state.connect import connect
-from loadtest.bench_decision import (
-    PER_REPLICA,
-    Connection,
-    Server,
-    Shape,
-    load,
-    register,
-    route_forever,
-    server,
-    server_core,
-    shapes,
-)
+from loadtest.bench_decision import PER_REPLICA, register, route_forever, shapes
 from loadtest.command import Command, json_option, save
 from loadtest.cores import redis_to_measure
+from loadtest.servers import Connection, Server, Shape, load, server, server_core
 
 VIEWERS = 5
 NUM_WORKERS = 64

@@ -39,7 +39,11 @@ from app.options import POSITIVE
 from app.state import models
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.bench_decision import (
+from loadtest.command import Command, json_option, save
+from loadtest.cores import CORES, redis_to_measure
+from loadtest.holders import Holders
+from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever
+from loadtest.servers import (
     NUM_PROMPTS,
     Connection,
     Server,
@@ -49,10 +53,6 @@ from loadtest.bench_decision import (
     server,
     server_core,
 )
-from loadtest.command import Command, json_option, save
-from loadtest.cores import CORES, redis_to_measure
-from loadtest.holders import Holders
-from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever
 from loadtest.word_tokenizer import word_tokenizer
 from workers.engines.sim.text import WORDS
 

@@ -26,7 +26,6 @@ from rich.console import Console
 from app.http.server import run
 from app.local.redis_server import LOOPBACK
 from app.options import POSITIVE
-from loadtest.bench_decision import NUM_PROMPTS, Connection, Server, server, server_core
 from loadtest.bench_door import (
     MODEL,
     PATH,
@@ -39,6 +38,7 @@ from loadtest.bench_door import (
 from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, redis_to_measure
 from loadtest.instant_engine import engine_forever
+from loadtest.servers import NUM_PROMPTS, Connection, Server, server, server_core
 
 AT_ONCE = 64
 WARM_SHARE = 0.1

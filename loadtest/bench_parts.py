@@ -31,17 +31,14 @@ from loadtest.bench_decision import (
     NUM_TOKENS,
     NUM_WORKERS,
     PER_REPLICA,
-    Shape,
     answer_forever,
-    load,
     register,
     route_forever,
-    server,
-    server_core,
     shapes,
 )
 from loadtest.command import Command
 from loadtest.cores import redis_to_measure
+from loadtest.servers import Shape, load, server, server_core
 
 TICK_S = 0.004
 PARTS = {
