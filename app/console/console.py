@@ -11,7 +11,7 @@ from app.console.figures import LONG_WINDOW_S, WINDOW_S, Together
 from app.console.history import Curves
 from app.console.kept import Kept, KeptAnswers
 from app.console.sampler import Sampler, short
-from app.console.tail import COLUMNS, DecisionTail, Entry, Wanted, place
+from app.console.tail import COLUMNS, DecisionFilter, DecisionTail, Entry, place
 from app.console.whatif import WhatIf
 from app.core.check import Check
 from app.core.errors import NamespaceMissing, RedisUnavailable
@@ -192,12 +192,12 @@ class Console:
             "reserved": len(reserved),
         }
 
-    async def decisions(self, after: str, limit: int, wanted: Wanted) -> dict[str, Any]:
+    async def decisions(self, after: str, limit: int, which: DecisionFilter) -> dict[str, Any]:
         """The newest decisions, the newest first, or those that came `after` one. Raises
         RedisUnavailable."""
         await self._followed.now()
         newer = [e for e in reversed(self._tail.entries) if place(e.id) > place(after)]
-        rows = [entry.row() for entry in newer if wanted.takes(entry.record)]
+        rows = [entry.row() for entry in newer if which.takes(entry.record)]
         return {
             "last": self._tail.entries[-1].id if self._tail.entries else after,
             "missed": bool(after) and self._tail.lacks(after),

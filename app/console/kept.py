@@ -24,7 +24,7 @@ TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class KeptAnswer:
     """body: JSON. at_ms: by the Redis clock. stale: why it is not newer; "": it is new."""
 
     body: bytes
@@ -39,12 +39,12 @@ class KeptAnswers:
 
     def __init__(self, now_ms: Callable[[], int | None]) -> None:
         self._now_ms = now_ms
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
-        self._making: dict[str, Kept[Answer]] = {}
+        self._answers: OrderedDict[str, KeptAnswer] = OrderedDict()
+        self._making: dict[str, Kept[KeptAnswer]] = {}
 
     async def of(
         self, question: str, make: Callable[[], Awaitable[object]], kept_s: float = KEPT_S
-    ) -> Answer:
+    ) -> KeptAnswer:
         """The answer to a question, not older than `kept_s` unless Redis is away.
 
         Raises what `make` raises, and RedisUnavailable.
@@ -62,7 +62,7 @@ class KeptAnswers:
         finally:
             self._making.pop(question, None)
 
-    async def _make(self, question: str, make: Callable[[], Awaitable[object]]) -> Answer:
+    async def _make(self, question: str, make: Callable[[], Awaitable[object]]) -> KeptAnswer:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 value = await make()
@@ -70,7 +70,7 @@ class KeptAnswers:
             raise RedisUnavailable(f"no answer within {TIMEOUT_S:g} s") from None
         body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
         etag = b'"%s"' % hashlib.blake2b(body, digest_size=12).hexdigest().encode()
-        made = Answer(body, etag, self._now_ms() or 0, time.monotonic())
+        made = KeptAnswer(body, etag, self._now_ms() or 0, time.monotonic())
         self._answers[question] = made
         self._answers.move_to_end(question)
         while len(self._answers) > MAX_KEPT:

@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DecisionFilter:
     """Which decisions are asked for. worker: an id or a key. None: any."""
 
     reason: str | None = None

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from app.console.console import Console
 from app.console.kept import KEPT_S
-from app.console.tail import Wanted
+from app.console.tail import DecisionFilter
 from app.core.errors import cut
 from app.door.door import Headers
 from app.edge import console_schemas as schemas
@@ -52,11 +52,11 @@ async def decisions(client: Client) -> None:
     if (request_id := asked.request_id) is not None:
         await _answer(client, f"of {request_id}", lambda: console.decision(request_id))
         return
-    wanted = Wanted(asked.reason, asked.worker, asked.model, asked.tenant)
+    which = DecisionFilter(asked.reason, asked.worker, asked.model, asked.tenant)
     await _answer(
         client,
         f"decisions {asked!r}",
-        lambda: console.decisions(asked.after or "", asked.limit, wanted),
+        lambda: console.decisions(asked.after or "", asked.limit, which),
     )
 
 

@@ -16,7 +16,7 @@ class Sample:
     value: float
 
 
-class Wanted:
+class SamplePattern:
     """Finds the samples with one of these names.
 
     One regular expression skips all other lines without making objects of them: an engine's text

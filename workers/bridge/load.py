@@ -13,7 +13,7 @@ from typing import Any
 from app.core.cache_stats import HitRate
 from app.core.errors import EngineUnavailable
 from workers.bridge.engine_http import EngineHttp
-from workers.bridge.exposition import Sample, Wanted
+from workers.bridge.exposition import Sample, SamplePattern
 from workers.bridge.facts import EngineKind, EngineLoad, EngineReading
 
 LOADS = "/v1/loads?include=core&format=json"
@@ -86,7 +86,7 @@ class LoadReader:
         self._kind = kind
         self._has_loads = kind == "sglang"
         self._names = {name: field for field, names in _NAMES[kind].items() for name in names}
-        self._wanted = Wanted((*self._names, SLEEP, STARTED, BY_SOURCE, OUTPUTS))
+        self._wanted = SamplePattern((*self._names, SLEEP, STARTED, BY_SOURCE, OUTPUTS))
         self._before: dict[int, _Values] = {}
         self._idle_s: dict[int, float] = {}
         self._hits: defaultdict[int, HitRate] = defaultdict(HitRate)

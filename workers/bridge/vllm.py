@@ -13,7 +13,7 @@ from app.core.errors import ConfigError
 from workers.bridge.engine_http import EngineHttp, whole
 from workers.bridge.engine_models import models_of
 from workers.bridge.event_sources import overridden, reachable
-from workers.bridge.exposition import Sample, Wanted
+from workers.bridge.exposition import Sample, SamplePattern
 from workers.bridge.facts import EngineFacts, EventSource, Overrides
 
 EVENTS_FLAG = (
@@ -30,7 +30,7 @@ CONNECTED = "vllm:num_requests_kv_fetch_by_stage"
 LOOKAHEAD_SINCE = (0, 33)
 """From then on a block's hash covers the tokens after it that a drafter has read, unless there is a
 KV connector."""
-_WANTED = Wanted((CONFIG, STARTED, RUNNING, SPECULATIVE, CONNECTED))
+_WANTED = SamplePattern((CONFIG, STARTED, RUNNING, SPECULATIVE, CONNECTED))
 _LOCAL = ("tcp://127.", "tcp://localhost:", "tcp://0.0.0.0:")
 """vLLM binds only what has `*` or `::` in it, and connects to other addresses. It may report one of
 this node's as bound, because it resolved `tcp://*:0` to it, but never one of these."""

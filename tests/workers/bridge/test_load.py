@@ -8,7 +8,7 @@ import pytest
 
 from app.core.errors import EngineUnavailable
 from tests.workers.bridge.engine_server import SGLANG, VLLM, Answers, engine_of, vllm_metrics
-from workers.bridge.exposition import Wanted
+from workers.bridge.exposition import SamplePattern
 from workers.bridge.facts import EngineKind, EngineLoad, EngineReading
 from workers.bridge.load import LoadReader
 
@@ -185,7 +185,7 @@ vllm:a +Inf
 vllm:a{engine="2"} five
 vllm:a 6 1700000000
 """
-    found = [(sample.labels, sample.value) for sample in Wanted(["vllm:a"]).samples(text)]
+    found = [(sample.labels, sample.value) for sample in SamplePattern(["vllm:a"]).samples(text)]
     assert found == [({"engine": "1", "text": 'a \\"b\\", }'}, 3.0), ({}, 6.0)]
 
 
