@@ -25,7 +25,7 @@ from workers.agent.agent import AgentSettings
 from workers.bridge.discovery import discover
 from workers.bridge.engine_http import EngineHttp
 from workers.bridge.engine_models import models_of, tokenizer_hash
-from workers.bridge.facts import EngineFacts, EngineLoad, EngineReading, Overrides
+from workers.bridge.facts import EngineFacts, EngineLoad, EngineReading, EventSource, Overrides
 from workers.bridge.load import LoadReader
 from workers.bridge.rank import Rank
 from workers.bridge.speed import EngineSpeed
@@ -194,14 +194,7 @@ class EngineFollower:
 
     async def _new_ranks(self, context: zmq.asyncio.Context, facts: EngineFacts) -> list[Rank]:
         settings = self._settings
-        block_size = settings.block_size or await self._namespace_block_size()
-        block_size = block_size or facts.block_size
-        if facts.block_size % block_size:
-            raise ConfigError(
-                f"the engine's blocks of {facts.block_size} tokens are not whole blocks of the "
-                f"{block_size} that namespace {settings.namespace!r} has: start it with a multiple "
-                "of them, or give it a namespace of its own (--namespace)"
-            )
+        block_size = await self._block_size(facts)
         agent_settings = AgentSettings(
             settings.lease_ttl_s,
             settings.index_blocks or CAPACITY_WORKERS * facts.capacity_tokens // block_size,
@@ -213,28 +206,7 @@ class EngineFollower:
         ranks = []
         for source in facts.sources:
             self.speeds.setdefault(source.rank, EngineSpeed(facts.capacity_tokens, self._profile))
-            key = WorkerKey(settings.resolved_id(), source.rank)
-            info = WorkerInfo(
-                key=key,
-                address=settings.address or self._engine.url,
-                block_size=block_size,
-                kv_total_blocks=facts.capacity_tokens // block_size,
-                max_requests=settings.max_requests,
-                reuse_blocks=max(1, facts.reuse_tokens // block_size),
-                recomputed_blocks=-(-facts.recomputed_tokens // block_size),
-                accelerator="",
-                engine=f"{facts.kind} {facts.version}",
-                models=facts.models,
-                adapters=facts.adapters,
-                max_model_len=facts.max_model_len or 0,
-                tokenizer=facts.tokenizer,
-                tokenizer_hash=probed,
-                event_addresses=tuple(filter(None, (source.endpoint, source.replay))),
-                role=Role.parse(settings.role),
-                kv_transfer=settings.kv_transfer,
-                kv_lease_s=settings.kv_lease_s,
-                bootstrap_port=settings.bootstrap_port if settings.kv_transfer == "sglang" else 0,
-            )
+            info = self._info(facts, source, block_size, probed)
             ranks.append(
                 Rank(
                     context,
@@ -245,10 +217,51 @@ class EngineFollower:
                     self._runner,
                     self._keyspace,
                     lambda rank=source.rank: self._measure(rank),  # type: ignore[misc]
-                    self._memory / f"{settings.namespace}-{key.worker_id}-{key.dp_rank}.blocks",
+                    self._memory
+                    / f"{settings.namespace}-{info.key.worker_id}-{source.rank}.blocks",
                 )
             )
         return ranks
+
+    def _info(
+        self, facts: EngineFacts, source: EventSource, block_size: int, probed: str
+    ) -> WorkerInfo:
+        """What one of the engine's ranks registers. probed: the hash of its tokenizer."""
+        settings = self._settings
+        return WorkerInfo(
+            key=WorkerKey(settings.resolved_id(), source.rank),
+            address=settings.address or self._engine.url,
+            block_size=block_size,
+            kv_total_blocks=facts.capacity_tokens // block_size,
+            max_requests=settings.max_requests,
+            reuse_blocks=max(1, facts.reuse_tokens // block_size),
+            recomputed_blocks=-(-facts.recomputed_tokens // block_size),
+            accelerator="",
+            engine=f"{facts.kind} {facts.version}",
+            models=facts.models,
+            adapters=facts.adapters,
+            max_model_len=facts.max_model_len or 0,
+            tokenizer=facts.tokenizer,
+            tokenizer_hash=probed,
+            event_addresses=tuple(filter(None, (source.endpoint, source.replay))),
+            role=Role.parse(settings.role),
+            kv_transfer=settings.kv_transfer,
+            kv_lease_s=settings.kv_lease_s,
+            bootstrap_port=settings.bootstrap_port if settings.kv_transfer == "sglang" else 0,
+        )
+
+    async def _block_size(self, facts: EngineFacts) -> int:
+        """Of the index, in tokens. Raises ConfigError if it does not divide the engine's."""
+        settings = self._settings
+        block_size = settings.block_size or await self._namespace_block_size()
+        block_size = block_size or facts.block_size
+        if facts.block_size % block_size:
+            raise ConfigError(
+                f"the engine's blocks of {facts.block_size} tokens are not whole blocks of the "
+                f"{block_size} that namespace {settings.namespace!r} has: start it with a multiple "
+                "of them, or give it a namespace of its own (--namespace)"
+            )
+        return block_size
 
     async def _namespace_block_size(self) -> int | None:
         """None if the namespace is new; waits for Redis."""
