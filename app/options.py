@@ -254,7 +254,7 @@ def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
     return decorate
 
 
-def pick(cls: type[S], values: dict[str, Any], *, without: tuple[str, ...] = ()) -> S:
+def pick(cls: type[S], values: dict[str, Any], *, without: tuple[str, ...]) -> S:
     """A `cls` made from those of `values` that are its fields; the others keep their default."""
     names = {f.name for f in fields(cls)} - set(without)
     return cls(**{name: value for name, value in values.items() if name in names})

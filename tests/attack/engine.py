@@ -58,12 +58,11 @@ def _events(*data: bytes) -> bytes:
     return _STREAM + _chunk(text) + b"0\r\n\r\n"
 
 
-def _for_ever(begin: bytes, again: bytes, end: bytes = b"") -> Callable[[], Iterator[bytes]]:
+def _for_ever(begin: bytes, again: bytes) -> Callable[[], Iterator[bytes]]:
     def parts() -> Iterator[bytes]:
         yield begin
         for _ in range(MOST_BYTES // len(again)):
             yield again
-        yield end
 
     return parts
 

@@ -6,7 +6,7 @@ The engines here only say what vLLM's NixlConnector says; tests/engines has the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -31,7 +31,6 @@ DO = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
 }
-Complete = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Engine:
