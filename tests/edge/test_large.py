@@ -25,6 +25,11 @@ from tests.edge.test_bodies import bodies
 ACCEPTED = {name: body for name, body in hostile_bodies(400_000) if name not in REFUSED}
 
 
+@pytest.fixture(scope="module")
+def hostile() -> dict[str, bytes]:
+    return dict(hostile_bodies(2_000_000))
+
+
 async def read(raw: bytes, max_tokens: int = MAX_TOKENS) -> tuple[RouteBody, bytes | None]:
     return await BodyReader(max_tokens).read(RouteBody, raw, BLOCK_SIZE)
 
@@ -97,11 +102,10 @@ async def test_a_large_valid_body_is_read_as_pydantic_reads_it(spaced: bool) -> 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 async def test_hostile_bodies_are_refused_and_hold_the_loop_for_one_piece_at_most(
-    name: str,
+    hostile: dict[str, bytes], name: str
 ) -> None:
-    raw = dict(hostile_bodies(2_000_000))[name]
     with pytest.raises((InvalidRequest, ValidationError)) as refused:
-        await read(raw)
+        await read(hostile[name])
     assert REFUSED[name] in str(refused.value)
 
 
