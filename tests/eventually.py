@@ -12,7 +12,7 @@ POLL_S = 0.01
 
 
 async def eventually(
-    look: Callable[[], Awaitable[T]], until: Callable[[T], Any] = bool, *, within_s: float = 10.0
+    look: Callable[[], Awaitable[T]], until: Callable[[T], Any] = bool, *, within_s: float = 30.0
 ) -> T:
     """The first value from `look` that `until` accepts.
 
