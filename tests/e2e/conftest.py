@@ -33,6 +33,8 @@ def small_cluster(
     haproxy: bool | None = None,
     speedup: float = 20.0,
     drain_s: float = 2.0,
+    lease_ttl_s: float = LEASE_TTL_S,
+    redis_timeout_ms: int = RouterSettings().redis_timeout_ms,
 ) -> Cluster:
     """A cluster, not started yet; the test is skipped if there is no Redis."""
     require_redis(default_kind())
@@ -40,12 +42,16 @@ def small_cluster(
         num_workers=num_workers,
         num_replicas=num_replicas,
         haproxy=haproxy,
-        router=RouterSettings(reservation_ttl_s=RESERVATION_TTL_S, log_level="error"),
+        router=RouterSettings(
+            reservation_ttl_s=RESERVATION_TTL_S,
+            redis_timeout_ms=redis_timeout_ms,
+            log_level="error",
+        ),
         worker=WorkerSettings(
             speedup=speedup,
             drain_s=drain_s,
             block_size=BLOCK_SIZE,
-            lease_ttl_s=LEASE_TTL_S,
+            lease_ttl_s=lease_ttl_s,
             # 1,024 blocks per worker make an index of about 340 buckets, swept in a moment.
             kv_pool_tokens=1024 * BLOCK_SIZE,
             log_level="error",

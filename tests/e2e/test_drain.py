@@ -70,11 +70,14 @@ async def test_workers_that_are_told_to_stop_lose_no_request() -> None:
         all_at_once(outcomes)
 
 
-@pytest.mark.parametrize("drains", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drains", [4, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
 async def test_a_drained_worker_runs_nothing_and_no_request_is_lost(drains: int) -> None:
     rng = random.Random(7)
-    with small_cluster(num_workers=3, num_replicas=2) as cluster:
+    # On a busy machine Redis may be slow, and leases late; what is tested needs neither.
+    with small_cluster(
+        num_workers=3, num_replicas=2, lease_ttl_s=10.0, redis_timeout_ms=5000
+    ) as cluster:
         async with (
             connect(cluster.redis_url) as redis,
             under_load(cluster) as outcomes,
