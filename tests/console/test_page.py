@@ -16,6 +16,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from app.console.whatif import TIMEOUT_S
 from app.local.child import start_child
 from app.local.cluster import Cluster
 from app.local.redis_server import free_port
@@ -202,6 +203,19 @@ def test_another_policy_is_tried_on_recorded_decisions(
         page.get_by_label("Policy").select_option("round_robin")
         page.get_by_role("button", name="Try").click()
         expect(page.get_by_text("decisions would have gone elsewhere")).to_be_visible()
+
+
+def test_a_what_if_is_waited_for_as_long_as_the_router_takes(cluster: Cluster, watch: Any) -> None:
+    held: list[Route] = []
+    with watch(cluster.balancer_url, failures=True) as seen:
+        page = seen.open("whatif")
+        page.clock.install()
+        page.route("**/api/whatif", lambda route: held.append(route))
+        with page.expect_request("**/api/whatif"):
+            page.get_by_role("button", name="Try").click()
+        page.clock.run_for(1000 * TIMEOUT_S)
+        held[0].fulfill(status=400, json={"error": {"message": "ask for fewer"}})
+        expect(page.get_by_role("alert")).to_have_text("ask for fewer")
 
 
 def test_a_thousand_workers_are_a_few_rows_in_the_page(cluster: Cluster, watch: Any) -> None:

@@ -2,7 +2,9 @@
 import { useEffect, useState } from "./vendor/htm-preact-standalone.module.js";
 
 const KEY = "kvroute-key";
-const TIMEOUT_MS = 10_000;
+const POLL_TIMEOUT_MS = 10_000;
+// A router works on a what-if for up to a minute.
+const ASK_TIMEOUT_MS = 65_000;
 const SLOWEST_MS = 15_000;
 
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
@@ -36,13 +38,13 @@ export class Problem extends Error {
   }
 }
 
-async function send(path, options, signal) {
+async function send(path, options, timeoutMs, signal) {
   const headers = { ...options.headers };
   const key = sessionStorage.getItem(KEY);
   if (key) headers.authorization = `Bearer ${key}`;
   const timeout = new AbortController();
   const abort = () => timeout.abort();
-  const timer = setTimeout(abort, TIMEOUT_MS);
+  const timer = setTimeout(abort, timeoutMs);
   signal?.addEventListener("abort", abort);
   try {
     // The page keeps the answer itself, so that a browser's cache never serves an old one.
@@ -73,7 +75,7 @@ export async function ask(path, body = null) {
     body === null
       ? {}
       : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
-  return (await send(path, options)).json();
+  return (await send(path, options, ASK_TIMEOUT_MS)).json();
 }
 
 // {data, error} of `path`, asked for again and again; data stays while errors come.
@@ -105,7 +107,8 @@ function poll(path, everyMs, merge, tell) {
     if (document.hidden) return note({ paused: true });
     asking = true;
     try {
-      const response = await send(data?.next ?? path, { headers: etag ? { "if-none-match": etag } : {} }, stop.signal);
+      const headers = etag ? { "if-none-match": etag } : {};
+      const response = await send(data?.next ?? path, { headers }, POLL_TIMEOUT_MS, stop.signal);
       etag = response.headers.get("etag") ?? "";
       if (response.status !== 304) data = merge(await response.json(), data);
       tell({ data, error: "" });
