@@ -69,14 +69,38 @@ async def cell_of(client: httpx.AsyncClient, body: dict[str, Any], **headers: st
     return answer.text
 
 
+def in_form(form: str, said: list[dict[str, str]]) -> dict[str, Any]:
+    """The members of a request that say a conversation in one of the forms that APIs have."""
+    if form == "ids":
+        return {"prompt": [ord(letter) for message in said for letter in message["content"]]}
+    name, _, is_parts = form.partition(" of ")
+    if not is_parts:
+        return {name: said}
+    return {name: [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in said]}
+
+
 @pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("form", ["messages", "messages of parts", "input", "input of parts"])
 async def test_the_turns_of_a_conversation_share_a_cell_and_conversations_share_cells(
-    client: httpx.AsyncClient, cells: list[Replica], system: bool
+    client: httpx.AsyncClient, cells: list[Replica], form: str, system: bool
 ) -> None:
+    await check_cells(client, cells, form, system=system)
+
+
+async def test_prompts_of_token_ids_share_a_cell_by_how_they_begin(
+    client: httpx.AsyncClient, cells: list[Replica]
+) -> None:
+    await check_cells(client, cells, "ids", system=False)
+
+
+async def check_cells(
+    client: httpx.AsyncClient, cells: list[Replica], form: str, *, system: bool
+) -> None:
+    """All turns of a conversation go to one cell, and each cell has some conversations."""
     chosen: Counter[str] = Counter()
     for number in range(24):
         turns = [
-            {"model": "m", "messages": chat(number, turn, system=system), "n": turn}
+            {"model": "m"} | in_form(form, chat(number, turn, system=system)) | {"n": turn}
             for turn in range(3)
         ]
         [cell] = {await cell_of(client, turn) for turn in turns}
