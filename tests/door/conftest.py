@@ -20,7 +20,7 @@ from app.core.worker_settings import WorkerSettings
 from app.door.tracing import Tracing
 from app.edge.app import create_app
 from app.http.server import listen, serve
-from app.local.redis_server import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis, free_port
 from app.state.scripts import ScriptRunner
 from tests.e2e.engines import Process
 from tests.eventually import eventually
@@ -55,12 +55,12 @@ def worker(redis_url: str, name: str, **options: object) -> Iterator[Process]:
 
 
 @asynccontextmanager
-async def worker_here(redis_url: str, name: str, **options: Any) -> AsyncIterator[None]:
-    """A simulated worker in this process, which costs a second of CPU less."""
-    chosen = options_of(redis_url, name) | {"drain_s": 0.0} | options
+async def worker_here(redis_url: str, name: str, **options: Any) -> AsyncIterator[str]:
+    """The URL of a simulated worker in this process, which costs a second of CPU less."""
+    chosen = options_of(redis_url, name) | {"port": free_port(), "drain_s": 0.0} | options
     serving = asyncio.create_task(serve_worker(WorkerSettings(**chosen)))
     try:
-        yield
+        yield f"http://127.0.0.1:{chosen['port']}"
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

@@ -14,7 +14,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import MODEL, replica, until_serving, worker
+from tests.door.conftest import MODEL, replica, until_serving, worker, worker_here
 from tests.door.test_answers import chat, counted
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
@@ -79,26 +79,25 @@ async def test_a_client_that_hangs_up_stops_the_engine_and_leaves_nothing_reserv
     one_redis_server: EmbeddedRedis, redis: Redis, streams: bool
 ) -> None:
     url = one_redis_server.url
-    with worker(url, "a", speedup=1) as only:
-        async with replica(url) as door:
-            await until_serving(door, 1)
-            asked: dict[str, Any] = chat("long", stream=streams, max_tokens=2000, ignore_eos=True)
+    async with worker_here(url, "a", speedup=1) as only, replica(url) as door:
+        await until_serving(door, 1)
+        asked: dict[str, Any] = chat("long", stream=streams, max_tokens=2000, ignore_eos=True)
 
-            async def ask() -> None:
-                async with door.stream("POST", "/v1/chat/completions", json=asked) as answer:
-                    async for _ in answer.aiter_text():
-                        pass
+        async def ask() -> None:
+            async with door.stream("POST", "/v1/chat/completions", json=asked) as answer:
+                async for _ in answer.aiter_text():
+                    pass
 
-            asking = asyncio.create_task(ask())
-            await eventually(lambda: running_on(only.url), lambda number: number == 1)
-            asking.cancel()
-            await eventually(lambda: running_on(only.url), lambda number: number == 0, within_s=3.0)
-            await nothing_reserved(redis)
-            code = 200 if streams else 499
-            labels = f'code="{code}",model="{MODEL}",outcome="client_gone"'
-            await eventually(
-                lambda: counted(door, f"requests_total{{{labels}}}"), lambda number: number == 1
-            )
+        asking = asyncio.create_task(ask())
+        await eventually(lambda: running_on(only), lambda number: number == 1)
+        asking.cancel()
+        await eventually(lambda: running_on(only), lambda number: number == 0, within_s=10.0)
+        await nothing_reserved(redis)
+        code = 200 if streams else 499
+        labels = f'code="{code}",model="{MODEL}",outcome="client_gone"'
+        await eventually(
+            lambda: counted(door, f"requests_total{{{labels}}}"), lambda number: number == 1
+        )
 
 
 async def test_a_client_that_reads_nothing_is_cut_off(

@@ -20,7 +20,15 @@ from app.core.keys import Keyspace
 from app.local.redis_server import EmbeddedRedis
 from app.ops.verify import verify
 from app.state.connect import connect
-from tests.door.conftest import MODEL, completing, models, replica, until_serving, worker
+from tests.door.conftest import (
+    MODEL,
+    completing,
+    models,
+    replica,
+    until_serving,
+    worker,
+    worker_here,
+)
 from tests.door.test_answers import chat, counted, events
 from tests.door.test_failures import nothing_reserved, running_on
 from tests.e2e.engines import Process
@@ -216,37 +224,39 @@ async def test_clients_that_hang_up_leave_nothing_in_whatever_phase(
 ) -> None:
     url = one_redis_server.url
     prompt = list(range(2000))
-    with worker(url, "a", speedup=0.5, max_requests=2) as only:
-        async with replica(url, wait_queue=100) as door:
-            await until_serving(door, 1)
-            body = {"model": MODEL, "max_tokens": 2000, "stream": streams}
+    async with (
+        worker_here(url, "a", speedup=0.5, max_requests=2) as only,
+        replica(url, wait_queue=100) as door,
+    ):
+        await until_serving(door, 1)
+        body = {"model": MODEL, "max_tokens": 2000, "stream": streams}
 
-            async def stay(number: int, seen: asyncio.Event) -> None:
-                asked = body | {"prompt": [number, *prompt]}
-                async with door.stream("POST", "/v1/completions", json=asked) as answer:
-                    async for _ in answer.aiter_text():
-                        seen.set()
+        async def stay(number: int, seen: asyncio.Event) -> None:
+            asked = body | {"prompt": [number, *prompt]}
+            async with door.stream("POST", "/v1/completions", json=asked) as answer:
+                async for _ in answer.aiter_text():
+                    seen.set()
 
-            async def waiting() -> float:
-                lines = (await door.get("/metrics")).text.splitlines()
-                found = [one for one in lines if one.startswith("kvroute_waiting_requests")]
-                return sum(float(line.rpartition(" ")[2]) for line in found)
+        async def waiting() -> float:
+            lines = (await door.get("/metrics")).text.splitlines()
+            found = [one for one in lines if one.startswith("kvroute_waiting_requests")]
+            return sum(float(line.rpartition(" ")[2]) for line in found)
 
-            seen = [asyncio.Event() for _ in range(50)]
-            count = 50 if phase == "in the line" else 2
-            asking = [asyncio.create_task(stay(n, seen[n])) for n in range(count)]
-            await eventually(lambda: running_on(only.url), bool, within_s=20.0)
-            if phase == "in the line":
-                await eventually(waiting, lambda number: number > 0, within_s=20.0)
-            elif phase == "in the stream":
-                for one in seen[:2]:
-                    await one.wait()
-            for task in asking:
-                task.cancel()
-            await asyncio.wait(asking)
-            await eventually(lambda: running_on(only.url), lambda n: n == 0, within_s=1.0)
-            await nothing_reserved(redis)
-            await nothing_contradicts(url)
+        seen = [asyncio.Event() for _ in range(50)]
+        count = 50 if phase == "in the line" else 2
+        asking = [asyncio.create_task(stay(n, seen[n])) for n in range(count)]
+        await eventually(lambda: running_on(only), bool, within_s=20.0)
+        if phase == "in the line":
+            await eventually(waiting, lambda number: number > 0, within_s=20.0)
+        elif phase == "in the stream":
+            for one in seen[:2]:
+                await one.wait()
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+        await eventually(lambda: running_on(only), lambda n: n == 0, within_s=10.0)
+        await nothing_reserved(redis)
+        await nothing_contradicts(url)
 
 
 async def test_a_client_that_reads_nothing_costs_the_replica_no_memory(
