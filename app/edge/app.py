@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 
@@ -32,6 +31,7 @@ from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
 from app.edge.live import LiveSettings
 from app.edge.routes import CLIENT
+from app.edge.services import Services
 from app.edge.tls import certificate_of
 from app.http.held import HeldBodies
 from app.http.server import serve
@@ -53,42 +53,6 @@ EXPOSED = (
 )
 """Headers of answers that pages of other origins may read."""
 READS_OF_THE_INDEX = ("match", "predicted")
-
-
-@dataclass(slots=True)
-class Services:
-    """What the endpoints of one replica use.
-
-    settings: `adopt` changes those that app/edge/live.py names.
-    """
-
-    settings: RouterSettings
-    routers: Routers
-    door: FrontDoor
-    keys: Keys
-    bodies: BodyReader
-    console: Console | None
-    """None: it is off."""
-
-    @property
-    def router(self) -> Router:
-        """Of its own namespace."""
-        return self.routers.own
-
-    @property
-    def block_size(self) -> int | None:
-        """Tokens per block there; None: not known yet."""
-        return self.routers.own.fleet.block_size
-
-    def adopt(self, settings: RouterSettings) -> None:
-        """Go by these settings from now on. Raises ConfigError, and then changes nothing."""
-        given = (settings.api_key, settings.api_key_file, settings.metrics_key)
-        new = Keys(*given)
-        check_open(settings.host, new, no_auth=settings.no_auth)
-        self.keys.change(*given)
-        logging.getLogger().setLevel(settings.log_level.upper())
-        self.settings = self.door.settings = settings
-        self.bodies.max_tokens = settings.max_prompt_tokens
 
 
 async def serve_router(

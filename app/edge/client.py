@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import orjson
 from pydantic import ValidationError
@@ -31,12 +30,10 @@ from app.edge.errors import (
     reason_of,
     refusal_of,
 )
+from app.edge.services import Services
 from app.http.body import read_body, resumed
 from app.http.protocol import CUT
 from app.http.watch import watched
-
-if TYPE_CHECKING:
-    from app.edge.app import Services
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import orjson
@@ -15,14 +15,12 @@ from app.core.types import SequenceHash, new_id
 from app.door.asked import Api
 from app.edge import ask
 from app.edge.console_schemas import PrefixAsked
+from app.edge.services import Services
 from app.http.json_body import Fields
 from app.ops import holders
 from app.policy.decision import Decision, RouteRequest
 from app.router.prompt import Prompt, check_length
 from app.router.router import Router
-
-if TYPE_CHECKING:
-    from app.edge.app import Services
 
 TIMEOUT_S = 2.0
 """For a decision: a request may wait for a worker, and a dry run for nothing."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from app.core.errors import ConfigError
 from app.door.errors import Unauthorized
-from app.edge.live import LOOK_EVERY_S, stamp_of
+from app.edge.file_stamp import LOOK_EVERY_S, stamp_of
 from app.http.bearer import authorization_in, digest_of, name_of
 
 log = logging.getLogger(__name__)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from app.core.errors import ConfigError
 from app.core.router_settings import RouterSettings
-
-if TYPE_CHECKING:
-    from app.edge.app import Services
+from app.edge.file_stamp import LOOK_EVERY_S, stamp_of
+from app.edge.services import Services
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
 LIVE = frozenset(
     {
         *("api_key", "api_key_file", "metrics_key", "log_level", "show_decision", "stalled_s"),
@@ -62,14 +58,3 @@ class LiveSettings:
             log.info("%s: %s has changed", self._path, name)
         for name in sorted(changed - LIVE):
             log.warning("%s: %s has changed, and counts from the next start on", self._path, name)
-
-
-def stamp_of(path: str) -> Sequence[int]:
-    """What is different once a file has been written, or another one is in its place. "": none."""
-    if not path:
-        return ()
-    try:
-        seen = Path(path).stat()
-    except OSError:
-        return ()
-    return seen.st_mtime_ns, seen.st_ino, seen.st_size

@@ -7,7 +7,7 @@ import logging
 import ssl
 
 from app.core.errors import ConfigError
-from app.edge.live import LOOK_EVERY_S, stamp_of
+from app.edge.file_stamp import LOOK_EVERY_S, stamp_of
 
 log = logging.getLogger(__name__)
 
