@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.door.asked import PATHS
 from app.local.redis_server import LOOPBACK, free_port
 from tests.eventually import eventually
 from tests.redis_servers import require_binary
@@ -204,6 +205,11 @@ async def test_requests_held_by_a_killed_replica_are_answered_by_another(
     assert [(r.result().status_code, r.result().text) for r in requests] == [
         (200, str(second.port))
     ] * 6
+
+
+def test_every_path_that_an_engine_computes_for_has_its_time() -> None:
+    [paths] = re.findall(r"^ *acl answers path (.+)$", CONFIG.read_text(), re.MULTILINE)
+    assert {*paths.split()} == {*PATHS}
 
 
 async def test_requests_held_by_a_frozen_replica_are_answered_by_another(
