@@ -70,14 +70,20 @@ def cluster() -> Iterator[Cluster]:
 class Load:
     """Chats of sessions, some dearer to their users than others.
 
-    names: of the model, and of the tenants.
+    names: of the model, and of the tenants. pause_s: of each client between two chats.
     """
 
     def __init__(
-        self, cluster: Cluster, *names: str, clients: int = CLIENTS, sessions: int = SESSIONS
+        self,
+        cluster: Cluster,
+        *names: str,
+        clients: int = CLIENTS,
+        sessions: int = SESSIONS,
+        pause_s: float = 0.0,
     ) -> None:
         self._model, *self._tenants = names or (HOSTILE, HOSTILE)
         self._sessions = sessions
+        self._pause_s = pause_s
         self._client = httpx.Client(base_url=cluster.balancer_url, timeout=10.0)
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(clients)]
@@ -86,7 +92,7 @@ class Load:
 
     def _run(self, client: int) -> None:
         rng = random.Random(client)
-        while not self._stopping.is_set():
+        while not self._stopping.wait(self._pause_s):
             # While a test has stopped Redis or killed a replica, some fail.
             with suppress(httpx.HTTPError):
                 self.send(int(self._sessions * rng.random() ** 2), rng.randrange(8))
@@ -116,7 +122,8 @@ class Load:
 
 @pytest.fixture
 def load(cluster: Cluster) -> Iterator[Load]:
-    started = Load(cluster)
+    # Without pauses, it takes as much CPU as the browser.
+    started = Load(cluster, pause_s=0.3)
     yield started
     started.stop()
 
