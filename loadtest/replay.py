@@ -88,10 +88,11 @@ async def replay_policy(
 
     base_url: of the balancer; if there are several, of router replicas, they get the calls in turn.
     policy: None for the routers' own default; with OpenAI's API, whose requests name none, it only
-    names the run. speedup: how much faster than real time the cluster's
-    engines run; the trace is played that much faster. load: arrival rate, as a multiple of the
-    recorded one. warmup: share of the requests that the figures leave out. seed: for the prompts'
-    tokens; a replay with another seed finds nothing of this one's in the caches.
+    names the run.
+    speedup: how much faster than real time the cluster's engines run, and the trace is played.
+    load: arrival rate, as a multiple of the recorded one.
+    warmup: share of the requests that the figures leave out.
+    seed: for the prompts' tokens; with another one, a replay finds nothing of this one's in caches.
     on_progress: called after each request.
     Raises RequestError if the cluster does not answer at the start; later failures are outcomes.
     """
