@@ -8,12 +8,15 @@ whatever surrounds it. `cut_tokens` selects the tokens of which that is sure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 
 from tokenizers import AddedToken
 
 MAX_CUT_TOKENS = 16
-"""Each is looked for in all of a text."""
+"""Each may be looked for in all of a text."""
+SEARCHED_BYTES = 256 * 1024
+"""At once: meanwhile no other thread runs."""
 MIN_PART_BYTES = 256
 """Parts are at least as long, but for the last, as each costs a look-up."""
 
@@ -50,25 +53,27 @@ def _hides(other: str, content: str) -> bool:
     return any(content.startswith(other[start:]) for start in range(1, len(other)))
 
 
-def cuts(text: bytes, tokens: Collection[bytes]) -> list[tuple[int, bytes]]:
-    """Where to cut, and the token that is there: as offsets in bytes, ascending, from 0 on.
+class Cuts:
+    """Finds where to cut texts. tokens: before which, as from `cut_tokens`."""
 
-    The cuts of a text do not depend on what follows them.
-    """
-    found: list[tuple[int, bytes]] = []
-    # Looked for again only behind the place last found, so that each token costs one pass.
-    places = dict.fromkeys(tokens, -1)
-    target = 0
-    while places:
-        for token, place in list(places.items()):
-            if place < target:
-                place = text.find(token, target)
-                if place < 0:
-                    del places[token]
-                else:
-                    places[token] = place
-        if places:
-            token = min(places, key=places.__getitem__)
-            found.append((places[token], token))
-            target = places[token] + MIN_PART_BYTES
-    return found
+    def __init__(self, tokens: Collection[bytes]) -> None:
+        # One pass for all of them: most vocabularies' begin alike, and the text is searched for
+        # that.
+        self._any = re.compile(b"|".join(map(re.escape, tokens))) if tokens else None
+        self._longest = max(map(len, tokens), default=0)
+
+    def of(self, text: bytes) -> list[tuple[int, bytes]]:
+        """Where to cut, and the token that is there: as offsets in bytes, ascending.
+
+        The cuts of a text do not depend on what follows them.
+        """
+        found: list[tuple[int, bytes]] = []
+        target = 0
+        while self._any is not None and target < len(text):
+            end = target + SEARCHED_BYTES + self._longest
+            if (place := self._any.search(text, target, end)) is None:
+                target += SEARCHED_BYTES
+            else:
+                found.append((place.start(), place[0]))
+                target = place.start() + MIN_PART_BYTES
+        return found

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from app.core.tokenizer_hash import PROBE, hash_of_probe
 from app.door.tokens.allowance import Allowance
-from app.door.tokens.cuts import cut_tokens, cuts
+from app.door.tokens.cuts import Cuts, cut_tokens
 from app.door.tokens.errors import TooManyTokens, Unrenderable
 from app.door.tokens.parts import Parts
 from app.door.tokens.pieces import AROUND_A_CUT, PIECE_BYTES, can_cut, longest_token, pieces
@@ -44,6 +44,7 @@ class Encoder:
         may_cut = max_bytes > 0 and not is_random and not tokenizer.encode_special_tokens
         added = tokenizer.get_added_tokens_decoder()
         self._cut_tokens = cut_tokens(added, used) if may_cut else {}
+        self._cuts = Cuts(self._cut_tokens)
         self._cuts_words = not is_random and can_cut(tokenizer, self._plain_ids)
         self._longest_token = longest_token(tokenizer)
         self._special = self._special_ids()
@@ -69,7 +70,7 @@ class Encoder:
             raise Unrenderable("text", str(error)) from None
         if self._longest_token and len(raw) > self._longest_token * allowance.max_tokens > 0:
             raise TooManyTokens(len(raw) // self._longest_token)
-        places = cuts(raw, self._cut_tokens)
+        places = self._cuts.of(raw)
         if len(raw) <= PIECE_BYTES and (
             not places or (add_special_tokens and self._special is None)
         ):
@@ -88,7 +89,7 @@ class Encoder:
         self._parts.check()
 
     def _by_parts(self, raw: bytes, places: list[tuple[int, bytes]], allowance: Allowance) -> bytes:
-        """places: as from `cuts`."""
+        """places: as from `Cuts.of`."""
         starts = [start for start, _ in places]
         keys = [raw[start:end] for start, end in pairwise(starts)]
         if starts[0]:

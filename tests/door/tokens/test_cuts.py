@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken
 
 from app.door.tokens import cuts as module
-from app.door.tokens.cuts import MAX_CUT_TOKENS, cut_tokens, cuts
+from app.door.tokens.cuts import MAX_CUT_TOKENS, Cuts, cut_tokens
 
 
 def added(*tokens: AddedToken | str) -> dict[int, AddedToken]:
@@ -50,7 +50,15 @@ def test_of_many_tokens_those_that_prompts_contain_are_looked_for() -> None:
 def test_parts_are_no_shorter_than_is_worth_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MIN_PART_BYTES", 4)
     text = b"ab<s>cd</s><s>e<s>"
-    assert cuts(text, [b"<s>", b"</s>"]) == [(2, b"<s>"), (7, b"</s>"), (11, b"<s>"), (15, b"<s>")]
-    assert cuts(text[:10], [b"<s>"]) == [(2, b"<s>")]
-    assert cuts(b"nothing", [b"<s>"]) == []
-    assert cuts(b"nothing", []) == []
+    both = [(2, b"<s>"), (7, b"</s>"), (11, b"<s>"), (15, b"<s>")]
+    assert Cuts([b"<s>", b"</s>"]).of(text) == both
+    assert Cuts([b"<s>"]).of(text[:10]) == [(2, b"<s>")]
+    assert Cuts([b"<s>"]).of(b"nothing") == []
+    assert Cuts([]).of(b"nothing") == []
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_token_is_found_wherever_a_search_ends(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SEARCHED_BYTES", 4)
+    text = b"." * at + b"</s>" + b"." * 9
+    assert Cuts([b"<s>", b"</s>"]).of(text) == [(at, b"</s>")]
