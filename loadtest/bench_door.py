@@ -239,10 +239,11 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
         }
         for one in (engine, *servers.values()):
             run(until_open(one.port))
-        run(until_serving(servers["door"].port, shapes()[0]))
+        forms = shapes()  # once, lest the chats' last turns come again
+        run(until_serving(servers["door"].port, forms[0]))
         made: dict[str, dict[str, list[Any]]] = {}
         for turn in range(rounds + 1):
-            for shape in shapes():
+            for shape in forms:
                 for name, at in servers.items():
                     found = run(load([at], url, shape, CONCURRENCY, requests))
                     if turn:  # the first one warms up
