@@ -20,16 +20,7 @@ from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
-from app.policy.sources import (
-    Form,
-    Owed,
-    Roles,
-    Route,
-    awaited_s,
-    owed,
-    routes_with_source,
-    where_apart,
-)
+from app.policy.sources import Form, Owed, Roles, Route, awaited_s, owed, routes_with_source
 from app.policy.trust import Trust
 from app.policy.view import View
 
@@ -225,17 +216,15 @@ class WorkerSelector:
     ) -> list[Route]:
         """The cheapest route, and where an explanation shows them, that of each form. Raises
         NoWorkers if there is none."""
-        at, costs, roles = choice.index, choice.costs, view.roles
-        if roles is not None and policy == "latency":
-            costs = where_apart(candidates, costs)
-        local = Route(Form.LOCAL, at, at, float(costs.cost[at]))
+        at, roles = choice.index, view.roles
+        local = Route(Form.LOCAL, at, at, float(choice.costs.cost[at]))
         may_be_alone = degraded or query.request.local_only
         if roles is None or (may_be_alone and not roles.together):
             return [local]
         must_split = roles.together or bool(self._strict_roles and roles.decode[at])
         prices_all = must_split or policy != "latency" or query.request.explain
         routes = routes_with_source(
-            *(policy, candidates, size, costs, eligible, has_room(candidates, size), roles),
+            *(policy, candidates, size, choice.costs, eligible, has_room(candidates, size), roles),
             *(published, self._rng, math.inf if prices_all else local.cost),
         )
         # Other policies do not count in seconds: where a request can be split, it is.

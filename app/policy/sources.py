@@ -17,10 +17,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from app.core.loads import MEMORY_ROUNDS
 from app.core.worker_report import Role, WorkerInfo
 from app.policy.cost import (
-    INTERFERENCE_PER_REQUEST,
     TRANSFER_WEIGHT,
     Candidates,
     Costs,
@@ -31,8 +29,6 @@ from app.policy.cost import (
 )
 
 Mask = NDArray[np.bool_]
-APART_WEIGHT = 0.15
-"""What a second of a prefill beside a decode costs on top, where it can be spared."""
 OWN_TRANSFER = "kvroute"
 """The way in which KV travels between our own engines."""
 TOGETHER = "sglang"
@@ -129,34 +125,6 @@ class Route(NamedTuple):
     rest_s: float = 0.0
 
 
-def where_apart(candidates: Candidates, costs: Costs) -> Costs:
-    """The costs of `latency` where prompts may be computed apart from decodes.
-
-    A prefill delays each decode beside it by most of its own length. That counts for more here: for
-    a prefill, which meets the requests in flight, and for a decode, which meets the prefills that
-    the worker gets in a round, times the rounds until it ends: as many as a worker has requests in
-    flight. So workers that got prefills get more of them, and others decode; but only as far as
-    workers are free of prefills, as those would wait for each other.
-    """
-    terms, requests = costs.terms, candidates.active_requests
-    busy = np.count_nonzero(candidates.prefill_s)
-    if busy == requests.size:
-        return costs
-    weight = APART_WEIGHT * (1.0 - busy / requests.size)
-    now = terms["interference_s"] * (weight / INTERFERENCE_PER_REQUEST)
-    # A request that is split is two reservations, and rounds count those. (With few workers, `mean`
-    # takes four times as long as this.)
-    mean_requests = float(np.add.reduce(requests)) / requests.size
-    later = candidates.routed_s * (weight * 2.0 / MEMORY_ROUNDS * mean_requests)
-    changed = {
-        "interference_s": terms["interference_s"] + now,
-        "decode_s": terms["decode_s"] + later,
-    }
-    now += later
-    now += costs.cost
-    return Costs(now, terms | changed)
-
-
 def routes_with_source(
     policy: str,
     candidates: Candidates,
@@ -172,8 +140,7 @@ def routes_with_source(
     """The cheapest route of each form but LOCAL; forms without a pair of workers are left out, and
     so are those of which no pair can cost as little as `below`.
 
-    eligible: those that the request allows. room: those that can take it. costs: the policy's, for
-    `latency` those `where_apart`.
+    eligible: those that the request allows. room: those that can take it. costs: the policy's.
     published: leading blocks that each has on its device, (workers,), without those that it is only
     foreseen to have. Policies other than `latency` do not count in seconds: by them a request is
     split wherever there is a worker for nothing but prefill, between the cheapest of those and of

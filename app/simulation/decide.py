@@ -23,7 +23,6 @@ from app.policy.sources import (
     awaited_s,
     owed,
     routes_with_source,
-    where_apart,
 )
 from app.simulation.books import Books, Promise
 from app.simulation.flights import Flight
@@ -157,10 +156,9 @@ class Decider:
         published: Floats,
     ) -> Route:
         """The cheapest of all forms, or what the fixed rule says."""
-        at, costs, above = choice.index, choice.costs, self._setting.split_above
-        if roles is not None and above is None and self._policy.key == "latency":
-            costs = where_apart(candidates, costs)
-        local = Route(Form.LOCAL, at, at, float(costs.cost[at]))
+        at = choice.index
+        local = Route(Form.LOCAL, at, at, float(choice.costs.cost[at]))
+        above = self._setting.split_above
         lacking = size.isl_tokens - candidates.overlap[at] * size.block_size
         if roles is None or (above is not None and lacking < above):
             return local
@@ -169,7 +167,7 @@ class Decider:
             self._policy.key,
             candidates,
             size,
-            costs,
+            choice.costs,
             np.ones(len(room), dtype=bool),
             room,
             roles,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,8 @@ from app.core.loads import Load, Loads, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.types import TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Role, Speed, WorkerInfo
-from app.policy.cost import RequestSize, latency
 from app.policy.plan import Plan
-from app.policy.sources import Form, roles_of, where_apart
+from app.policy.sources import Form, roles_of
 from app.policy.view import Measured, View, Workers
 from tests.policy.test_plan import SPEED, plan, query, worker
 from tests.policy.test_view import ONE, THREE, TWO, info
@@ -77,15 +77,14 @@ def test_a_prompt_is_computed_where_it_is_decoded_if_nothing_else_happens_there(
 
 
 def test_decodes_in_flight_make_a_split_worth_its_transfer() -> None:
-    """Each of 8 requests that decode is slowed by the prefill: 5 % of 960 ms each, and 15 % more as
-    no worker has a queue."""
+    """Each of 8 requests that decode is slowed by the prefill: 5 % of 960 ms each."""
     decoding = Load(requests=8, decoding=8, blocks=8)
     view = fleet(able("a", PREFILL), able("b", DECODE, max_requests=16), loads=[Load(), decoding])
     planned = plan(query(explain=True, **LONG), view)
     assert route(planned) == ("b", "a", "split")
     forms = planned.decision.forms
     assert forms[Form.SPLIT] == pytest.approx(2 * 0.96 + 0.002 + 0.096 + 0.001)
-    assert forms[Form.LOCAL] == pytest.approx(2 * 0.96 + 8 * 0.2 * 0.96)
+    assert forms[Form.LOCAL] == pytest.approx(2 * 0.96 + 8 * 0.05 * 0.96)
     mine, its = planned.wish.reservation, planned.wish.source
     assert its is not None
     assert (mine.prefill_tokens, mine.blocks, mine.prefill_us) == (1, 60, 1000)
@@ -95,26 +94,6 @@ def test_decodes_in_flight_make_a_split_worth_its_transfer() -> None:
         60,
     )
     assert its.reservation.prefill_us == 960_000
-
-
-def test_prefills_and_decodes_keep_apart_as_far_as_workers_are_free_of_prefills() -> None:
-    """Two of three workers have no queue, and there are 4 requests on each in the mean."""
-    loads = [
-        Load(requests=2, decoding=2, routed_us=6_000_000),
-        Load(requests=8, decoding=8),
-        queue(1.0, requests=2),
-    ]
-    view = fleet(able("a", BOTH), able("b", BOTH), able("c", BOTH), loads=loads)
-    candidates = plan(query(**LONG), view).candidates
-    costs = latency(candidates, RequestSize(960, 16))
-    apart = where_apart(candidates, costs)
-    weight = 0.15 * 2 / 3
-    more = {name: apart.terms[name] - of for name, of in costs.terms.items()}
-    assert more.pop("interference_s") == pytest.approx(weight * 0.96 * np.array([2, 8, 2]))
-    # 1.5 s a round, of which 2 pass for each of 4 requests a worker.
-    assert more.pop("decode_s") == pytest.approx(weight * np.array([1.5 * 2 * 4, 0, 0]))
-    assert not any(term.any() for term in more.values())
-    assert apart.cost == pytest.approx(sum(apart.terms.values()))
 
 
 def test_what_the_target_holds_need_not_travel() -> None:
@@ -131,7 +110,7 @@ def test_what_the_target_holds_need_not_travel() -> None:
     local, split = planned.decision.forms[Form.LOCAL], planned.decision.forms[Form.SPLIT]
     # The source holds 10 blocks of 60, the target 30.
     assert split == pytest.approx(2 * 0.8 + 0.002 + 0.048 + 0.001)
-    assert local == pytest.approx(2 * 0.48 + 8 * 0.2 * 0.48)
+    assert local == pytest.approx(2 * 0.48 + 8 * 0.05 * 0.48)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +270,6 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
                 decoding=decoding,
                 blocks=10 * decoding,
                 sending_until_ms=5000 + int(rng.integers(0, 4000)),
-                routed_us=int(rng.integers(0, 9_000_000)),
             )
         )
     speed = replace(LINK, decode_s_per_seq=0.0001, mean_output_tokens=100.0)
@@ -300,9 +278,7 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
     planned = plan(query(overlaps, explain=True, **LONG), view)
     assert planned.wish == plan(query(overlaps, **LONG), view).wish
     local = planned.decision.candidates
-    costs = latency(planned.candidates, RequestSize(960, 16))
-    priced = where_apart(planned.candidates, costs)
-    terms = [{name: of[at] for name, of in priced.terms.items()} for at in range(3)]
+    terms: list[dict[str, Any]] = [candidate.terms for candidate in local]
     splits, fetches = [], []
     longest = max(candidate.overlap.total for candidate in local)
     for s, t in ((s, t) for s in range(3) for t in range(3) if s != t):
@@ -311,7 +287,7 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
         moves = LINK.transfer_s + LINK.transfer_s_per_token * lacking
         computed_s = local[s].queue_s + terms[s]["prefill_s"]
         waits = max(0.0, local[s].load.sending_s(5000) - computed_s)
-        cost = priced.cost[s] - terms[s]["decode_s"] + 2 * waits + moves + 0.001
+        cost = local[s].cost - terms[s]["decode_s"] + 2 * waits + moves + 0.001
         names = ("queue_s", "memory_wait_s", "eviction_s", "decode_s")
         splits.append(cost + sum(terms[t][name] for name in names))
         if local[s].overlap.total == longest > held:
@@ -319,10 +295,10 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
             left = 0.001 * (960 - 16 * longest) / terms[t]["prefill_s"]
             growing = sum(terms[t][f"{name}_s"] for name in ("prefill", "blocking", "interference"))
             waits = local[s].load.sending_s(5000)
-            fetches.append(priced.cost[t] - (1 - left) * growing + 2 * waits + moves)
+            fetches.append(local[t].cost - (1 - left) * growing + 2 * waits + moves)
     forms = planned.decision.forms
     assert forms[Form.SPLIT] == pytest.approx(min(splits))
-    assert forms[Form.LOCAL] == pytest.approx(priced.cost[costs.cost.argmin()])
+    assert forms[Form.LOCAL] == pytest.approx(min(candidate.cost for candidate in local))
     if way == "kvroute":
         assert forms[Form.FETCH] == pytest.approx(min(fetches))
     made = planned.decision.source
