@@ -40,7 +40,7 @@ test-quick: setup ## Run the tests that need only a Redis, in less than a minute
 	$(BIN)/pytest -n auto --dist worksteal $(QUICK)
 
 test-slow: setup ## Run the long tests, and all on the other servers
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m 'slow and not gpu'
 
 test-gpu: setup ## Run the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
