@@ -47,14 +47,15 @@ async def bad_link(port: int, alter: Alter | Held) -> AsyncIterator[int]:
         task = asyncio.current_task()
         assert task is not None
         carrying.add(task)
-        source_reader, source_writer = await asyncio.open_connection("127.0.0.1", port)
         # asyncio would call the end of the link an error.
-        with suppress(asyncio.CancelledError), closing(writer), closing(source_writer):
-            asked = asyncio.ensure_future(_carry(reader, source_writer, _as_it_is))
-            try:
-                await _carry(source_reader, writer, alter)
-            finally:
-                asked.cancel()
+        with suppress(asyncio.CancelledError), closing(writer):
+            source_reader, source_writer = await asyncio.open_connection("127.0.0.1", port)
+            with closing(source_writer):
+                asked = asyncio.ensure_future(_carry(reader, source_writer, _as_it_is))
+                try:
+                    await _carry(source_reader, writer, alter)
+                finally:
+                    asked.cancel()
 
     server = await asyncio.start_server(carry, "127.0.0.1", 0)
     async with server:
