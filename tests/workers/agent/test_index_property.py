@@ -266,6 +266,7 @@ def examples(count: int) -> settings:
     )
 
 
+@pytest.mark.timeout(600)
 @examples(150)
 @given(steps=st.lists(steps_of(3), min_size=40, max_size=60))
 def test_queries_equal_scans_of_every_workers_cache(
