@@ -6,7 +6,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick test-slow test-gpu test-vllm test-vllm-pd test-sglang test-clients lint format docs demo demo-torch pictures clean
+.PHONY: help setup test test-quick test-slow test-sick test-gpu test-vllm test-vllm-pd test-sglang test-clients lint format docs demo demo-torch pictures clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-quick: setup ## Run the tests that need only a Redis, in less than a minute
 
 test-slow: setup ## Run the long tests, and all on the other servers
 	$(BIN)/pytest -m 'slow and not gpu'
+
+test-sick: setup ## Have engines of a fleet fall ill and recover under load, for half an hour
+	$(BIN)/python -m tests.sick
 
 test-gpu: setup ## Run the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

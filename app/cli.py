@@ -9,21 +9,34 @@ import os
 import signal
 import socket
 import time
-from contextlib import suppress
-from typing import Any, ClassVar, NoReturn
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, ClassVar
 
 import click
 
 from app.config_file import FILE, read_again, with_config_file
 from app.core.agent_settings import EngineAgentSettings
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, MissingPackage
+from app.core.extras import extra
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
 from app.core.router_settings import RouterSettings
-from app.core.settings import COMMON, LOG_LEVELS, base_url
+from app.core.settings import COMMON, LOG_LEVELS, Text, parse_engines
 from app.core.worker_settings import WorkerSettings
 from app.environment import unknown_variables
-from app.options import CLUSTER, PORT, Command, Group, Option, cluster_size, options, pick
+from app.options import (
+    CLUSTER,
+    PORT,
+    Command,
+    Group,
+    Option,
+    cluster_size,
+    option_type,
+    options,
+    pick,
+)
 from app.output import ErrHandler
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -33,7 +46,7 @@ REDIS_TIMEOUT_S = 5.0
 
 def _start_log(level: str) -> None:
     """Log from now on, and first of variables that somebody may have misspelt."""
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, handlers=[ErrHandler()])
+    logging.basicConfig(level=level.upper(), handlers=[ErrHandler(LOG_FORMAT)])
     for name, problem in list(unknown_variables(os.environ)):
         logging.getLogger("kvroute").warning(problem)
         del os.environ[name]  # said once is enough, also by processes that are started from here
@@ -53,24 +66,27 @@ class _LazyGroup(Group):
     """Finds commands of other modules on demand; lists those whose extra is installed."""
 
     lazy: ClassVar[dict[str, str]] = {}
+    """Name -> module that has the command."""
+    extras: ClassVar[dict[str, str]] = {}
+    """Name -> extra that its module needs, of those that need one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *filter(self._is_installed, self.lazy)])
 
     def _is_installed(self, name: str) -> bool:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(self.lazy[name])
+        with suppress(MissingPackage):
+            self._module(name)
             return True
         return False
+
+    def _module(self, name: str) -> ModuleType:
+        with extra(self.extras[name]) if name in self.extras else nullcontext():
+            return importlib.import_module(self.lazy[name])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.lazy:
             return super().get_command(ctx, cmd_name)
-        try:
-            module = importlib.import_module(self.lazy[cmd_name])
-        except ModuleNotFoundError as error:
-            _needs("loadtest", error)
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(self._module(cmd_name), cmd_name)
         return command
 
 
@@ -88,6 +104,7 @@ class _Main(_LazyGroup):
         "reset": "app.ops.reset",
         "top": "app.console.top",
     }
+    extras: ClassVar = {"replay": "loadtest", "demo": "loadtest"}
 
 
 class _Planner(_LazyGroup):
@@ -118,11 +135,6 @@ def router(**values: Any) -> None:
     # First, while the number cannot yet be that of a socket of our own.
     shared = [] if settings.shared_fd is None else [_inherited(settings.shared_fd)]
     sockets = [listen(settings.host, settings.port), *shared]
-    host, port = sockets[0].getsockname()[:2]
-    url = base_url(host, port)
-    if settings.tls_cert:
-        url = url.replace("http:", "https:", 1)
-    logging.getLogger("kvroute").info("router listening on %s", url)
     ctx = click.get_current_context()
     run(
         serve_router(
@@ -144,12 +156,9 @@ def worker(**values: Any) -> None:
     _start_log(settings.log_level)
     from app.http.server import run
 
-    try:
+    with extra("worker"):
         from workers.main import serve
-
-        run(serve(settings))
-    except ModuleNotFoundError as error:  # torch is imported only by the engine that needs it
-        _needs("torch" if error.name in ("torch", "safetensors") else "worker", error)
+    run(serve(settings))
 
 
 @main.command(cls=Command)
@@ -162,10 +171,8 @@ def agent(**values: Any) -> None:
     _start_log(settings.log_level)
     from app.http.server import run
 
-    try:
+    with extra("worker"):
         from workers.engine_agent import serve
-    except ModuleNotFoundError as error:
-        _needs("worker", error)
     run(serve(settings))
 
 
@@ -182,17 +189,36 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     _start_log(settings.log_level)
     from app.http.server import run
 
-    try:
+    with extra("planner"):
         from app.planner.main import serve
-
-        run(serve(settings))
-    except ModuleNotFoundError as error:
-        _needs("planner", error)
+    run(serve(settings))
 
 
 @main.command(cls=Command)
 @with_config_file
 @cluster_size(least_workers=0)
+@click.option(
+    "--engine",
+    default="sim",
+    type=option_type(Text("sim|torch|URL,...", parse_engines, ",")),
+    envvar="KVROUTE_ENGINE",
+    show_envvar=True,
+    show_default=True,
+    help="sim or torch: of the workers that are started. Or the base URL of one that runs already, "
+    "such as vLLM or SGLang, or of several: these are the workers then, with one router unless "
+    "--replicas says otherwise.",
+    cls=Option,
+    heading=CLUSTER,
+)
+@click.option(
+    "--engine-api-key",
+    default="",
+    envvar="KVROUTE_ENGINE_API_KEY",
+    show_envvar=True,
+    help="API key that the engines ask for, if they do.",
+    cls=Option,
+    heading=CLUSTER,
+)
 @click.option(
     "--redis",
     "--redis-url",
@@ -233,14 +259,14 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
 )
 @options(
     RouterSettings,
-    without=("redis_url", "port", "shared_fd", "log_level", "tls_cert", "tls_key"),
+    without=("redis_url", "port", "shared_fd", "log_level", "tls_cert", "tls_key", "drain_s"),
 )
 @options(
     WorkerSettings,
     without=(
         *("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
         *("publish_events", "events_port", "replay_port", "worker_key", "metrics_key"),
-        *("role", "kv_port"),
+        *("role", "kv_port", "engine"),
     ),
 )
 @click.option(
@@ -293,15 +319,30 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
 )
 def up(**values: Any) -> None:
     """Run a cluster on this machine until Ctrl-C."""
+    from app.edge.keys import Keys, check_open
     from app.local.cluster import Cluster
     from app.local.interrupts import INTERRUPTS, heed_interrupts
 
     _start_log(values["log_level"])
-    if not values["num_workers"] and not (values["with_planner"] and values["wait_queue"]):
+    # Better said once here than by each process that cannot start.
+    with extra("worker"):
+        importlib.import_module("workers.main")
+    if values["with_planner"]:
+        with extra("planner"):
+            importlib.import_module("app.planner.main")
+    engines = parse_engines(values["engine"])
+    if engines:
+        _check_engines(values)
+    elif not values["num_workers"] and not (values["with_planner"] and values["wait_queue"]):
         raise ConfigError(
             "workers: 0 needs --planner, which starts one for a request, and --wait-queue, in "
             "which that waits"
         )
+    asking = pick(RouterSettings, values, without=("redis_url", "port"))
+    if engines and not asking.worker_key:
+        asking = replace(asking, worker_key=values["engine_api_key"])
+    keys = Keys(asking.api_key, asking.api_key_file)
+    check_open(values["balancer_host"], keys, no_auth=asking.no_auth)
     if values["redis_url"] is not None:
         asyncio.run(_reach(values["redis_url"]))
     heed_interrupts()
@@ -314,8 +355,14 @@ def up(**values: Any) -> None:
             host=values["balancer_host"],
             port=values["port"],
             haproxy=values["haproxy"],
-            router=pick(RouterSettings, values, without=("redis_url", "port")),
+            router=asking,
             worker=pick(WorkerSettings, values, without=("redis_url", "port")),
+            engines=engines,
+            agent=pick(
+                EngineAgentSettings,
+                {name: values[name] for name in ("engine_api_key", "namespace", "log_level")},
+                without=(),
+            ),
             planner=(
                 pick(PlannerSettings, values, without=("redis_url", "port"))
                 if values["with_planner"]
@@ -333,6 +380,18 @@ def up(**values: Any) -> None:
             for number in INTERRUPTS:
                 signal.signal(number, signal.SIG_IGN)
     click.echo("stopped")
+
+
+def _check_engines(values: dict[str, Any]) -> None:
+    """Beside engines that run already, nothing else is a worker. Raises ConfigError."""
+    given = click.get_current_context().get_parameter_source
+    usual = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    for name, flag in (("num_workers", "--workers"), ("with_planner", "--planner")):
+        if values[name] and given(name) not in usual:
+            raise ConfigError(f"{flag}: not together with --engine URL, which names the workers")
+    values["num_workers"], values["engine"] = 0, "sim"
+    if given("num_replicas") in usual:
+        values["num_replicas"] = 1
 
 
 async def _reach(redis_url: str) -> None:
@@ -361,19 +420,15 @@ def _listening(cluster: Any) -> str:
 
     redis_url = shown_url(cluster.redis_url)
     balancer = "haproxy" if cluster.balancer else "a socket shared by the replicas"
-    if cluster.takes_text:
-        path, asked = "chat/completions", '"messages": [{"role": "user", "content": "hi"}]'
-    else:
-        path, asked = "completions", '"prompt": [1, 2, 3]'
+    running = [*cluster.routers, *cluster.workers, *cluster.agents]
     lines = [
         f"balancer   {cluster.balancer_url}   ({balancer})",
-        *(f"{m.name:<10} {m.url}" for m in [*cluster.routers, *cluster.workers]),
+        *(f"{m.name:<10} {m.url}" for m in running),
         f"redis      {redis_url}",
         *([f"console    {cluster.console_url}"] if cluster.console_url else []),
         "",
         "Try:",
-        f"  curl -s {cluster.balancer_url}/v1/{path} "
-        f"""-d '{{"model": "{cluster.model}", {asked}}}'""",
+        f"  {cluster.example()}",
         f"  curl -s {cluster.balancer_url}/v1/workers",
         f"  curl -s {cluster.balancer_url}/v1/route -H 'content-type: application/json' "
         """-d '{"token_ids": [1, 2, 3], "explain": true, "reserve": false}'""",
@@ -395,12 +450,6 @@ def _until_stopped(cluster: Any) -> None:
             if name == "planner":
                 cluster.start_planner()
         time.sleep(POLL_S)
-
-
-def _needs(extra: str, error: ModuleNotFoundError) -> NoReturn:
-    raise click.ClickException(
-        f"{error.name} is missing: in a checkout of kvroute, run pip install '.[{extra}]'"
-    )
 
 
 if __name__ == "__main__":

@@ -99,12 +99,16 @@ def _table(path: str) -> dict[str, Any]:
         raise click.UsageError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:
         raise click.UsageError(f"{path}: {error}") from None
+    except RecursionError:
+        raise click.UsageError(f"{path}: is nested too deeply") from None
 
 
 def _text(path: str, name: str, value: object) -> str:
     """A value as it would be typed."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, int) and abs(value) >= 2**64:
+        raise click.UsageError(f"{path}: {name}: the number is too large")
     if isinstance(value, str | int | float):
         return str(value)
     raise click.UsageError(

@@ -18,6 +18,7 @@ import click
 
 from app.core import settings
 from app.core.errors import ConfigError, KvrouteError
+from app.core.printable import printable
 from app.core.settings import (
     CommonSettings,
     Kind,
@@ -59,8 +60,11 @@ class _CheckedText(click.ParamType[str]):
     def __init__(self, text: Text) -> None:
         self.name = text.shape
         self._check = text.check
+        self.separator = text.separator
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        if isinstance(value, list):
+            value = self.separator.join(value)
         try:
             self._check(value)
         except ValueError as error:
@@ -126,7 +130,7 @@ class _OneLine(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         error: BaseException
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except* (KvrouteError, OSError) as group:
             error = group
         while isinstance(error, BaseExceptionGroup):
@@ -134,7 +138,15 @@ class _OneLine(click.Command):
         # Out here, as early releases of Python 3.11 wrap what is raised in an except* clause.
         if isinstance(error, BrokenPipeError):
             raise error  # click ends quietly when nobody reads the output any more
-        raise click.ClickException(str(error))
+        raise click.ClickException(printable(str(error)))
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            if isinstance(error, click.UsageError):  # of what was typed
+                raise
+            raise click.ClickException(printable(error.message)) from None
 
 
 class Command(_OneLine):
@@ -191,7 +203,7 @@ def naming_file(file: object) -> Iterator[None]:
 class Option(click.Option):
     """An option whose help shows its default as one would type it.
 
-    heading: under which the help lists it.
+    heading: under which the help lists it. One whose value is a list may be given several times.
 
     Ignores what Kubernetes puts into KVROUTE_PORT of every pod near a Service named kvroute.
     """
@@ -199,6 +211,12 @@ class Option(click.Option):
     def __init__(self, *args: Any, heading: str = OTHERS, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.heading = heading
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        # While it is being added, as such an option would have a tuple as its value, too.
+        self.multiple = isinstance(self.type, _CheckedText) and bool(self.type.separator)
+        super().add_to_parser(parser, ctx)
+        self.multiple = False
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         extra = super().get_help_extra(ctx)

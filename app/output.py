@@ -6,8 +6,11 @@ import atexit
 import logging
 import sys
 from queue import Empty, Full, Queue
+from textwrap import indent
 from threading import Lock, Thread
-from typing import Literal
+from typing import Any, Literal
+
+from app.core.printable import printable
 
 MAX_LINES = 10_000
 """That wait to be written. More are lost; how many is told once the stream takes lines again."""
@@ -26,12 +29,12 @@ class Output:
         self._starting = Lock()
         self._thread: Thread | None = None
 
-    def write(self, line: str) -> None:
-        """line: without its end."""
+    def write(self, *lines: str) -> None:
+        """lines: which stay together, without their ends."""
         if self._thread is None:
             self._start()
         try:
-            self._lines.put_nowait(line)
+            self._lines.put_nowait("\n".join(map(printable, lines)))
         except Full:
             self._num_lost += 1
 
@@ -75,11 +78,25 @@ log = logging.getLogger(__name__)
 OUT, ERR = Output("stdout"), Output("stderr")
 
 
+class _Formatter(logging.Formatter):
+    """A record in one line; and, farther in, those of its traceback."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as it is named there
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return indent(super().formatException(ei), "  ")
+
+
 class ErrHandler(logging.Handler):
     """Writes the log of the process to standard error."""
 
+    def __init__(self, form: str = "%(message)s") -> None:
+        super().__init__()
+        self.setFormatter(_Formatter(form))
+
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            ERR.write(self.format(record))
+            ERR.write(*self.format(record).split("\n"))
         except Exception:
             self.handleError(record)

@@ -115,7 +115,7 @@ async def read_and_hash(raw: bytes) -> bool:
 
     bodies = BodyReader(MAX_TOKENS)
     with suppress(InvalidRequest, ValidationError):
-        body, tokens = await bodies.read(RouteBody, raw, BLOCK_SIZE)
+        body, tokens = await bodies.read(RouteBody, raw, BLOCK_SIZE, "")
         await ask.of_body(body, tokens, MAX_TOKENS).chain(BLOCK_SIZE)
         return True
     return False

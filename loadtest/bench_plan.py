@@ -44,6 +44,7 @@ def view_of(workers: int, kv_transfer: str) -> View:
             kv_total_blocks=25_000,
             max_requests=256,
             kv_transfer=kv_transfer,
+            kv_compatible="bench",
         )
         for n in range(workers)
     ]

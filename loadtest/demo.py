@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+from app.core.extras import extra
 from app.core.router_settings import RouterSettings
 from app.core.worker_settings import WorkerSettings
 from app.http.server import run
@@ -60,6 +62,8 @@ def demo(
     out: Path,
 ) -> None:
     """Replay real traffic on a cluster on this machine, one policy after another."""
+    with extra("worker"):
+        importlib.import_module("workers.main")  # each worker would say that it cannot start
     make_folder(out)
     console = Console()
     trace = read_trace(DEMO_TRACE).cut(requests=NUM_REQUESTS)

@@ -5,9 +5,11 @@
 Each user holds conversations: one of a small set of system prompts, then turns that each carry the
 whole conversation so far. A few system prompts are far more popular than the rest. A turn is routed
 by the cluster, streamed from the chosen worker and released. Locust's tables have the rows `route`,
-`ttft` and `completion`. The run ends by reporting how much of the prompts came from caches.
+`ttft` and `completion`, and `cached`, whose times are percents of prompts that came from caches. A
+run ends by reporting both of all answers, also in web mode, and from all of its processes.
 
 With `--api openai` a turn is one chat, in text, that the router answers; the row is then `chat`.
+Where routers ask for a key: `--api-key`, or the variable KVROUTE_API_KEY.
 
 This file stands alone, so that locust can send it to other machines.
 """
@@ -20,6 +22,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -39,7 +42,8 @@ USER_TURN_TOKENS = (32, 512)
 MEAN_TURNS = 5
 VOCABULARY = 32_000
 CHUNKS_PER_ANSWER = 5
-HEADERS = {"Content-Type": "application/octet-stream", "Accept-Encoding": "identity"}
+AS_IT_IS = {"Accept-Encoding": "identity"}
+OCTETS = {"Content-Type": "application/octet-stream", **AS_IT_IS}
 
 TRIES = 30
 PAUSE_S = 1.0
@@ -56,7 +60,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(slots=True)
 class Totals:
-    """Totals of this process; with --processes or --worker, each process reports its own."""
+    """Totals of a run. Of one with several processes, the master has those of all."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -69,6 +73,30 @@ class Totals:
         self.prompt_tokens += usage["prompt_tokens"]
         self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
         self.requests_per_worker[worker] += 1
+
+    def told(self) -> dict[str, Any]:
+        """What another process adds to its own; all of it is counted there from now on."""
+        told = {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "degraded": self.degraded,
+            "ttft_ms": list(self.ttft_ms),
+            "requests_per_worker": dict(self.requests_per_worker),
+        }
+        self.clear()
+        return told
+
+    def clear(self) -> None:
+        self.prompt_tokens = self.cached_tokens = self.degraded = 0
+        self.ttft_ms.clear()
+        self.requests_per_worker.clear()
+
+    def add(self, told: dict[str, Any]) -> None:
+        self.prompt_tokens += told["prompt_tokens"]
+        self.cached_tokens += told["cached_tokens"]
+        self.degraded += told["degraded"]
+        self.ttft_ms += told["ttft_ms"]
+        self.requests_per_worker.update(told["requests_per_worker"])
 
     def report(self) -> str:
         answers = self.requests_per_worker.total()
@@ -103,6 +131,13 @@ def add_options(parser: LocustArgumentParser) -> None:
         default="kvroute",
         help="How requests are made: routed by the caller, or OpenAI's chats",
     )
+    parser.add_argument(
+        "--api-key",
+        default="",
+        env_var="KVROUTE_API_KEY",
+        is_secret=True,
+        help="A key that the routers take, if they ask for one",
+    )
     parser.add_argument("--model", default="", help="With --api openai; default: the first one")
     parser.add_argument("--policy", default="", help="Routing policy; default: the routers' own")
     parser.add_argument(
@@ -116,9 +151,32 @@ def set_the_clock(**_: Any) -> None:
     gevent.sleep(0)
 
 
-@events.quit.add_listener  # type: ignore[untyped-decorator]
+@events.test_start.add_listener  # type: ignore[untyped-decorator]
+def begin_anew(**_: Any) -> None:
+    totals.clear()
+
+
+@events.report_to_master.add_listener  # type: ignore[untyped-decorator]
+def tell_master(data: dict[str, Any], **_: Any) -> None:
+    data["totals"] = totals.told()
+
+
+@events.worker_report.add_listener  # type: ignore[untyped-decorator]
+def hear_worker(data: dict[str, Any], **_: Any) -> None:
+    totals.add(data["totals"])
+
+
 def print_report(**_: Any) -> None:
     click.echo(f"\n{totals.report()}")
+
+
+@events.init.add_listener  # type: ignore[untyped-decorator]
+def report_in_the_end(environment: Environment, **_: Any) -> None:
+    """Of each run in web mode, which goes on after one; what a worker has counted, its master
+    reports."""
+    if not isinstance(environment.runner, WorkerRunner):
+        ends = environment.events.test_stop if environment.web_ui else environment.events.quit
+        ends.add_listener(print_report)  # type: ignore[no-untyped-call]
 
 
 @events.quitting.add_listener  # type: ignore[untyped-decorator]
@@ -186,10 +244,14 @@ class Chat(FastHttpUser):
     def on_start(self) -> None:
         self.rng = random.Random()
         self.options = self.environment.parsed_options
+        key = self.options.api_key
+        self.key = {"Authorization": f"Bearer {key}"} if key else {}
+        """Sent to routers, and not to workers."""
         self.new_conversation()
         self.model = self.options.model
         if self.options.api == "openai" and not self.model:
-            cards = orjson.loads(self.client.get("/v1/models", name="models").content or b"{}")
+            listed = self.client.get("/v1/models", name="models", headers=self.key)
+            cards = orjson.loads(listed.content or b"{}")
             self.model = next((card["id"] for card in cards.get("data", ())), "")
 
     def new_conversation(self) -> None:
@@ -239,11 +301,13 @@ class Chat(FastHttpUser):
     def confirm(self, choice: dict[str, Any]) -> None:
         """Report the first token."""
         path = f"{reserved_path(choice)}/prefill_complete"
-        self.call("prefill_complete", lambda _: self.client.post(path, catch_response=True))
+        post = partial(self.client.post, path, headers=self.key, catch_response=True)
+        self.call("prefill_complete", lambda _: post())
 
     def release(self, choice: dict[str, Any]) -> None:
         path = reserved_path(choice)
-        self.call("release", lambda _: self.client.delete(path, catch_response=True))
+        delete = partial(self.client.delete, path, headers=self.key, catch_response=True)
+        self.call("release", lambda _: delete())
 
     def call(
         self, name: str, request: Callable[[bool], ResponseContextManager]
@@ -297,7 +361,7 @@ class Chat(FastHttpUser):
         with self.client.post(
             "/v1/chat/completions",
             data=body,  # type: ignore[arg-type]
-            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+            headers={"Content-Type": "application/json", **AS_IT_IS, **self.key},
             name="chat",
             stream=True,
             catch_response=True,
@@ -319,7 +383,7 @@ class Chat(FastHttpUser):
                 return ""
             response.request_meta["response_time"] = (time.perf_counter() - asked) * 1000
             headers = response.headers or {}
-        totals.count(usage, str(headers.get("x-kvroute-worker", UNNAMED)))
+        self.note_answer(usage, str(headers.get("x-kvroute-worker", UNNAMED)))
         return answer
 
     def route(self, request_id: str, prompt: bytes) -> dict[str, Any] | None:
@@ -333,7 +397,7 @@ class Chat(FastHttpUser):
             return self.client.post(
                 f"/v1/route?{urlencode(marked)}",
                 data=prompt,  # type: ignore[arg-type]  # locust's annotation omits bytes
-                headers=HEADERS,
+                headers={**OCTETS, **self.key},
                 catch_response=True,
             )
 
@@ -361,7 +425,7 @@ class Chat(FastHttpUser):
         with self.client.post(
             url,
             data=prompt,  # type: ignore[arg-type]
-            headers=HEADERS,
+            headers=OCTETS,
             name="completion",
             stream=True,
             catch_response=True,
@@ -375,7 +439,7 @@ class Chat(FastHttpUser):
                 return []
             response.request_meta["response_time"] = (time.perf_counter() - asked) * 1000
         totals.degraded += choice["degraded"]
-        totals.count(usage, f"{choice['worker_id']}:{choice['dp_rank']}")
+        self.note_answer(usage, f"{choice['worker_id']}:{choice['dp_rank']}")
         return answer
 
     def read_answer(
@@ -399,10 +463,19 @@ class Chat(FastHttpUser):
 
     def note_first_token(self, ttft_ms: float) -> None:
         totals.ttft_ms.append(ttft_ms)
+        self.note("FIRST", "ttft", ttft_ms)
+
+    def note_answer(self, usage: dict[str, Any], worker: str) -> None:
+        totals.count(usage, worker)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        self.note("CACHED", "cached", 100 * cached / usage["prompt_tokens"])
+
+    def note(self, kind: str, name: str, value: float) -> None:
+        """Have a row of locust's tables show a value that is no time of a request."""
         self.environment.events.request.fire(
-            request_type="FIRST",
-            name="ttft",
-            response_time=ttft_ms,
+            request_type=kind,
+            name=name,
+            response_time=value,
             response_length=0,
             exception=None,
             context=self.context(),

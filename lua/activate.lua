@@ -10,16 +10,19 @@
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
--- KEYS[10] failures     hash   inc -> count and time of the last; worker -> whether it drains
+-- KEYS[10] failures     hash   inc -> what its failures have come to; worker -> whether it drains
 -- KEYS[11] versions      zset   inc -> version of its last change
 -- KEYS[12] events       stream kind, subject, text
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
 -- ARGV[4] previous      str    inc that the same process acted as, whose in-flight requests are
---                              taken over; '': a new process, which knows of none
+--                              taken over; '': a new process, which knows of none, but takes over
+--                              those at its address for which routers vouch
 -- ARGV[5] drains        0|1    1: as far as that process knows, the worker is out of service. A new
 --                              process puts it back into service
+-- ARGV[6] tainted       0|1    1: as far as it knows, its engine is tainted; see `taint`. A new process
+--                              changes nothing in that
 -- Returns  1
 --          0            the incarnation is lost, or another process has taken over the worker:
 --                       register again
@@ -31,15 +34,19 @@ local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include clock
 -- @include number
 -- @include writer
+-- @include info
+-- @include away
 -- @include serving
 -- @include load
 -- @include changed
 -- @include record
+-- @include request
 -- @include retire
 -- @include recount
 -- @include failures
 -- @include pause
 -- @include keep_draining
+-- @include tainted
 -- @include event
 
 local function take_over(old)
@@ -61,6 +68,12 @@ local function take_over(old)
 end
 
 local now = now_ms()
+
+-- Whether only the agent is a new process: what is in flight goes on beside it.
+local function is_same_engine(old)
+  return is_alive(old, now) and away(old) and info_of(old).address == info_of(inc).address
+end
+
 if writer_of(inc) ~= nonce or (previous ~= '' and is_replaced(worker, previous, nonce, now)) then
   return 0
 end
@@ -70,19 +83,21 @@ end
 -- If Redis lost everything, the number may be the same as the one it had before.
 local old = predecessor(worker, previous ~= inc and previous or '')
 redis.call('DEL', requests_prefix .. inc, prefills_prefix .. inc)
-if old and previous ~= '' then
+if old and (previous ~= '' or is_same_engine(old)) then
   take_over(old)
 end
 recount(inc, now)
 changed(inc)
 if old then
-  retire(old, worker)
+  retire(old, worker, now)
 end
 redis.call('HSET', current, worker, inc)
 if previous == '' then
   redis.call('HDEL', failures, worker)
 end
-if keep_draining(worker, ARGV[5] == '1', now) or is_paused(inc, now) then
+local drains = keep_draining(worker, ARGV[5] == '1', now)
+local tainted = keep_tainted(worker, redis.call('HGET', workers, inc), ARGV[6] == '1', now)
+if drains or tainted or is_paused(inc, now) then
   redis.call('ZADD', leases, string.format('%d', now), inc)
 end
 note_event(previous == '' and 'joined' or 'resynced', worker, 'incarnation ' .. inc)

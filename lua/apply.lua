@@ -2,14 +2,16 @@
 --
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] applied  hash    inc -> "<seq> <nonce>" of its last batch
--- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
+-- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners, after where engines go on
 -- ARGV[1] inc      int
 -- ARGV[2] nonce    str     as registered
 -- ARGV[3] seq      int     one more than the last batch's; the first is 1
 -- ARGV[4] essential str    1: applied even when memory is full, as it adds no entries; else 0
 -- ARGV[5...] group str     the first block of a group, 16 hex digits; then 17 characters for each
 --                          changed block of the group, each once: tier that now holds it (d h k) or
---                          - for none, then the sequence hash
+--                          - for none, then the sequence hash; then, for each block of which it is
+--                          known where its engine goes on, a space, the block's number in the group
+--                          string, counted from 1, and that: `-` or `=` and a number of blocks
 -- Returns  1               applied, now or before
 --          0               the incarnation is lost, or a batch is missing: resync
 -- Cost     O(changes). Writes. Safe to retry.
@@ -17,6 +19,7 @@ local shard, applied, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
 local inc, nonce, seq = ARGV[1], ARGV[2], tonumber(ARGV[3])
 -- @include number
 -- @include bucket
+-- @include backs
 -- @include despite_full
 
 local mark = redis.call('HGET', applied, inc)
@@ -74,7 +77,7 @@ local function insert(owners, entry)
   return string.sub(owners, 1, at - 1) .. entry .. string.sub(owners, at)
 end
 
-local function change(owners, tier)
+local function change_owners(owners, tier)
   local entry = tier == '-' and '' or inc .. tier
   if not owners then
     return entry
@@ -86,11 +89,30 @@ local function change(owners, tier)
   return string.sub(owners, 1, from - 1) .. entry .. string.sub(owners, to + 1)
 end
 
+-- back: where this engine goes on, or nil.
+local function change(field, tier, back)
+  local others = backs_in(field or '')
+  if others == '' and not back then
+    return change_owners(field, tier)
+  end
+  local backs = {}
+  for other in string.gmatch(others, '[^,]+') do
+    if string.match(other, '^%d+') ~= inc then
+      backs[#backs + 1] = other
+    end
+  end
+  backs[#backs + 1] = back and inc .. back
+  local owners = field and string.sub(field, others == '' and 1 or #others + 2)
+  owners = change_owners(owners, tier)
+  return #backs > 0 and owners ~= '' and table.concat(backs, ',') .. ' ' .. owners or owners
+end
+
 for i = 5, #ARGV do
   local group = ARGV[i]
   local key = bucket_of(group, 1)
   local tiers, hashes = {}, {}
-  for at = 17, #group, 17 do
+  local backs, length = backs_of(group)
+  for at = 17, length, 17 do
     tiers[#tiers + 1] = string.sub(group, at, at)
     hashes[#hashes + 1] = string.sub(group, at + 1, at + 16)
   end
@@ -98,7 +120,7 @@ for i = 5, #ARGV do
   local kept, gone = {}, {}
   for n, hash in ipairs(hashes) do
     local owners = all_owners[n]
-    local changed = change(owners, tiers[n])
+    local changed = change(owners, tiers[n], backs[n])
     if changed ~= '' then
       kept[#kept + 1] = hash
       kept[#kept + 1] = changed

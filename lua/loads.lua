@@ -5,7 +5,7 @@
 -- KEYS[3] load    hash   inc -> load
 -- KEYS[4] flows   zset   flows that wait for a turn
 -- KEYS[5] workers hash   inc -> info
--- KEYS[6] failures hash  inc -> count and time of the last; worker -> whether it drains
+-- KEYS[6] failures hash  inc -> what its failures have come to; worker -> whether it drains
 -- KEYS[7] current hash   worker -> inc
 -- KEYS[8] versions zset  inc -> version of its last change
 -- ARGV[1] version int    of the data model that the caller speaks
@@ -13,8 +13,10 @@
 -- Returns  {snapshot, workers_ms, shards, waiting, failing}
 --                        snapshot: see lib/snapshot; anything else known of workers
 --                        remains valid as long as workers_ms is the same; waiting is 1 if any
---                        request waits, else 0; failing, of each worker that failed requests: inc,
---                        how many, and until when it is paused, ms; -1: it drains
+--                        request waits, else 0; failing, of each worker that failed requests: inc
+--                        and what that came to, as lib/failures has it, or `draining` or
+--                        `tainted`; workers that are either are there by their name, too, and as
+--                        `away:<inc>` those whose agents are away
 --          {version}     of the namespace's data model, which the caller does not speak
 --          nil           there is no such namespace, or Redis has just lost it: workers that have
 --                        registered again are not routable yet
@@ -25,8 +27,6 @@ local failures, current, versions = KEYS[6], KEYS[7], KEYS[8]
 -- @include number
 -- @include meta
 -- @include snapshot
--- @include failures
--- @include pause
 -- @include draining
 
 local other = other_version(meta, workers, tonumber(ARGV[1]))
@@ -43,20 +43,8 @@ local is_everything = #found == 5
 if is_everything and #found[3] > 0 and #found[4] == 0 then
   return false
 end
-local failing = {}
-local function add(inc, count, until_ms)
-  failing[#failing + 1], failing[#failing + 2], failing[#failing + 3] = inc, count, until_ms
-end
-local names = redis.call('HKEYS', failures)
-local drains = #names > 0 and draining() or {}
-for _, name in ipairs(names) do
-  local count, last_ms = failures_of(name, now)
-  if count > 0 and not drains[name] then
-    add(name, count, pause_ends_ms(count, last_ms))
-  end
-end
-for inc in pairs(drains) do
-  local count = failures_of(inc, now)
-  add(inc, count, -1)
+local failing = redis.call('HGETALL', failures)
+for inc, how in pairs(#failing > 0 and draining() or {}) do
+  failing[#failing + 1], failing[#failing + 2] = inc, how
 end
 return {found, workers_ms, shards, redis.call('EXISTS', flows), failing}

@@ -7,7 +7,7 @@
 --
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] dead     set     inc whose entries may still be present
--- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners
+-- KEYS[3] blocks:  hashes  bucket -> sequence hash -> owners, after where engines go on
 -- ARGV[1] exact    int    how many changes, the last ones of a chain, are looked for to the block;
 --                          others only to `length / parts`, as many workers that all end elsewhere
 --                          would cost a lookup for each block
@@ -19,8 +19,9 @@
 --                          Positions are counted from 1
 -- Returns  {bucket_bits, dead, {rough, end_1, owners_1, end_2, owners_2, ...}, ...}   the last for
 --                          each chain: owners_k hold the positions after end_(k-1) up to end_k,
---                          counted from 1; nobody holds what follows. Of ends up to `rough`, those
---                          who end there may hold up to `length / parts` more
+--                          counted from 1; nobody holds what follows. Before them, and a space,
+--                          what end_k's field says of where engines go on. Of ends up to `rough`,
+--                          those who end there may hold up to `length / parts` more
 -- Cost     O(chains * (exact * log blocks + parts)). Reads only.
 local shard, dead, blocks_prefix = KEYS[1], KEYS[2], KEYS[3]
 local exact, parts = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -50,8 +51,9 @@ local function living(owners)
   return owners ~= '' and owners
 end
 
--- The current chain, how its blocks are grouped, and where its owners may change.
-local chain, length, group_size, follows, guesses
+-- The current chain, how its blocks are grouped, where its owners may change, and what was seen at
+-- its positions of where engines go on.
+local chain, length, group_size, follows, guesses, backs
 
 local function owners_at(position)
   -- The first block of its group.
@@ -62,7 +64,14 @@ local function owners_at(position)
   local owners = redis.pcall('HGET', bucket_of(chain, leader * 16 - 15),
     string.sub(chain, position * 16 - 15, position * 16))
   -- Somebody may have turned the bucket into another type of key.
-  return type(owners) == 'string' and living(owners)
+  if type(owners) ~= 'string' then
+    return false
+  end
+  local space = string.find(owners, ' ', 1, true)
+  if space then
+    backs[position], owners = string.sub(owners, 1, space), string.sub(owners, space + 1)
+  end
+  return living(owners)
 end
 
 local function between(from, to)
@@ -98,7 +107,7 @@ local function split(from, from_owners, to, to_owners)
 end
 
 local function runs_of_chain()
-  ends, held, rough = {}, {}, 0
+  ends, held, rough, backs = {}, {}, 0, {}
   local first = length > 0 and owners_at(1)
   if first then
     local last = owners_at(length)
@@ -112,7 +121,8 @@ local function runs_of_chain()
   local runs = {rough}
   for i = #ends, 1, -1 do
     runs[#runs + 1] = ends[i]
-    runs[#runs + 1] = held[i]
+    local back = backs[ends[i]]
+    runs[#runs + 1] = back and back .. held[i] or held[i]
   end
   return runs
 end

@@ -8,6 +8,7 @@
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- KEYS[6] versions       zset   inc -> version of its last change
+-- KEYS[7] failures       hash   inc -> what its failures have come to
 -- ARGV[1...] str              four per request, one after another:
 --                               id, of the reservation, or of the request; ttl_ms, > 0, how much
 --                               longer the reservation lasts, if it is not released; began_by_ms,
@@ -20,11 +21,14 @@
 -- Cost     O(requests * prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix, versions = KEYS[4], KEYS[5], KEYS[6]
+local failures = KEYS[7]
 -- @include clock
+-- @include number
 -- @include load
 -- @include changed
 -- @include record
 -- @include request
+-- @include failures
 
 local now = now_ms()
 
@@ -63,6 +67,11 @@ local function prefill_complete(id, ttl_ms, began_by_ms, of_source)
   local l = parse_load(redis.call('HGET', load, inc))
   if request and l and request.state == 'p' then
     complete(inc, l, request_id, request, ttl_ms, of_source)
+    if of_source then
+      answered(inc, began_ms_of(request.attempt), now)
+    else
+      began_to_answer(inc, now)
+    end
   end
   return request and request.attempt or '-'
 end

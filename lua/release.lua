@@ -5,15 +5,16 @@
 -- KEYS[3] expiry         zset   request_id -> expiry, ms
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
--- KEYS[6] failures       hash   inc -> count and time of the last
+-- KEYS[6] failures       hash   inc -> what its failures have come to
 -- KEYS[7] versions       zset   inc -> version of its last change
 -- ARGV[1...] str              four per request:
 --                               id, of the reservation, or of the request; attempt, only the
 --                               reservation made with this attempt, '': any; began_by_ms, only one
 --                               whose try began by then: if a release comes late, the id may have a
---                               newer reservation, -1: any; answered, 0..2, 1: if its first token
---                               came, its worker has answered it, which makes up for one failure
---                               before it was routed, 2: it came, with the end
+--                               newer reservation, -1: any; came, 0..3, 1: if its first token
+--                               came, its worker has answered it, which ends a row of failures
+--                               before it was routed, 2: it came, with the end, 3: it came, with
+--                               an end that is none of an answer
 -- Returns  {outcome, ...}      of each request, in order:
 --                               its attempt: released before the first token; that had reserved
 --                               "-": released; the first token was out, or the record cannot be read
@@ -32,16 +33,7 @@ local versions = KEYS[7]
 
 local now = now_ms()
 
-local function make_up_for_failure(inc, request)
-  local count, last_ms = failures_of(inc, now)
-  if began_ms_of(request.attempt) > last_ms and count > 1 then
-    redis.call('HSET', failures, inc, string.format('%d %d', count - 1, last_ms))
-  elseif began_ms_of(request.attempt) > last_ms and count == 1 then
-    redis.call('HDEL', failures, inc)
-  end
-end
-
-local function release(id, attempt, began_by_ms, answered)
+local function release(id, attempt, began_by_ms, came)
   local request_id, request, inc = find(id)
   if request and attempt ~= '' and request.attempt ~= attempt then
     return false
@@ -49,7 +41,7 @@ local function release(id, attempt, began_by_ms, answered)
   if request and began_by_ms >= 0 and began_ms_of(request.attempt) > began_by_ms then
     return false
   end
-  if request and request.has_source and answered == '2' then
+  if request and request.has_source and tonumber(came) >= 2 then
     -- Before a first token, what a source has computed has been fetched.
     unreserve(source_of(request_id), now)
   end
@@ -57,8 +49,8 @@ local function release(id, attempt, began_by_ms, answered)
     return false
   end
   local is_early = request and request.state == 'p'
-  if request and (answered == '2' or answered == '1' and not is_early) then
-    make_up_for_failure(inc, request)
+  if request and (came == '2' or came == '1' and not is_early) then
+    answered(inc, began_ms_of(request.attempt), now)
   end
   return is_early and request.attempt or '-'
 end

@@ -1,7 +1,8 @@
 -- renew: extend an incarnation's lease. A lapsed incarnation is revived, unless it has been
 -- retired since: its worker is alive, and has only missed a renewal. If it has failed requests, its
 -- lease stays lapsed, though not for so long that it is retired, until its pause ends or no other
--- worker is left.
+-- worker is left. Likewise if its agent takes its engine to be ill, as far as lib/may_lapse allows: what
+-- all agents see at once is as a rule no illness of engines.
 --
 -- What Redis has lost of the worker since, or of the namespace, comes back with the heartbeat.
 --
@@ -15,8 +16,9 @@
 -- KEYS[8] expiry        zset   request_id -> expiry, ms
 -- KEYS[9] requests:     hashes inc -> its requests
 -- KEYS[10] prefills:    lists  inc -> its requests still prefilling
--- KEYS[11] failures     hash   inc -> count and time of the last; worker -> whether it drains
+-- KEYS[11] failures     hash   inc -> what its failures have come to; worker -> whether it drains
 -- KEYS[12] versions      zset   inc -> version of its last change
+-- KEYS[13] events        stream kind, subject, text
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
@@ -28,21 +30,27 @@
 -- ARGV[9] thorough      0|1    1: recount the load even if it can be read
 -- ARGV[10] version      int    of the data model that the worker speaks
 -- ARGV[11] drains       0|1    1: as far as its agent knows, the worker is out of service
--- Returns  {n, drains}         renewed; how many incarnations have a lease, at least 1; whether the
---                              worker is out of service
+-- ARGV[12] ill          str    why its agent takes its engine to be ill; '': it is well
+-- ARGV[13] tainted      0|1    1: as far as its agent knows, its engine is tainted; see `taint`
+-- Returns  {n, drains, out, tainted}   renewed; how many incarnations have a lease, at least 1; whether
+--                              the worker drains; whether it is out of service as its engine is ill;
+--                              whether it is as that is tainted
 --          {0}                 retired, unknown or replaced, or the index has other shards, or
 --                              the namespace another version: the worker must register again
 -- Cost     O(log workers); a count O(requests of the worker), 4 us each. Writes. Safe to retry.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry, requests_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local prefills_prefix, failures, versions = KEYS[10], KEYS[11], KEYS[12]
+local prefills_prefix, failures, versions, events = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local worker, inc, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local info, block_size, shards = ARGV[5], ARGV[6], ARGV[7]
-local staged, thorough, version = ARGV[8] == '1', ARGV[9] == '1', ARGV[10]
+local staged, thorough, version, ill = ARGV[8] == '1', ARGV[9] == '1', ARGV[10], ARGV[12]
 -- @include clock
 -- @include number
 -- @include meta
+-- @include note_workers
 -- @include writer
+-- @include info
+-- @include away
 -- @include serving
 -- @include load
 -- @include changed
@@ -51,7 +59,11 @@ local staged, thorough, version = ARGV[8] == '1', ARGV[9] == '1', ARGV[10]
 -- @include failures
 -- @include pause
 -- @include keep_draining
+-- @include draining
+-- @include may_lapse
+-- @include tainted
 -- @include despite_full
+-- @include event
 
 despite_full(meta)
 local now = now_ms()
@@ -86,13 +98,23 @@ if not staged then
 end
 if redis.call('HGET', workers, inc) ~= info then
   redis.call('HSET', workers, inc, info)
-  redis.call('HSET', meta, 'workers_ms', string.format('%d', now))
+  note_workers(meta, now)
   changed(inc)
 end
 local drains = keep_draining(worker, ARGV[11] == '1', now)
-local ends_ms = (drains or is_paused(inc, now)) and now or now + ttl_ms
+local tainted = keep_tainted(worker, info, ARGV[13] == '1', now)
+local is_out = ill ~= '' and not staged and not drains and not tainted and may_lapse(inc, now)
+if is_out and tonumber(redis.call('ZSCORE', leases, inc) or 0) > now then
+  note_event('ill', worker, ill)
+end
+local ends_ms = (drains or tainted or is_out or is_paused(inc, now)) and now or now + ttl_ms
 redis.call('ZADD', leases, string.format('%d', ends_ms), inc)
 if not redis.call('ZSCORE', versions, inc) then
   changed(inc)
 end
-return {redis.call('ZCARD', leases), drains and 1 or 0}
+if note_heard(inc) then
+  note_event('back', worker)
+end
+return {
+  redis.call('ZCARD', leases), drains and 1 or 0, is_out and 1 or 0, tainted and 1 or 0
+}

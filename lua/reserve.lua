@@ -10,8 +10,8 @@
 -- KEYS[8] versions       zset   inc -> version of its last change
 -- ARGV[1] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
 -- ARGV[2] prefill_ttl_ms int    > 0; forgotten after that, plus four times what the worker's queue of
---                               prefills is predicted to last, unless the first token is out by
---                               then; never later than after ttl_ms
+--                               prefills is predicted to last, of two workers the longer, unless the
+--                               first token is out by then; never later than after ttl_ms
 -- ARGV[3] carried_ms     int    > 0; what a door carries is forgotten after that, unless extended
 -- ARGV[4] since          int    as for `loads`
 -- ARGV[5...]             str    twelve per request, decided one after another:
@@ -86,14 +86,18 @@ local function room_on(inc, max_requests, seen_total)
   return l
 end
 
-local function promise_on(l, inc, request_id, request, carried)
+-- For how long a prefill stays promised there.
+local function stays_ms(l, us)
+  -- The queue is in microseconds: a 250th of it is four times as long, in ms.
+  return math.min(ttl_ms, prefill_ttl_ms + (l.us + us) / 250)
+end
+
+local function promise_on(l, inc, request_id, request, ends_ms)
   rounds = rounds + share
   l.routed_us = math.floor(l.routed_us * math.exp(math.min(0, l.routed_at - rounds) / MEMORY))
     + request.us
   l.routed_at = rounds
-  -- The queue is in microseconds: a 250th of it is four times as long, in ms.
-  local stays_ms = math.min(ttl_ms, prefill_ttl_ms + (l.us + request.us) / 250)
-  promise(l, inc, request_id, request, now, now + (carried == '1' and carried_ms or stays_ms))
+  promise(l, inc, request_id, request, now, ends_ms)
 end
 
 local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_total, retry, carried,
@@ -112,25 +116,28 @@ local function reserve(inc, id, tokens, us, blocks, attempt, max_requests, seen_
     return why
   end
   local request = {tokens = tokens, us = tonumber(us), blocks = blocks, state = 'p', attempt = attempt}
+  local lasts_ms = carried == '1' and carried_ms or stays_ms(l, request.us)
   if source ~= '' then
-    local source_inc, s_tokens, s_us, s_blocks, s_max, s_total, s_sending_ms =
+    local s_inc, s_tokens, s_us, s_blocks, s_max, s_total, s_sending_ms =
       string.match(source, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%-?%d+) (%d+)$')
     local state = s_tokens == '0' and 'h' or 'p'
-    local source_l
-    source_l, why = room_on(source_inc, state == 'p' and s_max, s_total)
-    if not source_l then
+    local s
+    s, why = room_on(s_inc, state == 'p' and s_max, s_total)
+    if not s then
       return why
     end
     request.has_source = true
-    source_l.sending_until_ms = math.max(source_l.sending_until_ms, now) + tonumber(s_sending_ms)
-    promise_on(source_l, source_inc, source_of(request_id), {
+    -- Both end together, so neither is promised for nothing.
+    lasts_ms = carried == '1' and carried_ms or math.max(lasts_ms, stays_ms(s, tonumber(s_us)))
+    s.sending_until_ms = math.max(s.sending_until_ms, now) + tonumber(s_sending_ms)
+    promise_on(s, s_inc, source_of(request_id), {
       tokens = s_tokens, us = tonumber(s_us), blocks = s_blocks, state = state, attempt = attempt,
-    }, carried)
+    }, now + lasts_ms)
   end
   if receiving_ms ~= '0' then
     l.receiving_until_ms = math.max(l.receiving_until_ms, now + tonumber(receiving_ms))
   end
-  promise_on(l, inc, request_id, request, carried)
+  promise_on(l, inc, request_id, request, now + lasts_ms)
   return 1
 end
 

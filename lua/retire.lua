@@ -9,7 +9,7 @@
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
--- KEYS[10] failures     hash   inc -> count and time of the last; worker -> whether it drains
+-- KEYS[10] failures     hash   inc -> what its failures have come to; worker -> whether it drains
 -- KEYS[11] versions      zset   inc -> version of its last change
 -- KEYS[12] events       stream kind, subject, text
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
@@ -22,7 +22,12 @@ local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local failures, versions, events = KEYS[10], KEYS[11], KEYS[12]
 local worker, inc, nonce = ARGV[1], ARGV[2], ARGV[3]
+-- @include clock
 -- @include writer
+-- @include load
+-- @include changed
+-- @include record
+-- @include request
 -- @include retire
 -- @include event
 
@@ -33,5 +38,5 @@ if redis.call('HGET', current, worker) == inc then
   redis.call('HDEL', failures, worker)
   note_event('left', worker)
 end
-retire(inc, worker)
+retire(inc, worker, now_ms())
 return 1

@@ -9,35 +9,50 @@
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
--- KEYS[10] failures     hash   inc -> count and time of the last
+-- KEYS[10] failures     hash   inc -> what its failures have come to; away:<inc> -> how long its
+--                              agent has been away
 -- KEYS[11] versions      zset   inc -> version of its last change
 -- KEYS[12] events       stream kind, subject, text
 -- ARGV[1] grace_ms      int    a lease that lapsed more recently may still be renewed: nobody is
 --                              routed there meanwhile, but its requests and blocks are kept
 -- ARGV[2] heard_ms      int    when Redis last answered, by its clock. Nobody could renew since,
 --                              and this call may have waited in a Redis that hung
+-- ARGV[3] away_grace_ms int   the same of one for which routers vouched, as its agent was away
 -- Returns  how many were retired, at most 16; fewer once they had 512 requests, 4 us each
--- Cost     O(16 * log workers + requests of a worker). Writes. Safe to retry.
+-- Cost     O(16 * log workers + workers that lapsed + requests of a worker). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local failures, versions, events = KEYS[10], KEYS[11], KEYS[12]
-local grace_ms, heard_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
+local grace_ms, heard_ms, away_grace_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 -- @include clock
--- @include writer
--- @include serving
+-- @include number
+-- @include info
+-- @include away
+-- @include load
+-- @include changed
+-- @include record
+-- @include request
 -- @include retire
 -- @include despite_full
 -- @include event
 
 despite_full(workers)
 local now = now_ms()
-local too_late = string.format('%d', math.min(now, heard_ms) - grace_ms)
-local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0, 16)
+local heard = math.min(now, heard_ms)
+local too_late = string.format('%d', heard - grace_ms)
+local lapsed = redis.call('ZRANGEBYSCORE', leases, '-inf', too_late, 'LIMIT', 0, 512)
+
+-- Its agent cannot register it again soon, and its engine may only be out of reach, or start anew.
+local function may_return(inc)
+  local since_ms, until_ms = away(inc)
+  return since_ms and until_ms + away_grace_ms > heard
+end
+
 local retired, dropped = 0, 0
 for _, inc in ipairs(lapsed) do
-  if dropped < 512 then
+  if retired < 16 and dropped < 512 and not may_return(inc) then
     local worker = info_of(inc).worker
-    local requests = retire(inc, worker)
+    local requests = retire(inc, worker, now)
     retired, dropped = retired + 1, dropped + requests
     note_event('lost', worker or inc, requests .. ' requests were on it')
   end

@@ -10,7 +10,7 @@
 -- KEYS[2] applied       hash   inc -> "<seq> <nonce>"
 -- KEYS[3] dead          set    inc
 -- KEYS[4] sweep         hash   cursor, within, targets of the pass under way
--- KEYS[5] blocks:       hashes bucket -> sequence hash -> owners
+-- KEYS[5] blocks:       hashes bucket -> sequence hash -> owners, after where engines go on
 -- ARGV[1] max_buckets   int    searched in this step, which ends early in one that is too large
 -- ARGV[2] scrub_ms      int    > 0
 -- ARGV[3] pause_ms      int    if the last step was a shorter time ago, whoever made it, this one
@@ -27,6 +27,7 @@ local pause_ms, idle_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 -- @include clock
 -- @include number
 -- @include bucket
+-- @include backs
 -- @include despite_full
 
 despite_full(applied)
@@ -74,7 +75,14 @@ local function kept_of(owners)
         kept[#kept + 1] = inc .. tier
       end
     end
-    of_writers[owners] = table.concat(kept)
+    local backs = {}
+    for inc, back in string.gmatch(backs_in(owners), '(%d+)([-=]%d+)') do
+      if is_writer[inc] then
+        backs[#backs + 1] = inc .. back
+      end
+    end
+    local left = table.concat(kept)
+    of_writers[owners] = #backs > 0 and left ~= '' and table.concat(backs, ',') .. ' ' .. left or left
   end
   return of_writers[owners]
 end

@@ -8,20 +8,23 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-POLL_S = 0.01
+FIRST_PAUSE_S = 0.01
+MAX_PAUSE_S = 0.05
+"""Who waits for a process to start looks often enough, and leaves it the machine."""
 
 
 async def eventually(
-    look: Callable[[], Awaitable[T]], until: Callable[[T], Any] = bool, *, within_s: float = 30.0
+    look: Callable[[], Awaitable[T]], until: Callable[[T], Any] = bool, *, within_s: float = 60.0
 ) -> T:
     """The first value from `look` that `until` accepts.
 
     Raises AssertionError, with the last value seen, if that takes longer than `within_s`.
     """
-    deadline = asyncio.get_running_loop().time() + within_s
+    deadline, pause_s = asyncio.get_running_loop().time() + within_s, FIRST_PAUSE_S
     while True:
         seen = await look()
         if until(seen):
             return seen
         assert asyncio.get_running_loop().time() < deadline, f"after {within_s:g} s still {seen!r}"
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, MAX_PAUSE_S)

@@ -37,7 +37,7 @@ NAMESPACE = "test"
 KEYS = Keyspace(NAMESPACE)
 SHARD = KEYS.of_shard(0)
 BLOCK_SIZE = 4
-TTL_MS = 60_000
+TTL_MS = 3_600_000
 
 
 def worker_info(
@@ -54,6 +54,8 @@ def worker_info(
     """
     key = _key(name)
     address = f"http://{key.worker_id}-{key.dp_rank}:80"
+    if "kv_transfer" in given:
+        given.setdefault("kv_compatible", "fakes")
     return WorkerInfo(key, address, block_size, kv_total_blocks, max_requests, **given)
 
 
@@ -70,7 +72,7 @@ def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
 
 
 class FakeWorker:
-    """One process of a worker, leased for a minute, whose index has one shard.
+    """One process of a worker, leased for an hour, whose index has one shard.
 
     incarnation: the latest that it registered, active or not.
     num_batches: how many batches this incarnation has published.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from app.core.outcomes import NEVER_CAME, matching
+from app.ops.conditions import CONDITIONS, ELSEWHERE
 from tests.redis_servers import require_binary
 
-ALERTS = Path(__file__).parents[1] / "deploy/alerts.yaml"
+ROOT = Path(__file__).parents[1]
+ALERTS = ROOT / "deploy/alerts.yaml"
 GROUPS = ("kvroute", "kvroute-door")
 Series = dict[str, str]
 """Each with its values, a minute apart, in promtool's notation."""
@@ -80,8 +84,21 @@ CASES = {
     "KvrouteDegraded": on_and_off("degraded_decisions_total", RISES, STANDS),
     "KvrouteBlind": on_and_off("blind_decisions_total", RISES, STANDS),
     "KvrouteSlowDecisions": Case(decisions(90, 10), decisions(1000, 1)),
-    "KvrouteWorkerStale": on_and_off("worker_stale", "1x40", "0x40", worker="a:0"),
+    "KvrouteWorkerStale": Case(
+        {counter("worker_stale", worker="a:0"): "1x40"},
+        {
+            counter("worker_stale", worker="a:0"): "0x40",
+            counter("worker_stale", worker="b:0"): "1x40",
+            counter("worker_agent_away_seconds", worker="b:0"): RISES,
+        },
+        {"worker": "a:0"},
+    ),
+    "KvrouteAgentsAway": Case(
+        {counter("worker_agent_away_seconds", worker="a:0"): "0+60x40"},
+        {counter("worker_stale", worker="a:0"): "1x40"},
+    ),
     "KvrouteWorkersFail": on_and_off("worker_suspensions_total", RISES, STANDS),
+    "KvrouteWorkerTainted": on_and_off("worker_tainted", "1x40", "0x40", worker="a:0"),
     "KvrouteReservationsExpire": Case(
         {counter("reservations_total", event="expired"): RISES},
         {
@@ -91,6 +108,35 @@ CASES = {
     ),
     "KvrouteIndexOverfull": on_and_off("index_fill", "5x40", "4x40"),
     "KvrouteRedisMayEvict": on_and_off("redis_may_evict", "1x40", "0x40"),
+    "KvrouteRedisNearlyFull": on_and_off("redis_memory_fill", "0.95x40", "0.9x40"),
+    "KvrouteReplicaDown": Case(
+        {
+            counter("waiting_requests", instance="a"): "0x5 _x40",
+            'up{job="r",instance="a"}': "1x5 0x40",
+        },
+        {
+            counter("waiting_requests", instance="a"): "0x40",
+            'up{job="r",instance="a"}': "1x40",
+            'up{job="other",instance="b"}': "0x40",
+        },
+        {"instance": "a"},
+    ),
+    "KvrouteTrafficGone": Case(
+        {counter("decisions_total", outcome="routed"): "0+60x15 900x30"},
+        {
+            counter("decisions_total", outcome="routed"): "0+60x15 900x30",
+            door("ok"): "0+60x40",
+        },
+    ),
+    "KvrouteNoKeyLeft": on_and_off("no_key_left", "1x40", "0x40", instance="a"),
+    "KvrouteFilesRefused": on_and_off("files_refused", "1x40", "0x40", instance="a", what="keys"),
+    "KvrouteTaskFails": Case(
+        {counter("task_failures_total", task="keys"): RISES},
+        {counter("task_failures_total", task="keys"): STANDS},
+        {"task": "keys"},
+    ),
+    "KvrouteKvTransfersFail": on_and_off("worker_kv_transfers_failed", RISES, STANDS, worker="a:0"),
+    "KvrouteKvFetchedLate": on_and_off("worker_kv_fetched_late", RISES, STANDS, worker="a:0"),
     "KvrouteAgentHearsNothing": on_and_off("agent_events_silent", "1x40", "0x40", instance="a"),
     "KvrouteCopiesFail": Case(
         {counter("engine_kv_block_events_total", instance="w", event="failed"): RISES},
@@ -104,13 +150,13 @@ CASES = {
         {
             door("ok"): rising(90),
             door("no_workers", 503): rising(4),
-            door("worker_failed"): rising(4),
+            door("cut"): rising(4),
         },
         {
             door("ok"): rising(90),
             door("refused", 400): rising(900),
-            door("client_gone", 499): rising(900),
-            door("worker_failed"): rising(4),
+            door("left_before_token", 499): rising(900),
+            door("cut"): rising(4),
         },
         {"model": "m"},
     ),
@@ -118,7 +164,37 @@ CASES = {
         {door("ok"): rising(60), door("invalid_api_key", 401, model=""): rising(20)},
         {door("ok"): rising(60), door("invalid_api_key", 401, model=""): rising(10)},
     ),
+    "KvrouteClientsLeave": Case(
+        {door("ok"): rising(80), door("left_before_token", 499): rising(20)},
+        {
+            door("ok"): rising(80),
+            door("left_before_token", 499): rising(5),
+            door("left_after_token"): rising(100),
+        },
+        {"model": "m"},
+    ),
+    "KvrouteRequestsUnfit": Case(
+        {door("ok"): rising(10), door("refused", 400): rising(30)},
+        {
+            door("ok"): rising(60),
+            door("refused", 400): rising(30),
+            door("rate_limited", 429): rising(900),
+            door("left_before_token", 499): rising(20),
+        },
+        {"model": "m"},
+    ),
     "KvrouteSlowFirstTokens": Case(first_tokens(90, 10), first_tokens(99, 1), {"model": "m"}),
+    "KvrouteEnginesTokenize": Case(
+        {
+            counter("door_tokens_from_total", model="m", source="engine"): rising(60),
+            counter("door_tokens_from_total", model="m", source="router"): rising(40),
+        },
+        {
+            counter("door_tokens_from_total", model="m", source="engine"): rising(40),
+            counter("door_tokens_from_total", model="m", source="client"): rising(60),
+        },
+        {"model": "m"},
+    ),
     "KvrouteTokenizerApart": on_and_off("door_tokenizer_apart", "1x40", "0x40", model="m"),
     "KvrouteCacheApart": Case(
         {
@@ -154,6 +230,28 @@ def rules() -> Iterator[dict[str, Any]]:
 
 def test_each_alert_has_a_case() -> None:
     assert [rule["alert"] for rule in rules()] == list(CASES)
+
+
+def test_first_tokens_that_never_came_were_not_in_time(tmp_path: Path) -> None:
+    hangs = first_tokens(99, 1) | {door("left_before_token", 499): rising(20)}
+    left_later = first_tokens(99, 1) | {door("left_after_token"): rising(20)}
+    _check(tmp_path, "KvrouteSlowFirstTokens", Case(hangs, left_later, {"model": "m"}))
+
+
+def test_the_console_and_the_doctor_go_by_the_same_thresholds() -> None:
+    alerts = {rule["alert"]: rule["expr"].strip() for rule in rules()}
+    for one in CONDITIONS:
+        above = re.search(r"> ([\d.]+)$", alerts[one.name])
+        assert above is not None, one.name
+        assert float(above[1]) == one.threshold, one.name
+        assert one.remedy
+    assert f'outcome=~"{matching(*NEVER_CAME)}"' in alerts["KvrouteSlowFirstTokens"]
+    text = (ROOT / "app/ops/checks.py").read_text()
+    assert all(f'"{check}"' in text for check in ELSEWHERE.values())
+    # What only Prometheus can see of a replica or an engine is told there by its own log.
+    only = {"KvrouteNoKeyLeft", "KvrouteFilesRefused", "KvrouteTaskFails", "KvrouteCopiesFail"}
+    only |= {"KvrouteKvTransfersFail", "KvrouteKvFetchedLate"}  # counters of workers that grow
+    assert alerts.keys() - {one.name for one in CONDITIONS} - only == ELSEWHERE.keys()
 
 
 def test_the_rules_are_valid() -> None:

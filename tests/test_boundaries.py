@@ -255,10 +255,21 @@ def test_a_module_that_crosses_its_boundary_is_detected_at_any_depth(tmp_path: P
         loaded(Boundary("shop", frozenset()), root=tmp_path)
 
 
+def test_operators_commands_print_through_what_escapes() -> None:
+    prints = re.compile(r"click\.s?echo\(|(?<![\w.])print\(")
+    found = [
+        str(path.relative_to(ROOT))
+        for package in ("ops", "console")
+        for path in sorted((ROOT / "app" / package).glob("*.py"))
+        if prints.search(path.read_text())
+    ]
+    assert found == ["app/ops/terminal.py"]
+
+
 def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> None:
     """Machines compare times by the Redis clock alone, so no other clock has to be right."""
     reads = re.compile(
-        r"time\.(time|gmtime|localtime|ctime)|(?<!_m)time_ns|datetime|from time |import time as"
+        r"time\.(time|gmtime|localtime|ctime)|(?<!_[mc])time_ns|datetime|from time |import time as"
     )
     found = [
         (str(path.relative_to(ROOT)), line.strip())

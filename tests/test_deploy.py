@@ -26,14 +26,14 @@ from redis.retry import Retry
 from app.cli import main
 from app.core import settings
 from app.core.agent_settings import EngineAgentSettings
+from app.core.router_settings import RouterSettings
 from app.core.worker_report import Role
-from app.door.access_log import AccessLog
-from app.door.metrics import SECONDS, Outcomes
+from app.door.metrics import SECONDS
+from app.edge.app import create_app
 from app.local.redis_server import free_port
 from app.ops import reference
 from app.ops.dashboard import TARGETS_S
 from app.planner.metrics import PlannerMetrics
-from app.router.metrics import Telemetry
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import USUAL
 from tests.redis_servers import default_kind, require_binary, require_redis
@@ -80,9 +80,8 @@ def series(registry: CollectorRegistry) -> set[str]:
 def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     promql_parser.parse(expression)
     engine = EngineRunner(SimEngine(USUAL, block_size=16, now=time.monotonic))
-    telemetry = Telemetry()
-    Outcomes(telemetry.registry, AccessLog(on=False, hashes=False, replica=""))
-    known = series(telemetry.registry) | series(registry_of(engine))
+    router = create_app(RouterSettings()).replica.router
+    known = series(router.telemetry.registry) | series(registry_of(engine))
     known |= series(PlannerMetrics("n").registry) | {family.name for family in FAMILIES}
     asked = set(re.findall(r"kvroute_\w+", expression))
     assert asked
@@ -237,7 +236,7 @@ def connections() -> set[tuple[str, str, int]]:
     for part, ports in PORTS.items():
         made |= {("client", part, port) for port in ports if part != "redis"}
     made |= {("planner", "elsewhere", 443), ("planner", "elsewhere", 6443)}  # the API server
-    made |= {(engine, "elsewhere", 443) for engine in engines}  # models
+    made |= {(part, "elsewhere", 443) for part in ("router", *engines)}  # tokenizers and models
     for pair in (("prefill", "decode"), ("decode", "prefill")):
         made |= {(*pair, port) for port in PORTS[pair[1]] | {22}}  # KV, at any port
     return made
@@ -336,7 +335,7 @@ def test_prometheus_is_told_of_each_service_that_has_metrics_and_its_port() -> N
 
 
 def images() -> Iterator[str]:
-    for name in ("compose.yaml", "vllm.compose.yaml", *MANIFESTS):
+    for name in ("compose.yaml", "vllm.compose.yaml", "vllm.router-patch.yaml", *MANIFESTS):
         yield from re.findall(r"image: (\S+)", (DEPLOY / name).read_text())
     for match in re.finditer(r"(?m)^FROM (\S+:\S+) AS", (DEPLOY.parent / "Dockerfile").read_text()):
         yield match[1]

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
+import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from app.core.documents import page
+from app.local.redis_server import EmbeddedRedis, free_port
+from tests.e2e.engines import Process
+from tests.eventually import eventually
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -77,3 +91,246 @@ def test_messages_name_pages_that_exist_by_where_they_are() -> None:
     # Where messages are written, a bare name is no use to whoever has only the wheel.
     said = [str(p) for p, t in texts.items() if re.search(r"see docs/|\(docs/[\w-]+\.md\)", t)]
     assert said == []
+
+
+def pythons() -> list[Path]:
+    """The oldest supported Python and the newest one that this machine has."""
+    in_pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
+    by_minor: dict[int, Path] = {}
+    for minor in range(11, 30):
+        name = f"python3.{minor}"
+        named = shutil.which(name)
+        for path in chain([Path(named)] if named else [], in_pyenv.glob(f"3.{minor}.*/bin/{name}")):
+            # One of pyenv's stand-ins may stand for nothing.
+            asked = [str(path), "-c", "import ensurepip"]
+            if subprocess.run(asked, capture_output=True).returncode == 0:
+                by_minor[minor] = path
+    return [by_minor[minor] for minor in sorted({min(by_minor), max(by_minor)})]
+
+
+class Installed:
+    """The wheel, with extras, in an environment of its own."""
+
+    def __init__(self, python: Path, wheel: Path, folder: Path, extras: str = "") -> None:
+        self.folder = folder
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        wanted = f"{wheel}[{extras}]" if extras else str(wheel)
+        pip = [self.program("pip"), "install", "--quiet", "-c", "constraints.txt"]
+        subprocess.run([*pip, wanted], cwd=ROOT, check=True)
+
+    def program(self, name: str) -> str:
+        return str(self.folder / "bin" / name)
+
+    def said(
+        self, *arguments: str, program: str = "kvroute", status: int = 0, **variables: str
+    ) -> str:
+        """What a program that ends by itself wrote."""
+        done = subprocess.run(
+            [self.program(program), *arguments],
+            cwd=self.folder,
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    @contextmanager
+    def running(self, *arguments: str, **variables: str) -> Iterator[Process]:
+        command = ["env", *(f"{n}={v}" for n, v in variables.items()), self.program("kvroute")]
+        process = Process(*arguments, command=command, cwd=self.folder)
+        try:
+            yield process
+        finally:
+            process.end()
+        assert "Traceback" not in process.said, process.said
+
+    async def chats_with_a_cluster(self, **variables: str) -> None:
+        """`kvroute up` answers a chat."""
+        port = free_port()
+        sizes = ("--workers=1", "--replicas=1", "--no-haproxy", f"--port={port}")
+        with self.running("up", *sizes, "--log-level=info", **variables):
+            await chat(f"http://127.0.0.1:{port}")
+
+
+@pytest.fixture(params=pythons(), ids=lambda path: path.name)
+def python(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+@contextmanager
+def of_checkout(*arguments: str) -> Iterator[Process]:
+    process = Process(*arguments)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+CHAT = {"messages": [{"role": "user", "content": "What is a block?"}]}
+
+
+async def chat(url: str, path: str = "chat/completions", asked: dict[str, Any] = CHAT) -> str:
+    """The id of an answer of the router's first model, as soon as the router is ready."""
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as router:
+
+        async def readiness() -> int:
+            try:
+                return (await router.get("/readiness")).status_code
+            except httpx.TransportError:  # it does not listen yet
+                return 0
+
+        await eventually(readiness, lambda status: status == 200, within_s=60)
+        model = (await router.get("/v1/models")).json()["data"][0]["id"]
+        answer = await router.post(f"/v1/{path}", json={**asked, "model": model, "max_tokens": 4})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        name: str = answer.json()["id"]
+        return name
+
+
+def installs(test: F) -> F:
+    """pip takes half a minute for an environment, and more where it must download."""
+    marked: F = pytest.mark.slow(pytest.mark.timeout(900)(test))
+    return marked
+
+
+@installs
+async def test_the_plain_package_routes_a_chat_and_names_the_extra_of_what_it_lacks(
+    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
+) -> None:
+    plain = Installed(python, wheel, tmp_path / "plain")
+    redis = f"--redis-url={own_redis_server.url}"
+    dump = tmp_path / "dump"
+    with (
+        of_checkout("worker", "--speedup=100", "--port=0", redis),
+        plain.running("router", redis, "--port=0") as router,
+    ):
+        name = await chat(router.url)
+        plain.said("doctor", redis, f"--router-url={router.url}")
+        plain.said("top", "--once", f"--router-url={router.url}")
+        plain.said("inspect", "summary", redis)
+        plain.said("explain", redis, name.removeprefix("chatcmpl-"))
+        plain.said("whatif", redis, "--policy=blocks")
+        plain.said("dump", redis, f"--out={dump}")
+        for missing, extra in (
+            (f"doctor {redis} --engine-url={router.url}", "worker"),
+            (f"worker {redis}", "worker"),
+            (f"agent {redis} --engine-url={router.url}", "worker"),
+            ("up", "worker"),
+            (f"planner {redis}", "planner"),
+            ("replay", "loadtest"),
+            ("demo", "loadtest"),
+        ):
+            said = plain.said(*missing.split(), status=1)
+            assert f"is missing: pip install 'kvroute[{extra}]'" in said.splitlines()[-1]
+        said = plain.said("router", redis, "--port=0", status=1, OTEL_TRACES_EXPORTER="otlp")
+        assert "pip install 'kvroute[otel]'" in said
+    plain.said("reset", redis, "--yes")
+    plain.said("restore", redis, f"--in={dump}")
+
+
+@installs
+async def test_the_extra_of_workers_starts_engines_agents_and_clusters(
+    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
+) -> None:
+    installed = Installed(python, wheel, tmp_path / "worker", "worker")
+    redis = f"--redis-url={own_redis_server.url}"
+    with (
+        installed.running("worker", "--port=0", "--publish-events=vllm") as engine,
+        installed.running("agent", redis, "--port=0", f"--engine-url={engine.url}"),
+        installed.running("router", redis, "--port=0") as router,
+    ):
+        await chat(router.url)
+        installed.said("doctor", redis, f"--engine-url={engine.url}", "--probe")
+        said = installed.said("worker", "--engine=torch", status=1)
+        assert "pip install 'kvroute[torch]'" in said
+    await installed.chats_with_a_cluster()
+
+
+@installs
+async def test_the_extra_of_torch_computes_an_answer(
+    wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
+) -> None:
+    """With this Python alone: for another, pip may download gigabytes of CUDA."""
+    installed = Installed(Path(sys.executable), wheel, tmp_path / "torch", "torch")
+    redis = f"--redis-url={own_redis_server.url}"
+    with (
+        installed.running("worker", redis, "--port=0", "--engine=torch"),
+        installed.running("router", redis, "--port=0") as router,
+    ):
+        await chat(router.url, "completions", {"prompt": [1, 2, 3]})
+
+
+@installs
+async def test_the_extra_of_the_planner_starts_one_and_knows_kubernetes(
+    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
+) -> None:
+    installed = Installed(python, wheel, tmp_path / "planner", "planner")
+    redis = f"--redis-url={own_redis_server.url}"
+    with installed.running("planner", redis, "--port=0") as planner:
+        installed.said(
+            "-c", f"import urllib.request as r; r.urlopen('{planner.url}/health')", program="python"
+        )
+        said = installed.said("planner", "explain", redis, status=1)
+        assert "no planner has proposed anything" in said
+    said = installed.said("planner", redis, "--connector=kubernetes", status=1)
+    assert "kube" in said
+
+
+@installs
+async def test_the_extra_of_a_server_needs_no_installed_redis(
+    python: Path, wheel: Path, tmp_path: Path
+) -> None:
+    installed = Installed(python, wheel, tmp_path / "embedded", "worker,embedded")
+    await installed.chats_with_a_cluster(PATH="/nowhere")
+
+
+@installs
+async def test_the_extra_of_traces_traces_a_chat(
+    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
+) -> None:
+    installed = Installed(python, wheel, tmp_path / "otel", "otel")
+    redis = f"--redis-url={own_redis_server.url}"
+    spans: list[bytes] = []
+
+    async def collect(request: web.Request) -> web.Response:
+        spans.append(await request.read())
+        return web.Response()
+
+    async def collected() -> list[bytes]:
+        return spans
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", collect)
+    async with TestServer(app) as server:
+        where = {"OTEL_EXPORTER_OTLP_ENDPOINT": str(server.make_url("")).rstrip("/")}
+        where["OTEL_BSP_SCHEDULE_DELAY"] = "10"
+        with (
+            of_checkout("worker", "--speedup=100", "--port=0", redis),
+            installed.running("router", redis, "--port=0", **where) as router,
+        ):
+            await chat(router.url)
+            await eventually(collected)
+
+
+@installs
+async def test_the_extra_of_load_tests_plays_a_trace_and_locust(
+    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
+) -> None:
+    installed = Installed(python, wheel, tmp_path / "loadtest", "loadtest")
+    redis = f"--redis-url={own_redis_server.url}"
+    installed.said("demo", "--help")
+    with (
+        of_checkout("worker", "--speedup=100", "--port=0", redis),
+        of_checkout("router", redis, "--port=0") as router,
+    ):
+        await chat(router.url)
+        installed.said("replay", f"--url={router.url}", "--requests=4", "--speedup=100")
+        installed.said("replay", f"--url={router.url}", "--requests=4", "--png=figures.png")
+        locust = ("--headless", "-u", "2", "-r", "2", "-t", "2s", "--host", router.url)
+        file = str(ROOT / "loadtest" / "locustfile.py")
+        installed.said("-f", file, *locust, program="locust")

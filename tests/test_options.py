@@ -169,3 +169,13 @@ def test_a_workers_address_must_be_a_base_url() -> None:
     settings, result = run(WorkerSettings, "--address=w1:9001")
     assert settings is None
     assert "'w1:9001' is not the http:// or https:// base URL of a host" in result.output
+
+
+def test_a_list_may_be_given_entry_by_entry() -> None:
+    given = run(RouterSettings, "--model-alias=a=m", "--model-alias", "b=m,c=m")[0]
+    assert given.model_alias == "a=m,b=m,c=m"
+    env = {"KVROUTE_MODEL_ALIAS": "a=m,b=m"}
+    assert run(RouterSettings, env=env)[0].model_alias == "a=m,b=m"
+    assert run(RouterSettings, "--redis-url=a", "--redis-url=b")[0].redis_url == "b"
+    _, result = run(RouterSettings, "--model-alias=a=m", "--model-alias=a=n")
+    assert "'a=n': a stands for m already" in result.output

@@ -57,3 +57,36 @@ def test_the_log_of_a_process_goes_the_same_way(capsys: pytest.CaptureFixture[st
     handler.handle(logging.makeLogRecord({"msg": "seen %s", "args": ("here",)}))
     output.ERR.flush()
     assert capsys.readouterr().err == "seen here\n"
+
+
+def test_a_record_is_one_line_and_its_traceback_lies_farther_in(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    handler = ErrHandler("%(levelname)s %(message)s")
+    try:
+        raise ValueError("bad\nERROR forged \x9b31m")
+    except ValueError:
+        handler.handle(
+            logging.makeLogRecord(
+                {
+                    "levelname": "ERROR",
+                    "msg": "a worker %s failed",
+                    "args": ("\u202e\nERROR forged",),
+                    "exc_info": sys.exc_info(),
+                }
+            )
+        )
+    output.ERR.flush()
+    said = capsys.readouterr().err
+    first, *others = said.removesuffix("\n").split("\n")
+    assert first == "ERROR a worker \\u202e\\u000aERROR forged failed"
+    assert others[0] == "  Traceback (most recent call last):"
+    assert others[-2:] == ["  ValueError: bad", "  ERROR forged \\u009b31m"]
+    assert all(line.isprintable() for line in (first, *others))
+
+
+def test_a_line_of_others_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Output("stdout")
+    out.write('{"path":"/\x9b2J\u202e\u2028"}')
+    out.flush()
+    assert capsys.readouterr().out == '{"path":"/\\u009b2J\\u202e\\u2028"}\n'

@@ -13,11 +13,9 @@ from app.core.planner_settings import PlannerSettings
 from app.core.router_settings import RouterSettings
 from app.core.settings import shown_default, variable
 from app.core.worker_settings import WorkerSettings
-from app.door.access_log import AccessLog
-from app.door.metrics import Outcomes
+from app.edge.app import create_app
 from app.planner.metrics import PlannerMetrics
 from app.policy.cost import POLICIES
-from app.router.metrics import Telemetry
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
@@ -54,16 +52,15 @@ def test_every_setting_is_used_by_a_test_or_named_by_a_page_a_deployment_or_a_lo
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_metric_that_a_document_names_exists(document: str) -> None:
-    telemetry = Telemetry()
-    Outcomes(telemetry.registry, AccessLog(on=False, hashes=False, replica=""))
+    router = create_app(RouterSettings()).replica.router
     planner = PlannerMetrics("test")
-    families = [*telemetry.registry.collect(), *planner.registry.collect()]
+    families = [*router.telemetry.registry.collect(), *planner.registry.collect()]
     existing = {family.name for family in families}
     existing |= {f"{f.name}_total" for f in families if f.type == "counter"}
     existing |= {f"{f.name}_bucket" for f in families if f.type == "histogram"}
     of_workers = (ROOT / "workers/metrics.py").read_text()
     existing |= set(re.findall(r"kvroute_engine_[a-z_]+", of_workers))
-    existing |= {f"{name}_total" for name in existing if name.endswith("_events")}
+    existing |= {f"{name}_total" for name in existing if name.endswith(("_events", "_connections"))}
     of_agents = set(
         re.findall(r"kvroute_agent_[a-z_]+", (ROOT / "workers/bridge/metrics.py").read_text())
     )

@@ -23,6 +23,7 @@ from workers.engines.openai.chats import (
     chat_of,
     chat_of_input,
     chat_of_message,
+    check_numbers_of_messages,
     renderable,
     with_opaque_images,
 )
@@ -35,10 +36,11 @@ from workers.engines.openai.scripts import Script, check_unscripted, script_of
 from workers.engines.openai.transfers import PARAMS
 from workers.engines.openai.writers import NATURAL_TOKENS, Served, written
 from workers.http import handed_on, ids_of, respond, respond_whole, texts_of
-from workers.texts import decoded, encoded
+from workers.texts import apart, decoded, encoded
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """What a router takes, and the ids that it adds."""
+AT_ONCE_BYTES = 32 * 1024
 DEFAULT_MAX_TOKENS = 128
 
 FormOf = Callable[[str, Generated, Script | None], Form]
@@ -98,7 +100,7 @@ class _Chats:
             )
 
         names = {"prompt": "messages"}
-        return await self._answer(request, self._seen(fields), chat_of, form, names)
+        return await self._answer(request, fields, chat_of, form, names)
 
     async def message(self, request: Request) -> Response:
         fields = await self._fields(request)
@@ -109,7 +111,7 @@ class _Chats:
             return MessageForm(request_id, fields["model"], call=script.call if script else None)
 
         names = {"prompt": "messages"}
-        return await self._answer(request, self._seen(fields), chat_of_message, form, names)
+        return await self._answer(request, fields, self._chat_of_message, form, names)
 
     async def response(self, request: Request) -> Response:
         fields = await self._fields(request)
@@ -120,7 +122,7 @@ class _Chats:
             )
 
         names = {"prompt": "input", "max_tokens": "max_output_tokens"}
-        return await self._answer(request, self._seen(fields), chat_of_input, form, names)
+        return await self._answer(request, fields, chat_of_input, form, names)
 
     async def _answer(
         self,
@@ -134,7 +136,7 @@ class _Chats:
         request_id = header(request, b"x-request-id")
         if request_id is not None:
             fields.setdefault("request_id", request_id)
-        chat = chat_of(fields)
+        chat = await self._converted(request, fields, chat_of)
         asked = generated(chat)
         served = self._served
         script = script_of(chat) if served.invents else None
@@ -167,7 +169,7 @@ class _Chats:
 
     async def embed(self, request: Request) -> Response:
         fields = await self._fields(request)
-        inputs = texts_of(fields.get("input"))
+        inputs = texts_of(fields, "input")
         prompts = [await ids_of(each, self._served, "input") for each in inputs]
         form = EmbeddingForm(fields, prompts)
         asked = generated({"cache_salt": fields.get("cache_salt")})
@@ -176,7 +178,8 @@ class _Chats:
 
     async def count(self, request: Request) -> Response:
         fields = await self._fields(request)
-        prompt = await self._rendered(chat_of_message(self._seen(fields)))
+        chat = await self._converted(request, fields, self._chat_of_message)
+        prompt = await self._rendered(chat)
         count = len(prompt) // 4
         return json_response(
             {"input_tokens": count, "context_management": {"original_input_tokens": count}}
@@ -185,12 +188,13 @@ class _Chats:
     async def tokenize(self, request: Request) -> Response:
         fields = await self._fields(request)
         if "messages" in fields:
-            ids = np.frombuffer(await self._rendered(self._seen(fields)), "<u4").tolist()
+            chat = await self._converted(request, fields, dict)
+            ids = np.frombuffer(await self._rendered(chat), "<u4").tolist()
         else:
             text = fields.get("prompt")
             if not isinstance(text, str):
                 raise InvalidRequest("prompt", f"needs text, got {shown(text)}")
-            ids = await encoded(self._tokenizer("prompt"), text, "prompt")
+            ids = (await encoded(self._tokenizer("prompt"), text, "prompt")).tolist()
         limit = self._served.engine.max_context_tokens
         return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
@@ -215,7 +219,9 @@ class _Chats:
     async def _fields(self, request: Request) -> dict[str, Any]:
         """Raises InvalidRequest."""
         names = self._served.names
-        fields = dict((await JsonBody.read(await read_body(request, MAX_BODY_BYTES))).fields)
+        raw = await read_body(request, MAX_BODY_BYTES)
+        request.state.size = len(raw)
+        fields = dict((await JsonBody.read(raw)).fields)
         if fields.get("model") is None:
             fields["model"] = names[0]
         if fields["model"] not in names:
@@ -227,6 +233,20 @@ class _Chats:
             del fields["tools"]
         return fields
 
+    async def _converted(
+        self,
+        request: Request,
+        fields: dict[str, Any],
+        chat_of: Callable[[Mapping[str, Any]], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """As a chat. What of it is large keeps no other request waiting. Raises InvalidRequest,
+        QueueFullError."""
+        check_numbers_of_messages(fields)
+        size = request.state.size
+        if size <= AT_ONCE_BYTES:
+            return chat_of(self._seen(fields))
+        return await apart(size, lambda: chat_of(self._seen(fields)))
+
     def _seen(self, fields: dict[str, Any]) -> dict[str, Any]:
         """With images as this engine sees them."""
         if not self._served.invents:
@@ -237,6 +257,10 @@ class _Chats:
             for name, text in seen.items()
             if name in fields
         }
+
+    def _chat_of_message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        renderer = self._renderer
+        return chat_of_message(fields, None if renderer is None else renderer.habits)
 
     async def _rendered(self, chat: Mapping[str, Any]) -> bytes:
         """A chat's prompt, little-endian u32. Raises InvalidRequest."""

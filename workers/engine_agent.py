@@ -16,17 +16,20 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
 from app.core.agent_settings import EngineAgentSettings
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, EngineUnfit
 from app.core.keys import Keyspace
 from app.core.settings import base_url
 from app.core.types import WORKER_ID
 from app.http.server import listen
 from app.http.server import serve as serve_http
+from app.http.supervisor import supervised
 from app.state.connect import connected
 from app.state.scripts import ScriptRunner
+from workers.bridge.event_sources import reachable
 from workers.bridge.facts import Overrides
 from workers.bridge.follower import EngineFollower
 from workers.bridge.metrics import registry_of
+from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +37,21 @@ REDIS_TIMEOUT_S = 1.0
 
 
 async def serve(settings: EngineAgentSettings) -> None:
-    """Run until SIGTERM or SIGINT. Raises ConfigError for a bad setting, or an engine that cannot
-    be followed."""
+    """Run until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
     if not settings.engine_url:
         raise ConfigError("--engine-url: where does the engine listen? e.g. http://127.0.0.1:8000")
     if not WORKER_ID.fullmatch(settings.resolved_id()):
         raise ConfigError(
-            f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
+            f"worker id {settings.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
         )
     settings.check_role(settings.kv_transfer)
     if settings.role == "both" and settings.kv_transfer == "sglang":
         raise ConfigError("--kv-transfer sglang: needs --role prefill or decode, as the engine has")
+    for flag, endpoint in (
+        ("--events-endpoint", settings.events_endpoint),
+        ("--replay-endpoint", settings.replay_endpoint),
+    ):
+        _check_endpoint(flag, endpoint)
     keyspace = Keyspace(settings.namespace)
     async with AsyncExitStack() as opened:
         listening = opened.enter_context(listen(settings.host, settings.port))
@@ -63,22 +70,32 @@ async def serve(settings: EngineAgentSettings) -> None:
         )
         log.info("agent listening on %s", base_url(*listening.getsockname()[:2]))
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(follower.run())
+            running = tasks.create_task(supervised("engine", follower.run, FAILURES))
 
             async def leave() -> None:
-                await follower.drain(settings.drain_s)
+                await follower.stop()
                 running.cancel()
                 await asyncio.wait([running])
 
             await serve_http(create_app(follower), listening, on_stop=leave)
 
 
+def _check_endpoint(flag: str, endpoint: str) -> None:
+    """Raises ConfigError."""
+    try:
+        if endpoint:
+            reachable(endpoint, "localhost")
+    except EngineUnfit as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
 def create_app(follower: EngineFollower) -> Starlette:
-    """GET /health: 200 while the engine is routed to, else 503. GET /metrics."""
+    """GET /health: 200 while the engine serves, else 503; and why not. GET /metrics."""
 
     async def health(_: Request) -> JSONResponse:
-        state = follower.state
-        return JSONResponse({"engine": state}, 200 if state == "serving" else 503)
+        state, why = follower.state, follower.why
+        told = {"engine": state} | ({"why": why} if why else {})
+        return JSONResponse(told, 200 if state == "serving" else 503)
 
     metrics = make_asgi_app(registry_of(follower))
     return Starlette(routes=[Route("/health", health), Mount("/metrics", metrics)])

@@ -32,7 +32,13 @@ from app.simulation.steps import PromptTooLargeError
 from workers.engines.base import EngineStoppedError, QueueFullError
 from workers.engines.openai.answer import Answer, Form, WholeForm
 from workers.engines.openai.completions import STOPPING, CompletionForm
-from workers.engines.openai.members import GENERATION, Generated, check_members, generated
+from workers.engines.openai.members import (
+    GENERATION,
+    MAX_CHOICES,
+    Generated,
+    check_members,
+    generated,
+)
 from workers.engines.openai.transfers import KEEP_S, PARAMS, params_of
 from workers.engines.openai.writers import Served, check_travels, written
 from workers.metrics import registry_of
@@ -163,13 +169,18 @@ async def _read(request: Request, served: Served) -> tuple[Mapping[str, object],
             raise InvalidRequest("prompt", f"{len(body)} bytes are not a whole number of u32")
         return _query_fields(request.query_params), [_not_empty(body)]
     fields = dict((await JsonBody.read(body)).fields)
-    return fields, [await ids_of(each, served) for each in texts_of(fields.get("prompt"))]
+    return fields, [await ids_of(each, served) for each in texts_of(fields, "prompt")]
 
 
-def texts_of(given: object) -> list[object]:
-    """Each of the texts, or lists of token ids, that a member gives, be it one or several."""
+def texts_of(fields: Mapping[str, object], name: str) -> list[object]:
+    """Each of the texts, or lists of token ids, that a member gives, be it one or several. Raises
+    InvalidRequest if there are too many, before any is looked at."""
+    given = fields.get(name)
     is_batch = isinstance(given, list) and given and isinstance(given[0], list | str | np.ndarray)
-    return given if isinstance(given, list) and is_batch else [given]
+    texts = given if isinstance(given, list) and is_batch else [given]
+    if len(texts) > MAX_CHOICES:
+        raise InvalidRequest(name, f"asks for {len(texts)} choices, over {MAX_CHOICES}")
+    return texts
 
 
 async def ids_of(prompt: object, served: Served, field: str = "prompt") -> bytes:

@@ -16,10 +16,11 @@ from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.settings import base_url
 from app.core.types import WORKER_ID, Tier, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Role, Speed, WorkerInfo
+from app.core.worker_report import ForwardPassMetrics, Role, Speed, WorkerInfo, as_fingerprint
 from app.core.worker_settings import WorkerSettings
 from app.http.server import listen, nothing
 from app.http.server import serve as serve_http
+from app.http.supervisor import supervised
 from app.state.connect import connected
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
@@ -28,6 +29,7 @@ from workers.engines.base import Engine, Hosted
 from workers.engines.hosting import host
 from workers.engines.openai.transfers import KEEP_S
 from workers.engines.openai.writers import Served
+from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ async def serve(settings: WorkerSettings) -> None:
     """Run a worker until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
     if not WORKER_ID.fullmatch(settings.resolved_id()):
         raise ConfigError(
-            f"worker id {settings.resolved_id()!r}: 1-63 letters, digits and . _ - are allowed"
+            f"worker id {settings.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
         )
     settings.check_role(settings.kv_transfer)
     keyspace = Keyspace(settings.namespace)
@@ -129,7 +131,7 @@ async def _serve_published(
         log.info("events on port %d, again on port %d", events.events_port, events.replay_port)
         app = create_vllm_app(engine, settings, hosted, events, registry)
         async with asyncio.TaskGroup() as tasks:
-            answering = tasks.create_task(events.run())
+            answering = tasks.create_task(supervised("replays", events.run, FAILURES))
             await _serve_engine(app, engine, listening, settings.drain_s)
             answering.cancel()
 
@@ -183,6 +185,7 @@ async def _new_agent(
         role=Role.parse(settings.role),
         kv_transfer=settings.kv_transfer,
         kv_lease_s=KEEP_S if settings.kv_transfer else 0.0,
+        kv_fingerprint=as_fingerprint(hosted.kv_kind),
         tp_size=settings.tp_size if settings.engine == "torch" else 1,
     )
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from app.http.metrics import Family, Sampled, Scraped
 from workers.engines.base import Engine
+from workers.tasks import FAILURES
 
 REQUESTS = Family("kvroute_engine_requests", "gauge", "Requests running and waiting.", ("state",))
 BLOCKS = Family(
@@ -34,7 +35,15 @@ EVENTS = Family(
     "computed what they were to load.",
     ("event",),
 )
-FAMILIES = (REQUESTS, BLOCKS, HIT_RATE, IDLE, EVENTS)
+KV_PORT = Family(
+    "kvroute_engine_kv_connections",
+    "counter",
+    "Connections to the port for KV that have ended, by outcome: sent, declined (the target needed "
+    "nothing), refused (no frame, no key, nothing kept, other bits), stalled (too slow), lost (it "
+    "broke), crowded (closed for others), failed (a fault of this worker).",
+    ("outcome",),
+)
+FAMILIES = (REQUESTS, BLOCKS, HIT_RATE, IDLE, EVENTS, KV_PORT)
 
 
 def _samples(engine: Engine) -> Iterator[Sampled]:
@@ -47,10 +56,13 @@ def _samples(engine: Engine) -> Iterator[Sampled]:
     yield IDLE, (), now.kv_idle_before_evict_s
     for event, number in engine.block_events().items():
         yield EVENTS, (event,), number
+    for outcome, number in engine.kv_connections().items():
+        yield KV_PORT, (outcome,), number
 
 
 def registry_of(engine: Engine, registry: CollectorRegistry | None = None) -> CollectorRegistry:
     """registry: what else is in it; None: nothing."""
     registry = registry or CollectorRegistry()
+    registry.register(FAILURES)
     registry.register(Scraped(FAMILIES, partial(_samples, engine)))
     return registry

@@ -15,14 +15,18 @@ log = logging.getLogger(__name__)
 
 
 async def until_it_works(
-    attempt: Callable[[], Awaitable[T]], on: type[Exception], what: str, wait_s: float = 0.1
+    attempt: Callable[[], Awaitable[T]],
+    on: type[Exception] | tuple[type[Exception], ...],
+    what: str,
+    wait_s: float = 0.1,
+    wait_max_s: float = 1.0,
 ) -> T:
     """What the first `attempt` returns that does not raise `on`.
 
-    what: named in the log. wait_s: pause after the first failure; it grows to a second.
+    what: named in the log. wait_s: pause after the first failure; it grows to wait_max_s.
     """
     async for retry in stamina.retry_context(
-        on=on, attempts=None, timeout=None, wait_initial=wait_s, wait_max=1.0
+        on=on, attempts=None, timeout=None, wait_initial=wait_s, wait_max=wait_max_s
     ):
         with retry:
             try:

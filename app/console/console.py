@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from app.console import findings, history, roster
-from app.console.figures import LONG_WINDOW_S, WINDOW_S, Together
 from app.console.history import Curves
 from app.console.kept import Kept, KeptAnswers
 from app.console.sampler import Sampler, short
@@ -16,30 +16,47 @@ from app.console.whatif import WhatIf
 from app.core.check import Check
 from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.outcomes import Kind
 from app.core.types import Incarnation
 from app.ops import checks
+from app.ops.conditions import holding
 from app.ops.drain import named
 from app.ops.explain import explanation, find
+from app.ops.figures import LONG_WINDOW_S, WINDOW_S, Together, share, trouble
 from app.ops.funnel import funnel
+from app.ops.names import names_of
 from app.ops.usage import usages
-from app.ops.waiting import flows
 from app.ops.workers import requests_on
 from app.policy.view import View
 from app.router.router import Router
-from app.state import events, leases, models, planner, replicas
+from app.state import events, last_errors, leases, planner, replicas
 from app.state.connect import deadline
+from app.state.flows import flows
+from app.state.last_errors import Errors
 from app.state.scripts import ScriptRunner
 
 TIMEOUT_S = 2.0
 FOLLOW_S = 0.25
 SERVER_S = 5.0
 CHECKS_S = 15.0
-"""How long what is known of Redis, and what its checks found, is kept."""
+ERRORS_S = 1.0
+"""How long what is known of Redis, what its checks found, and the last errors are kept."""
 LATE_MS = 2000
 """Loads are looked up four times a second."""
 MAX_ROWS = 200
+MAX_ERRORS = 20
+ERROR_COLUMNS = (
+    *("last_ms", "first_ms", "requests", "model", "worker", "cause", "words", "request_id"),
+)
 WORKERS_DECISIONS = 20
-LEVELS = {"lost": "bad", "suspended": "warn", "replica_lost": "warn", "redis_away": "bad"}
+LEVELS = {
+    "lost": "bad",
+    "ill": "bad",
+    "away": "warn",
+    "suspended": "warn",
+    "replica_lost": "warn",
+    "redis_away": "bad",
+}
 """Of events; all others are information."""
 REPLICA_COLUMNS = (
     *("replica", "address", "age_s", "uptime_s", "version", "decisions_per_s", "decision_p99_s"),
@@ -51,10 +68,19 @@ class Console:
     """Answers, while `run` runs.
 
     replica: a name that no other one has. address: where it listens, for people.
+    namespace_weights: the setting, as it is now.
+    apart: see Sampler.
     """
 
     def __init__(
-        self, router: Router, redis_url: str, replica: str, address: str, version: str
+        self,
+        router: Router,
+        redis_url: str,
+        replica: str,
+        address: str,
+        version: str,
+        namespace_weights: Callable[[], str] = str,
+        apart: Callable[[], Mapping[str, bool]] = dict,
     ) -> None:
         self.whatif = WhatIf(redis_url, router.namespace)
         self._router = router
@@ -62,13 +88,16 @@ class Console:
         self._keyspace = keyspace = Keyspace(router.namespace)
         self._replica = replica
         self._version = version
-        self._sampler = Sampler(router, replica, address, version)
+        self._sampler = Sampler(
+            *(router, replica, address, version, namespace_weights), apart=apart
+        )
         self._tail = DecisionTail(router.redis, keyspace)
         self._followed = Kept(self._tail.follow, FOLLOW_S)
         self._hour = Curves(router.redis, keyspace, minute=False)
         self._day = Curves(router.redis, keyspace, minute=True)
         self._server = Kept(self._ask_server, SERVER_S)
         self._checks = Kept(self._check, CHECKS_S)
+        self._last_errors = Kept(self._ask_errors, ERRORS_S)
         self._values = Kept(lambda: planner.values(self._redis, keyspace), SERVER_S)
         self.answers = KeptAnswers(lambda: router.fleet.redis_now_ms)
 
@@ -112,9 +141,19 @@ class Console:
                 ],
             },
             "redis": await self._server.now(),
+            "models": _models(together),
+            "errors": await self._errors(),
             "localities": together.localities(),
             "localities_window_s": LONG_WINDOW_S,
-            "findings": findings.shown(found, findings.firing(together)),
+            "findings": findings.shown(found, holding(together)),
+        }
+
+    async def _errors(self, worker: str = "") -> dict[str, Any]:
+        found = await self._last_errors.now()
+        rows = [one.as_dict() for one in found if worker in ("", one.error.worker)]
+        return {
+            "columns": ERROR_COLUMNS,
+            "rows": [[row[name] for name in ERROR_COLUMNS] for row in rows[:MAX_ERRORS]],
         }
 
     def _replica_row(self, name: str, age_ms: int, figures: dict[str, Any]) -> list[Any]:
@@ -148,14 +187,19 @@ class Console:
             "rtt_s": round(rtt_s, 6),
         }
 
+    async def _ask_errors(self) -> list[Errors]:
+        _, found = await last_errors.read(self._redis, self._keyspace)
+        return found
+
     async def _check(self) -> list[Check]:
         found = [check async for check in checks.of_server(self._redis)]
+        found += await checks.of_routers(self._redis, self._keyspace)
         view = await self._view()
         if view is not None:
-            holders = await models.directory(self._redis)
+            names = await names_of(self._redis, self._router.namespace, view.infos)
             await self._followed.now()
             records = [entry.record for entry in reversed(self._tail.entries)]
-            found += findings.of_workers(view, self._router.namespace, holders, records)
+            found += findings.of_workers(view, self._router.namespace, names, records)
         return found
 
     async def workers(self) -> dict[str, Any]:
@@ -168,7 +212,10 @@ class Console:
             return []
         await self._followed.now()
         rows = self._sampler.roster.see(view)
-        return roster.with_values(rows, await self._values.now(), self._tail.hits())
+        rows = roster.with_values(rows, await self._values.now(), self._tail.hits())
+        said = await replicas.present(self._redis, self._keyspace)
+        ended = Together(said.values()).workers
+        return roster.with_endings(rows, ended, await self._last_errors.now())
 
     async def worker(self, key: str) -> dict[str, Any] | None:
         """One worker; None: there is none. Raises RedisUnavailable."""
@@ -190,6 +237,7 @@ class Console:
                 "rows": [entry.row() for entry in own[:WORKERS_DECISIONS]],
             },
             "reserved": len(reserved),
+            "errors": await self._errors(key),
         }
 
     async def decisions(self, after: str, limit: int, which: DecisionFilter) -> dict[str, Any]:
@@ -269,11 +317,27 @@ class Console:
         }
 
 
+def _models(together: Together) -> dict[str, Any]:
+    """How requests ended in the last minute, the models with most trouble first."""
+    found = sorted(together.models.items(), key=lambda item: (-trouble(item[1]), item[0]))
+    rows = [
+        [
+            *(name, *(round(counts[kind]) for kind in Kind)),
+            short(together.failed_share(counts, by_model=True)),
+            short(share(counts["ttft_s"], counts["ttft"])),
+        ]
+        for name, counts in found[:MAX_ROWS]
+    ]
+    columns = ("model", *(kind.value for kind in Kind), "failed_share", "ttft_mean_s")
+    return {"columns": columns, "rows": rows}
+
+
 def _tiles(together: Together, view: View | None) -> dict[str, float | None]:
     draining = sum(f.drains for i, f in view.failing.items() if i in view.paused) if view else 0
     queues = [load.queue_s(view.now_ms) for load in view.loads] if view else []
     tiles = together.series() | {
         "cached_share": together.cached_share(together.minute),
+        "predicted_share": together.predicted_share(together.minute),
         "workers": float(len(queues)),
         "draining": float(draining),
         "paused": float(len(view.paused) - draining if view else 0),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from app.core.outcomes import Kind
 from app.core.types import Incarnation
 from app.core.worker_report import NO_READINGS, WorkerInfo
 from app.policy.view import View
+from app.state.last_errors import Errors
 
+FAILED = ("failed", Kind.ENGINE, Kind.CUT)
 GONE_MS = 60_000
 """A worker that is gone is shown for so long."""
 
@@ -40,13 +43,13 @@ class Roster:
 
 def _rows(view: View) -> Iterator[dict[str, Any]]:
     number = len(view.infos)
-    for inc, info, load, measured in zip(
-        view.incarnations, view.infos, view.loads, view.measured, strict=True
+    for inc, info, load, measured, away_s in zip(
+        *(view.incarnations, view.infos, view.loads, view.measured, view.away_s), strict=True
     ):
         metrics, gpu = measured.metrics, measured.gpu
         is_stale = measured.is_stale(view.now_ms, number)
         yield _about(inc, info) | {
-            "state": "stale" if is_stale else "live",
+            "state": "degraded" if away_s is not None else "stale" if is_stale else "live",
             "queue_s": round(load.queue_s(view.now_ms), 4),
             "requests": load.requests,
             "decoding": load.decoding,
@@ -64,7 +67,8 @@ def _rows(view: View) -> Iterator[dict[str, Any]]:
         }
     for inc, info in view.paused.items():
         failing = view.failing[inc]
-        yield _about(inc, info) | {"state": "draining" if failing.drains else "paused"}
+        state = "draining" if failing.drains else "ill" if info.ill else "paused"
+        yield _about(inc, info) | {"state": "tainted" if failing.is_tainted else state}
 
 
 def _about(inc: Incarnation, info: WorkerInfo) -> dict[str, Any]:
@@ -85,6 +89,7 @@ COLUMNS = (
     *("worker", "state", "queue_s", "requests", "max_requests", "decoding", "waiting", "kv_used"),
     *("device_blocks", "host_blocks", "disk_blocks", "total_blocks", "unique_value_s", "gpu_util"),
     *("event_age_s", "metrics_age_s", "predicted_hit", "reported_hit", "model", "address", "role"),
+    *("ok", "failed", "left_before", "last_error", "last_error_ms"),
 )
 
 
@@ -106,3 +111,24 @@ def with_values(
         }
         for row in rows
     ]
+
+
+def with_endings(
+    rows: list[dict[str, Any]], ended: Mapping[str, Mapping[str, float]], errors: Iterable[Errors]
+) -> list[dict[str, Any]]:
+    """ended: requests of the last minute at each worker, by how. errors: the latest first."""
+    last: dict[str, Errors] = {}
+    for one in errors:
+        last.setdefault(one.error.worker, one)
+    return [row | _endings(ended.get(row["worker"], {}), last.get(row["worker"])) for row in rows]
+
+
+def _endings(counts: Mapping[str, float], last: Errors | None) -> dict[str, Any]:
+    failed = sum(counts.get(kind, 0.0) for kind in FAILED)
+    return {
+        "ok": round(counts.get(Kind.OK, 0.0)),
+        "failed": round(failed),
+        "left_before": round(counts.get(Kind.LEFT_BEFORE, 0.0)),
+        "last_error": (last.error.words or last.error.cause) if last else None,
+        "last_error_ms": last.last_ms if last else None,
+    }

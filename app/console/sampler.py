@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from app.console.figures import Together, Window, read
 from app.console.roster import Roster
 from app.core.errors import KvrouteError, RedisUnavailable
 from app.core.keys import Keyspace
+from app.ops.figures import Together, Window, read
 from app.policy.view import View
 from app.router.router import Router
 from app.state import events, replicas
@@ -27,14 +27,25 @@ MAX_QUEUES = 200
 
 
 class Sampler:
-    """Beats while `run` runs. replica: a name that no other one has."""
+    """Beats while `run` runs. replica: a name that no other one has. namespace_weights: the
+    setting, as it is now. apart: whether the tokenizer of a model is another than its engines'."""
 
-    def __init__(self, router: Router, replica: str, address: str, version: str) -> None:
+    def __init__(
+        self,
+        router: Router,
+        replica: str,
+        address: str,
+        version: str,
+        namespace_weights: Callable[[], str] = str,
+        apart: Callable[[], Mapping[str, bool]] = dict,
+    ) -> None:
         self._router = router
         self._runner = ScriptRunner(router.redis, TIMEOUT_S)
         self._keyspace = Keyspace(router.namespace)
         self._replica = replica
+        self._apart = apart
         self._about = {"address": address, "version": version}
+        self._namespace_weights = namespace_weights
         self._started_s = time.monotonic()
         self._window = Window()
         self._step = 0
@@ -73,9 +84,12 @@ class Sampler:
         view = self._router.fleet.last_view
         if view is not None:
             self.roster.see(view)
-        self._window.add(read(self._router.telemetry.registry), now_s)
+        reading = read(self._router.telemetry.registry)
+        reading.gauges["tokenizer_apart"] = float(sum(self._apart().values()))
+        self._window.add(reading, now_s)
         said = {
             **self._about,
+            "namespace_weights": self._namespace_weights(),
             "uptime_s": round(now_s - self._started_s),
             "reuse": self._router.telemetry.reuse.lately(now_s),
             **self._window.figures(),

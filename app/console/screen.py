@@ -10,12 +10,17 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from app.core.printable import printable
+
 MAX_FINDINGS = 3
+MAX_ERRORS = 3
 COLUMNS = {
     "worker": "worker",
     "state": "state",
     "queue_s": "queue",
     "requests": "requests",
+    "failed": "failed",
+    "left_before": "left",
     "kv_used": "KV",
     "reported_hit": "hits",
     "predicted_hit": "foreseen",
@@ -24,7 +29,16 @@ COLUMNS = {
 """Of workers, and their titles."""
 SORTED = tuple(COLUMNS)
 LEVELS = {"bad": "red", "warn": "yellow"}
-STATES = {"live": "green", "draining": "yellow", "paused": "yellow", "stale": "red", "gone": "dim"}
+STATES = {
+    "live": "green",
+    "draining": "yellow",
+    "paused": "yellow",
+    "degraded": "yellow",
+    "ill": "red",
+    "tainted": "red",
+    "stale": "red",
+    "gone": "dim",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +86,40 @@ def _overview(found: Mapping[str, Any]) -> Iterable[Text]:
     replicas = len(found["replicas"]["rows"])
     used = (redis["used_bytes"] or 0) / 2**20
     yield _line(
-        ("namespace", _plain(found["namespace"])),
+        ("namespace", printable(str(found["namespace"]))),
         ("replicas", str(replicas)),
         ("workers", _number(tiles["workers"])),
-        ("Redis", f"{_plain(redis['version'])}, {used:,.0f} MiB, {_ms(redis['rtt_s'])}"),
+        ("Redis", f"{printable(str(redis['version']))}, {used:,.0f} MiB, {_ms(redis['rtt_s'])}"),
     )
     yield _line(
         ("requests/s", _number(tiles["requests_per_s"])),
+        ("failed", _percent(tiles["failed_share"])),
+        ("left waiting/s", _number(tiles["left_before_per_s"])),
         ("refused/s", _number(tiles["refused_per_s"])),
+    )
+    yield _line(
+        ("tokens/s", _number(tiles["output_tokens_per_s"])),
         ("degraded/s", _number(tiles["degraded_per_s"])),
         ("waiting", _number(tiles["waiting"])),
         ("queue", _seconds(tiles["queue_s"])),
     )
     yield _line(
         ("first token", f"{_seconds(tiles['ttft_p50_s'])}, p99 {_seconds(tiles['ttft_p99_s'])}"),
+        ("in time", _percent(tiles["in_time_share"])),
+    )
+    yield _line(
         ("decision", f"{_ms(tiles['decision_p50_s'])}, p99 {_ms(tiles['decision_p99_s'])}"),
         ("cached", _percent(tiles["cached_share"])),
+        ("predicted", _percent(tiles["predicted_share"])),
     )
     wrong = [one for one in found["findings"] if one["level"] in LEVELS]
     for one in wrong[:MAX_FINDINGS]:
         text = f"{one['name']}: {one['detail']}; {one['remedy']}"
-        yield Text(_plain(text), style=LEVELS[one["level"]], overflow="ellipsis", no_wrap=True)
+        yield Text(printable(text), style=LEVELS[one["level"]], overflow="ellipsis", no_wrap=True)
+    for error in objects(found["errors"])[:MAX_ERRORS]:
+        who = error["worker"] or "router"
+        text = f"{error['requests']} at {who} {error['cause']}: {error['words']}"
+        yield Text(printable(text), style="red", overflow="ellipsis", no_wrap=True)
 
 
 def _workers(rows: Sequence[Mapping[str, Any]], choices: Choices) -> Table:
@@ -104,10 +131,12 @@ def _workers(rows: Sequence[Mapping[str, Any]], choices: Choices) -> Table:
     for row in rows:
         state = row["state"]
         table.add_row(
-            Text(_plain(row["worker"])),
-            Text(_plain(state), style=STATES.get(state, "")),
+            Text(printable(str(row["worker"]))),
+            Text(printable(str(state)), style=STATES.get(state, "")),
             _seconds(row["queue_s"]),
             f"{_number(row['requests'])}/{_number(row['max_requests'])}",
+            _number(row["failed"]),
+            _number(row["left_before"]),
             _percent(row["kv_used"]),
             _percent(row["reported_hit"]),
             _percent(row["predicted_hit"]),
@@ -123,9 +152,9 @@ def _decisions(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis")
     for row in rows:
         table.add_row(
-            Text(_plain(row["request_id"])),
-            Text(_plain(row["worker"])),
-            Text(_plain(row["locality"])),
+            Text(printable(str(row["request_id"]))),
+            Text(printable(str(row["worker"]))),
+            Text(printable(str(row["locality"]))),
             f"{row['overlap_blocks']:,}/{row['full_blocks']:,}",
             f"{row['best_blocks']:,}",
             f"{row['isl_tokens']:,}",
@@ -150,11 +179,6 @@ def _line(*pairs: tuple[str, str]) -> Text:
     for name, value in pairs:
         line.append(f"{name} ", style="dim").append(f"{value}   ")
     return line
-
-
-def _plain(text: object) -> str:
-    """Without what would move the cursor or change colours."""
-    return "".join(c if c.isprintable() else "?" for c in str(text))
 
 
 def _number(value: float | None) -> str:

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from app.console.screen import Choices, screen
+from app.core.printable import printable
 from app.options import BASE_URL, POSITIVE_SECONDS, Command
 
 QUESTIONS = ("overview", "workers", "decisions")
@@ -74,7 +75,7 @@ def _watch(look: Callable[[], Mapping[str, Any]], key: Keys, interval_s: float) 
         while True:
             body: Any = screen(answers, choices, live.console.height - bool(said))
             if said:
-                body.renderables.insert(0, Text(f"not new: {said}", style="red"))
+                body.renderables.insert(0, Text(f"not new: {printable(said)}", style="red"))
             live.update(body, refresh=True)
             pressed = key()
             if pressed == "q":

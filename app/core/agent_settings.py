@@ -48,6 +48,20 @@ class EngineAgentSettings(MemberSettings):
         "nixl: kv_lease_duration; 0: not told.",
         SECONDS,
     )
+    kv_compatible: str = setting(
+        "",
+        "A name that all engines have whose KV is right in each other, with --kv-transfer: where "
+        "an engine does not tell all that decides it, KV travels between those with one name "
+        "alone, and never between two names.",
+    )
+    side_channel_port: int = setting(
+        5600, "The engine's VLLM_NIXL_SIDE_CHANNEL_PORT, with --kv-transfer nixl.", PORT
+    )
+    kv_host: str = setting(
+        "",
+        "Host at which others fetch KV, with --kv-transfer nixl, as the engine's "
+        "VLLM_NIXL_SIDE_CHANNEL_HOST has it; unset: that of --address.",
+    )
     bootstrap_port: int = setting(
         8998, "The engine's --disaggregation-bootstrap-port, with --kv-transfer sglang.", PORT
     )
@@ -75,6 +89,12 @@ class EngineAgentSettings(MemberSettings):
     data_parallel_size: int | None = setting(
         None, "Data-parallel ranks of the engine; unset: ask the engine.", Whole(1, 65535)
     )
+    stall_s: float = setting(
+        30.0,
+        "For how long an engine may have requests and compute nothing, besides some times what its "
+        "longest prompts and pauses take, before it is out of service; 0: for ever.",
+        SECONDS,
+    )
     profile: str = setting(
         "",
         "Speed to assume until it is learned: 70b-4xh100, 70b-4xh200 or 8b-1xh100; unset: about "
@@ -86,6 +106,12 @@ class EngineAgentSettings(MemberSettings):
         "routed there.",
         SECONDS,
         heading="Worker",
+    )
+    keep_engine: bool = setting(
+        False,
+        "On SIGTERM, leave the engine in service: routers look after it until an agent is back. "
+        "For agents that are replaced while their engines run.",
+        bool,
     )
     memory_folder: str = setting(
         "",

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from app.core.settings import (
     POSITIVE,
     POSITIVE_SECONDS,
+    SECONDS,
     CommonSettings,
     OneOf,
     Text,
+    parse_aliases,
     parse_names,
     parse_origins,
+    parse_sharing,
     setting,
 )
 
@@ -57,14 +60,27 @@ class DoorSettings(CommonSettings):
     cors_origin: str = setting(
         "",
         "Origins whose pages may call this router from a browser, separated by commas; *: any.",
-        Text("ORIGIN,...", parse_origins),
+        Text("ORIGIN,...", parse_origins, ","),
     )
     tokenizers: str = setting(
         "",
         "Sources of the models' tokenizers, NAME=FOLDER_OR_HUGGING_FACE_NAME,...; unset: as "
         "their workers report.",
-        Text("NAME=SOURCE,...", parse_names),
+        Text("NAME=SOURCE,...", parse_names, ","),
         heading="Front door",
+    )
+    model_alias: str = setting(
+        "",
+        "Other names for models, ALIAS=MODEL,...; a model is answered under both. An alias goes "
+        "before a model of that name.",
+        Text("ALIAS=MODEL,...", parse_aliases, ","),
+    )
+    namespace_weights: str = setting(
+        "",
+        "Namespaces that share the names of their models, and the weight by which each gets "
+        "requests, NAMESPACE=WEIGHT,...; 0: none but those of sessions that are there. A semicolon "
+        "parts groups of them. Else, who claimed a name first gets all of its requests.",
+        Text("NAMESPACE=WEIGHT,...", parse_sharing, ";"),
     )
     max_request_bytes: int = setting(
         16 * 1024 * 1024,
@@ -81,9 +97,14 @@ class DoorSettings(CommonSettings):
     )
     answer_timeout_s: float = setting(
         600.0,
-        "Deadline for the first byte of an engine's answer, over all retries.",
+        "How long a stream may take to begin, over all retries.",
         POSITIVE_SECONDS,
         heading="Front door",
+    )
+    whole_timeout_s: float = setting(
+        3600.0,
+        "How long an answer may take that is not streamed: all of it comes at once.",
+        POSITIVE_SECONDS,
     )
     gap_timeout_s: float = setting(
         300.0, "Longest pause between two chunks of an engine's answer.", POSITIVE_SECONDS
@@ -98,6 +119,18 @@ class DoorSettings(CommonSettings):
         60.0,
         "A client that reads nothing of its answer for this long is disconnected.",
         POSITIVE_SECONDS,
+    )
+    comment_every_s: float = setting(
+        15.0,
+        "A stream that has not begun gets its headers and a comment, and another one each time "
+        "that so long has passed: balancers cut connections on which nothing comes. 0: none.",
+        SECONDS,
+    )
+    drain_s: float = setting(
+        50.0,
+        "On SIGTERM, how long answers under way go on before they end with an error: less than the "
+        "time after which the process is killed.",
+        SECONDS,
     )
     show_decision: bool = setting(
         False,

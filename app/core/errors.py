@@ -2,10 +2,12 @@
 
 KvrouteError
 ├── ConfigError           a setting is missing or bad; stops start-up
+├── MissingPackage        a package that comes with an extra is not installed
 ├── InvalidRequest        a caller's input is bad; names the field and the value
 ├── BodyTooLarge          a request body exceeds the configured size
 ├── BodyTimeout           a request body is not complete in time
 ├── BodiesTooLarge        all request bodies together have as many bytes as may be held
+├── Crowded               too many wait for one of a few places, and this caller more than others
 ├── RedisUnavailable      Redis cannot be reached, or missed its deadline
 │   ├── RedisFull         Redis has no memory left for a write; none of it was written
 │   └── RedisRecovering   leases ran out while Redis was unreachable; they are about to be renewed
@@ -16,6 +18,7 @@ KvrouteError
 ├── WorkerReplaced        another process registered as the same worker; this one must end
 ├── LeadershipLost        another planner leads; this one may change nothing
 ├── EngineUnavailable     the engine beside an agent does not answer, or is not ready yet
+├── EngineUnfit           it answers, but cannot be followed as it is, or as the agent is set
 ├── BlockLost             a slot does not hold, or no longer holds, the block that it should
 ├── NotEnoughBlocks       a request needs more slots of a tier than are free
 ├── ClusterError          a process of `kvroute up` did not come up (app/local/cluster.py)
@@ -38,11 +41,27 @@ def cut(text: str, most: int = MAX_SHOWN) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as messages show it."""
-    try:
-        return cut(repr(value))
-    except RecursionError:  # JSON parsers take deeper nesting than repr
-        return f"a deeply nested {type(value).__name__}"
+    """`value` as messages show it. Of a large one, no more is looked at than they show."""
+    return cut(_repr(value, MAX_SHOWN + 1))
+
+
+def _repr(value: object, most: int) -> str:
+    """repr, or at least so many characters that it begins with. Each level of nesting takes one of
+    them, so JSON parsers may take deeper values than repr."""
+    if isinstance(value, str | bytes):
+        return repr(value[:most])
+    if not isinstance(value, dict | list):
+        return repr(value)
+    text, end = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    for item in value:
+        if len(text) >= most:
+            return text
+        text += ", " if len(text) > 1 else ""
+        if isinstance(value, dict):
+            text += f"{_repr(item, most)}: "
+            item = value[item]
+        text += _repr(item, max(1, most - len(text)))
+    return text + end
 
 
 def without_values(message: str) -> str:
@@ -58,6 +77,14 @@ class ConfigError(KvrouteError):
     """A setting is missing or bad."""
 
 
+class MissingPackage(KvrouteError):
+    """A package is not installed that comes with an extra."""
+
+    def __init__(self, package: str, extra: str, reason: str = "") -> None:
+        but = f"{reason}, but " if reason else ""
+        super().__init__(f"{but}{package} is missing: pip install 'kvroute[{extra}]'")
+
+
 class InvalidRequest(KvrouteError):
     """A caller's input is bad. field: its name, as the caller spelled it."""
 
@@ -68,6 +95,10 @@ class InvalidRequest(KvrouteError):
 
 class BodyTooLarge(KvrouteError):
     """A request body exceeds the configured size."""
+
+
+class Crowded(KvrouteError):
+    """Too many wait for one of a few places, and this caller more than others."""
 
 
 class BodyTimeout(KvrouteError):
@@ -122,6 +153,10 @@ class LeadershipLost(KvrouteError):
 
 class EngineUnavailable(KvrouteError):
     """The engine beside an agent does not answer, or is not ready yet; it may be, later."""
+
+
+class EngineUnfit(KvrouteError):
+    """The engine beside an agent answers, but not what is needed to follow it; it may, later."""
 
 
 class BlockLost(KvrouteError):

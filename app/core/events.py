@@ -33,4 +33,22 @@ class Cleared:
     """Every block of every tier is gone."""
 
 
-CacheEvent = Stored | Removed | Cleared
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """`blocks` are ends, after which the engine can go on with what it holds; if not are_ends, they
+    are no longer.
+
+    Until the first of these events, and once the cache is cleared, all blocks are. `blocks` may be
+    such that it does not hold. An event without blocks says only that no others are.
+    lookahead: it uses an end only for prompts that have so many blocks after it in common with what
+    it holds. recomputed: it then goes on so many blocks before the end. Each event tells both, for
+    all ends.
+    """
+
+    blocks: tuple[SequenceHash, ...]
+    are_ends: bool = True
+    lookahead: int = 0
+    recomputed: int = 0
+
+
+CacheEvent = Stored | Removed | Cleared | Ends

@@ -21,9 +21,11 @@ DATA_VERSION = 4
 """Of what keys hold, as `meta` records it. Parts of other versions write there what this one cannot
 read, or reads wrongly: raise it with the first such change after a release. Version 1
 recorded none."""
-MODELS = "kvroute:1:models"
+MODELS = f"kvroute:1:models:{DATA_VERSION}"
 """The one key outside all namespaces: a hash, model or adapter -> `<namespace> <when it was last
-announced there, seconds since 1970 by the Redis clock>`."""
+announced there, seconds since 1970 by the Redis clock>` of each namespace that claims it, the first
+to do so first. Each version of the data model has its own: routers could not use the workers of
+another one, and its names are no business of theirs."""
 METRICS_MAXLEN = 4096
 METRICS_INTERVAL_S = 0.1
 METRICS_WORKERS = 256
@@ -85,7 +87,7 @@ KEYSPACE = (
         "leases",
         "zset",
         "`<inc>` by expiry, ms, Redis clock",
-        ("register", "renew", "suspend", "activate", "drain"),
+        ("register", "renew", "suspend", "activate", "drain", "vouch", "taint"),
         "retired",
     ),
     Key(
@@ -100,7 +102,10 @@ KEYSPACE = (
         "hash",
         "`<inc>` → `prefill_tokens prefill_us head_us head_since_ms blocks requests "
         "decoding total routed_us routed_at sending_until_ms receiving_until_ms`",
-        ("activate", "renew", "reserve", "extend", "prefill_complete", "release", "expire"),
+        (
+            *("activate", "renew", "reserve", "extend", "prefill_complete", "release", "expire"),
+            *("retire", "retire_lapsed"),
+        ),
         "retired",
     ),
     Key(
@@ -110,19 +115,27 @@ KEYSPACE = (
         " changed since the last version that they know",
         (
             *("register", "activate", "renew", "reserve", "extend", "prefill_complete"),
-            *("release", "expire"),
+            *("release", "expire", "retire", "retire_lapsed"),
         ),
         "retired",
     ),
     Key(
         "failures",
         "hash",
-        "`<inc>` → `count last_ms`: requests that its worker failed, less those that it answered "
-        "since, and when it failed the last one, by the Redis clock; `<worker_id>:<dp_rank>` → "
-        "`draining <ms>`: it gets no requests any more, and since when; or `undone`, which its "
-        "agent is to hear of",
-        ("suspend", "release", "renew", "activate", "drain"),
-        "answered, undone or retired",
+        "`<inc>` → `count last_ms until_ms share at_ms trial cause`: requests that its worker "
+        "failed in a row, when it failed the last one, until when it gets none, thousandths of its "
+        "tries that failed lately, as of `at_ms`, 1 if it gets one request at a time until it "
+        "answers one, and the last cause; times by the Redis clock. `<inc> <subject>` → the same "
+        "of a model or path that it lacks. `<worker_id>:<dp_rank>` → `draining <ms>`: it gets no "
+        "requests any more, and since when; or `undone`, which its agent is to hear of. "
+        "`away:<inc>` → `since_ms until_ms`: since when its agent is away, and until when routers "
+        "vouch for its engine. `tainted <worker_id>:<dp_rank>` → `<ms> <life>`: the engine may "
+        "hold KV of one prompt as another's, since when, and in which life of it",
+        (
+            *("suspend", "pardon", "release", "prefill_complete", "renew", "activate", "drain"),
+            *("vouch", "taint"),
+        ),
+        "answered, undone, begun anew or retired",
     ),
     Key(
         "reservations",
@@ -250,7 +263,7 @@ KEYSPACE = (
         "replicas",
         "hash",
         "`<replica>` → `<when it said so, ms> <JSON>`: what a router replica measured lately "
-        "(`app/console/figures.py`)",
+        "(`app/ops/figures.py`)",
         ("beat",),
         "15 s after its last word",
     ),
@@ -274,7 +287,18 @@ KEYSPACE = (
         "stream",
         "`kind`, `subject` and `text`: workers, replicas and Redis that come and go, drains, and "
         "what planners propose",
-        ("activate", "retire", "retire_lapsed", "suspend", "drain", "propose", "beat", "record"),
+        (
+            *("activate", "renew", "retire", "retire_lapsed", "suspend", "taint", "drain"),
+            *("propose", "beat", "record", "vouch"),
+        ),
+        "trimmed: about a thousand",
+    ),
+    Key(
+        "errors",
+        "stream",
+        "`model`, `worker`, `cause`, `words`, `request_id` and `count`: what requests failed of "
+        "lately, in the engine's own words if it said any; never a prompt",
+        ("record",),
         "trimmed: about a thousand",
     ),
     Key(
@@ -315,7 +339,7 @@ KEYSPACE = (
     Key(
         "blocks:<bucket>",
         "hash",
-        "sequence hash, 16 hex digits → owners",
+        "sequence hash, 16 hex digits → where engines go on, owners",
         ("apply", "sweep"),
         "no owner is left",
         in_shard=True,

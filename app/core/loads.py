@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.failures import Failing
 from app.core.types import Incarnation
 
 ROUND = 1_000_000
@@ -177,29 +178,6 @@ class Wish:
         return replace(self, seen_total=None, source=self.source and self.source.as_they_are())
 
 
-DRAINING = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Failing:
-    """failures: requests that a worker failed, less those that it answered since. until_ms: before
-    that it gets no requests, as long as there is another worker; DRAINING: it gets none at all."""
-
-    failures: int
-    until_ms: int
-
-    @property
-    def drains(self) -> bool:
-        return self.until_ms == DRAINING
-
-    def pause_s(self, now_ms: int) -> float:
-        """Seconds left of the pause."""
-        return max(0, self.until_ms - now_ms) / 1000
-
-
-NOT_FAILING = Failing(0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Loads of the live, routable incarnations at one moment of the Redis clock."""
@@ -212,9 +190,10 @@ class Snapshot:
     """When an incarnation was last registered or repaired; None: not asked."""
     shards: int | None = None
     """How many the namespace's index has; None: not asked."""
-    changed: Collection[bytes] = ()
-    """Incarnations, as written in Redis: those whose load or registration has changed since the
-    same caller's last snapshot, and perhaps others."""
+    changed: set[bytes] = field(default_factory=set)
+    """Incarnations, as written in Redis: those whose load or registration has changed, and perhaps
+    others. Whoever learns what is new of them empties it; until then, the same caller's later
+    snapshots name them, too."""
     somebody_waits: bool = False
     """Whether any request waits for a turn, at any replica; also False if not asked."""
     lapsed: frozenset[Incarnation] = frozenset()
@@ -222,7 +201,13 @@ class Snapshot:
     unreadable: frozenset[Incarnation] = frozenset()
     """Live ones whose loads are missing, damaged, or written by another release."""
     failing: dict[Incarnation, Failing] = field(default_factory=dict)
-    """Those whose workers failed requests; empty if not asked."""
+    """Those whose workers failed requests, or drain; empty if not asked."""
+    lacking: dict[str, dict[Incarnation, Failing]] = field(default_factory=dict)
+    """By a model or path, those whose workers do not have it; empty if not asked."""
+
+    away: dict[Incarnation, int] = field(default_factory=dict)
+    """Those whose agents are away, while routers vouch for their engines, and since when, in ms;
+    empty if not asked."""
 
     @property
     def paused(self) -> list[Incarnation]:

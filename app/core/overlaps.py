@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from app.core.resume import Resume
 from app.core.types import Incarnation, TierOverlap
 
 Held = tuple[Collection[Incarnation], TierOverlap]
@@ -15,18 +16,21 @@ class Overlaps(Mapping[Incarnation, TierOverlap]):
     """What each incarnation holds of one chain; those without overlap are absent.
 
     shared: sets of many that hold the same. own: what others hold. Where one is in several, the
-    last counts, and `own` before all: it is the longest.
+    last counts, and `own` before all: it is the longest. resumes: of some, what their engines reuse
+    of it, where that differs from what their ReuseRule says.
     """
 
-    __slots__ = ("own", "shared")
+    __slots__ = ("own", "resumes", "shared")
 
     def __init__(
         self,
         own: Mapping[Incarnation, TierOverlap] = MappingProxyType({}),
         shared: Sequence[tuple[frozenset[Incarnation], TierOverlap]] = (),
+        resumes: Mapping[Incarnation, Resume] = MappingProxyType({}),
     ) -> None:
         self.own = own
         self.shared = shared
+        self.resumes = resumes
 
     def groups(self) -> Iterator[Held]:
         """Of the groups that one is in, the last counts."""

@@ -18,23 +18,42 @@ class RateLimit:
 
     def allows(self, now_s: float, size: float = 1.0) -> bool:
         """Whether an event may happen now; if so, it is counted."""
-        if now_s < self._due_s:
+        if not self.is_due(now_s):
             return False
         self._due_s = now_s + size * self._pause_s
         return True
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether an event may happen now."""
+        return now_s >= self._due_s
+
+
+OTHERS = ""
+
 
 class RateLimits:
-    """A RateLimit for each of a few causes."""
+    """A RateLimit for each of a few causes. most: that are told apart, however many there are; the
+    rest have one in common."""
 
-    def __init__(self, per_s: float) -> None:
+    def __init__(self, per_s: float, most: int = 1000) -> None:
         self._limits: defaultdict[str, RateLimit] = defaultdict(lambda: RateLimit(per_s))
         self._left_out: Counter[str] = Counter()
+        self._most = most
 
     def allows(self, cause: str, now_s: float) -> int | None:
         """How many events of that cause were left out since the last one, if this one may happen;
         None: it is left out too."""
+        if cause not in self._limits and len(self._limits) >= self._most:
+            self._forget(now_s)
+            if len(self._limits) >= self._most:
+                cause = OTHERS
         if self._limits[cause].allows(now_s):
             return self._left_out.pop(cause, 0)
         self._left_out[cause] += 1
         return None
+
+    def _forget(self, now_s: float) -> None:
+        """Those that could happen again are as good as new."""
+        for cause in [cause for cause, limit in self._limits.items() if limit.is_due(now_s)]:
+            del self._limits[cause]
+            self._left_out[OTHERS] += self._left_out.pop(cause, 0)

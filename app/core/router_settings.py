@@ -96,6 +96,13 @@ class RouterSettings(DoorSettings):
         "what its worker's queue of prefills was predicted to last, if no first token is reported.",
         POSITIVE_SECONDS,
     )
+    agent_away_s: float = setting(
+        86_400.0,
+        "For how long a worker stays in service whose agent is away, while its engine answers; 0: "
+        "until its lease ends.",
+        SECONDS,
+        heading="Agents that are away",
+    )
     wait_queue: int = setting(
         0,
         "Requests that may wait at this replica while no worker can take them; 0: they are refused "

@@ -13,6 +13,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
+from app.core.keys import NAMESPACE
 from app.core.types import TENANT_ID
 
 PRIORITIES = ("high", "normal", "low")
@@ -46,10 +47,12 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of some form. shape: the form, in a word. check: raises ValueError for other text."""
+    """Text of some form. shape: the form, in a word. check: raises ValueError for other text.
+    separator: between the entries of a list, which may be given one by one, too; "": it is none."""
 
     shape: str
     check: Callable[[str], object]
+    separator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,37 @@ def parse_weights(text: str) -> dict[str, float]:
     return weights
 
 
+def parse_sharing(text: str) -> tuple[dict[str, float], ...]:
+    """Groups of namespaces, and the weight of each, from text like `old=9,new=1;blue=0,green=1`,
+    with blanks and ends of lines between entries or not. Raises ValueError for anything else."""
+    groups: list[dict[str, float]] = []
+    seen = set[str]()
+    for part in text.split(";"):
+        group: dict[str, float] = {}
+        for entry in filter(None, map(str.strip, part.split(","))):
+            name, _, weight = (word.strip() for word in entry.partition("="))
+            if not NAMESPACE.fullmatch(name):
+                raise ValueError(f"{entry!r}: a namespace and its weight are needed, NAME=WEIGHT")
+            if name in seen:
+                raise ValueError(f"{entry!r}: {name} has a weight already")
+            seen.add(name)
+            group[name] = _weight(entry, weight)
+        if group and not any(group.values()):
+            raise ValueError(f"{part.strip()!r}: one weight at least must be more than 0")
+        groups += [group] if group else []
+    return tuple(groups)
+
+
+def _weight(entry: str, text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not (weight == 0 or 0.001 <= weight <= 1000):
+        raise ValueError(f"{entry!r}: the weight must be 0, or from 0.001 to 1000")
+    return weight
+
+
 def check_base_url(text: str) -> None:
     """Raises ValueError unless `text` is empty, or an http(s) URL that names a host and to which a
     path can be added."""
@@ -91,6 +125,18 @@ def _is_base_url(text: str) -> bool:
     except ValueError:
         return False
     return has_host and url.scheme in ("http", "https") and not url.query and not url.fragment
+
+
+def parse_engines(text: str) -> list[str]:
+    """The base URLs of engines, from text like `http://a:8000,http://b:8000`; none for `sim` and
+    `torch`. Raises ValueError for anything else."""
+    if text in ("sim", "torch"):
+        return []
+    urls = [url.strip() for url in text.split(",")]
+    for url in urls:
+        if not _is_base_url(url):
+            raise ValueError(f"{url!r} is not sim, torch or http://HOST:PORT of an engine")
+    return urls
 
 
 def parse_origins(text: str) -> list[str]:
@@ -121,7 +167,7 @@ SECONDS = Real(0, LONGEST_S)
 # Redis counts milliseconds: what rounds to none of them would expire at once.
 POSITIVE_SECONDS = Real(0.001, LONGEST_S)
 FACTOR = Real(0.001, 1_000_000)
-WEIGHTS = Text("NAME=WEIGHT,...", parse_weights)
+WEIGHTS = Text("NAME=WEIGHT,...", parse_weights, ",")
 BASE_URL = Text("URL", check_base_url)
 
 
@@ -197,3 +243,20 @@ def parse_names(text: str) -> dict[str, str]:
         if not name or not value:
             raise ValueError(f"{text!r}: each entry needs a name and a value, NAME=VALUE")
     return {name: value for name, _, value in pairs}
+
+
+def parse_aliases(text: str) -> dict[str, str]:
+    """Alias -> model, from text like `gpt-4o=llama-70b,gpt-4=llama-70b`, with blanks and ends of
+    lines between entries or not. Raises ValueError for anything else."""
+    models: dict[str, str] = {}
+    for entry in filter(None, map(str.strip, text.split(","))):
+        alias, _, model = (part.strip() for part in entry.partition("="))
+        if not alias or not model:
+            raise ValueError(f"{entry!r}: an alias and its model are needed, ALIAS=MODEL")
+        if alias in models:
+            raise ValueError(f"{entry!r}: {alias} stands for {models[alias]} already")
+        models[alias] = model
+    for alias, model in models.items():
+        if model in models:
+            raise ValueError(f"{f'{alias}={model}'!r}: {model} is an alias itself; name a model")
+    return models

@@ -23,7 +23,7 @@ Incarnation = NewType("Incarnation", int)
 its data or its last writes."""
 
 _INCARNATION = re.compile(rb"\d{1,15}")
-WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TAG = re.compile(r"[0-9a-f]{16}")
 RESERVATION_ID = re.compile(r"[\x21-\x7e]{1,128}(~[0-9a-f]{16})?")

@@ -7,7 +7,7 @@ Each field says here all that other code knows of it: the text in Redis, the ans
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -16,6 +16,8 @@ import orjson
 
 from app.core.errors import shown
 from app.core.keys import DATA_VERSION
+from app.core.loads import Load
+from app.core.resume import ReuseRule
 from app.core.types import WorkerKey
 
 MAX_COUNT = 10**12
@@ -27,6 +29,8 @@ MAX_CONTEXT = 1 << 21
 """Tokens; no model takes more."""
 MAX_NAMES, MAX_NAME = 256, 256
 """Of models or adapters, and characters of each."""
+UNKNOWN = "?"
+"""What an engine does not tell of its KV."""
 GPU_PREFIX = "gpu_"
 """Prefix of the readings' names in the stream and in gauges."""
 
@@ -44,6 +48,17 @@ class Role(StrEnum):
     def parse(cls, text: str) -> Role:
         """Raises ValueError."""
         return cls(text)
+
+
+def as_fingerprint(facts: Mapping[str, str]) -> tuple[str, ...]:
+    """What decides whether KV is right elsewhere, by name, as `kv_fingerprint`. An empty value is
+    not known."""
+    return tuple(f"{name}={value or UNKNOWN}" for name, value in sorted(facts.items()))
+
+
+def process_of(life: str) -> str:
+    """Of an `engine_life`, the part that is the same until its process begins anew."""
+    return life.partition("+")[0]
 
 
 class WrongField(ValueError):
@@ -133,6 +148,11 @@ class WorkerInfo:
     recomputed_blocks: int = _said(
         "so many last ones of the blocks that it could reuse its engine computes again", 0, text=""
     )
+    lookahead_blocks: int = _said(
+        "its engine reuses a block only of prompts that go on with so many that follow it there",
+        0,
+        text="",
+    )
     engine: str = _said("its engine and that one's version", "", text="{}")
     models: tuple[str, ...] = _said(
         "names of the model that requests may give", (), text="serves {}"
@@ -156,6 +176,9 @@ class WorkerInfo:
         False,
         text="",
     )
+    ill: str = _said(
+        "why its agent takes its engine to be ill; empty: it is well", "", text="ill: {}"
+    )
     role: Role = field(
         default=Role.BOTH, metadata={"help": "both, prefill or decode", "text": "for {}"}
     )
@@ -165,6 +188,28 @@ class WorkerInfo:
     tp_size: int = _said("shards that its KV heads are split into", 1, least=1, text="")
     kv_lease_s: float = _said(
         "seconds that it keeps KV which waits to be fetched; 0: not known", 0.0, text=""
+    )
+    engine_life: str = _said(
+        "another one once its engine has begun anew, or dropped all KV; empty: not known",
+        "",
+        answer="",
+        text="",
+    )
+    kv_fingerprint: tuple[str, ...] = _said(
+        "what must be equal for its KV to be right in another engine, each as name=value, ? where "
+        "its engine does not tell; empty: none of it is known",
+        (),
+        answer="",
+        text="",
+    )
+    kv_compatible: str = _said(
+        "under which name operators say that its KV is right in others; empty: under none",
+        "",
+        answer="",
+        text="",
+    )
+    kv_hosts: tuple[str, ...] = _said(
+        "where its KV may be fetched, besides the host of its address", (), answer="", text=""
     )
     bootstrap_port: int = _said(
         "of the bootstrap server at which others meet it, beside SGLang; 0: none",
@@ -181,6 +226,11 @@ class WorkerInfo:
     event_addresses: tuple[str, ...] = _said(
         "where its agent hears KV events, and where it asks for missed ones", (), answer="", text=""
     )
+
+    @property
+    def reuse_rule(self) -> ReuseRule:
+        """What its engine reuses of blocks that it holds, as far as numbers tell."""
+        return ReuseRule(self.reuse_blocks, self.lookahead_blocks, self.recomputed_blocks)
 
     @property
     def most_tokens(self) -> int:
@@ -223,9 +273,69 @@ class ForwardPassMetrics:
         None,
         answer="",
     )
+    late_s: float = _said(
+        "for so long its engine keeps others waiting, for a sign of life or a token",
+        0.0,
+        gauge="late_seconds",
+    )
+    kv_leases_ended: int | None = _said(
+        "leases on KV for others that ended before all was fetched, since its engine began",
+        None,
+        answer="",
+        gauge="kv_leases_ended",
+    )
+    kv_fetched_late: int | None = _said(
+        "fetches of KV that its engine heard of after their lease had ended, since it began",
+        None,
+        answer="",
+        gauge="kv_fetched_late",
+    )
+    kv_transfers: int | None = _said(
+        "transfers of KV from others to its engine, since that began",
+        None,
+        answer="",
+        gauge="kv_transfers",
+    )
+    kv_transfers_failed: int | None = _said(
+        "of them, those that failed", None, answer="", gauge="kv_transfers_failed"
+    )
+    engine_steps: int | None = _said(
+        "steps of its engine since that began, where KV travels", None, answer=""
+    )
     device_blocks: int | None = _said("blocks that it shows on its device", None, answer="")
     host_blocks: int | None = _said("blocks that it shows in host memory", None, answer="")
     disk_blocks: int | None = _said("blocks that it shows on disk", None, answer="")
+    reserved_requests: int | None = _said(
+        "requests that routers had reserved on it when its engine's were counted", None, answer=""
+    )
+    reserved_decoding: int | None = _said(
+        "those of them that were past their first token", None, answer=""
+    )
+    reserved_blocks: int | None = _said("KV blocks of their prompts", None, answer="")
+    read_s_ago: float | None = _said(
+        "for how long its agent had known all this when it reported", None, answer=""
+    )
+    mean_prefill_tokens: float | None = _said(
+        "tokens that its engine computes of a prompt", None, answer=""
+    )
+
+    @property
+    def num_requests(self) -> int:
+        """In the engine, whoever sent them."""
+        return self.request_active_slots + self.num_requests_waiting
+
+    def beside(self, *reserved: Load | None) -> ForwardPassMetrics:
+        """The same, with the most that routers had reserved while it was counted; None: nobody
+        knows."""
+        loads = [load for load in reserved if load is not None]
+        if len(loads) < len(reserved):
+            return self
+        return replace(
+            self,
+            reserved_requests=max(load.requests for load in loads),
+            reserved_decoding=min(load.decoding for load in loads),
+            reserved_blocks=max(load.blocks for load in loads),
+        )
 
 
 @dataclass(frozen=True, slots=True)

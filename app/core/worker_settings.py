@@ -92,8 +92,8 @@ class WorkerSettings(MemberSettings):
     )
     kv_port: int = setting(
         0,
-        "Port from which others fetch KV, with --kv-transfer; 0 takes a free one. Whoever reaches "
-        "it can read what it is told the id of: keep it within the cluster.",
+        "Port from which others fetch KV, with --kv-transfer; 0 takes a free one. Who fetches has "
+        "to prove that it has --worker-key; without one, to name an id that nobody guesses.",
         PORT,
     )
     kv_pool_tokens: int | None = setting(

@@ -87,7 +87,7 @@ FIELDS: Mapping[str, Field] = {
     "namespace": Field("That model's namespace.", lambda r: r.model.namespace if r.model else None),
     "worker": Field(
         "The last worker that it was given to.",
-        lambda r: str(r.decision.worker.key) if r.decision else None,
+        lambda r: r.worker or None,
     ),
     "tries": Field("Decisions that were made for it.", lambda r: r.tries),
     "source": Field(
@@ -95,13 +95,17 @@ FIELDS: Mapping[str, Field] = {
         lambda r: str(r.decision.source.worker.key) if r.decision and r.decision.source else None,
     ),
     "failed": Field(
-        "The workers that failed it, or were full.", lambda r: [worker for worker, _ in r.failures]
+        "The workers that failed it, or were full.", lambda r: [one.worker for one in r.failures]
+    ),
+    "causes": Field(
+        "Why, of each of these: see [failing-workers.md](failing-workers.md).",
+        lambda r: [one.cause for one in r.failures],
     ),
     "migrations": Field(
         "How often another worker went on with its answer.", lambda r: r.migrations
     ),
     "tokens_from": Field(
-        "Who knew the ids of its prompt: see [front-door.md](front-door.md#tokenization).",
+        "Who knew the ids of its prompt: see [tokenization.md](tokenization.md).",
         lambda r: r.admitted.tokens_from if r.admitted else None,
     ),
     "prompt_tokens": Field(
@@ -130,7 +134,8 @@ FIELDS: Mapping[str, Field] = {
     "outcome": Field("`ok`, or what it ended by: the code of an error.", lambda r: r.outcome),
     "ended_by": Field("Who ended it: client, worker or router.", lambda r: r.ended_by or None),
     "error": Field(
-        "What was wrong, without what the client sent; null where the engine says it.",
+        "What was wrong, in the engine's own words if it said so, and without what the client "
+        "sent.",
         lambda r: r.error or None,
     ),
 }

@@ -49,8 +49,18 @@ class Alarm:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], _Sums] = {}
 
-    def compare(self, model: str, worker: str, prompt: int, predicted: int, cached: int) -> None:
-        """Take in one answer. All but `model` and `worker` are tokens of its prompt."""
+    def compare(
+        self,
+        model: str,
+        worker: str,
+        prompt: int,
+        predicted: int,
+        cached: int,
+        *,
+        at_least: bool = False,
+    ) -> None:
+        """Take in one answer. All numbers are tokens of its prompt. at_least: more may have been
+        cached than was predicted, as an agent has yet to publish what it holds."""
         sums = self._sums.pop((model, worker), None) or _Sums()
         self._sums[model, worker] = sums
         if len(self._sums) > MAX_PAIRS:
@@ -60,7 +70,7 @@ class Alarm:
         sums.answers += 1
         sums.prompt += prompt
         sums.predicted += predicted
-        sums.cached += cached
+        sums.cached += min(cached, predicted) if at_least else cached
         sums.missing += max(0, predicted - cached)
         rings = sums.is_apart
         if rings != sums.rings:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import UnionType
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.core.errors import InvalidRequest, cut, shown
 
@@ -14,6 +20,9 @@ PASSED_ON = ("/tokenize", "/detokenize")
 """Paths of which any worker of a model may answer requests, without being reserved."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
 MODELS = "/v1/models"
+_IN_USER = re.compile(r"""session(?:_id)?["'_:\s-]{1,8}([0-9A-Za-z][0-9A-Za-z-]{7,63})""")
+"""Claude Code names its session in `metadata.user_id`: `user_…_account_…_session_<uuid>`, or as a
+member of JSON."""
 _STORED = ("previous_response_id", "conversation", "background")
 
 
@@ -76,6 +85,8 @@ class Asked:
     cache_salt: str
     reads_cache: bool = True
     user: str = ""
+    output_room: int = 0
+    """See the function."""
 
 
 def read(api: Api, fields: Mapping[str, Any]) -> Asked:
@@ -105,7 +116,30 @@ def read(api: Api, fields: Mapping[str, Any]) -> Asked:
         cache_salt=_salt(fields.get("cache_salt")),
         reads_cache=_reads_cache(api, fields),
         user=_user(fields),
+        output_room=output_room(api, fields),
     )
+
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""What the API of completions assumes when a request does not say."""
+_LENGTHS_OF: Mapping[Api, tuple[str, ...]] = {
+    Api.CHAT: ("max_completion_tokens", "max_tokens"),
+    Api.COMPLETIONS: ("max_tokens",),
+    Api.MESSAGES: ("max_tokens",),
+    Api.RESPONSES: ("max_output_tokens",),
+}
+
+
+def output_room(api: Api, fields: Mapping[str, Any]) -> int:
+    """For how many tokens of output an engine must have room besides the prompt, as engines judge
+    it: all that are asked for, or else one."""
+    names = _LENGTHS_OF.get(api)
+    if names is None:
+        return 0
+    given = next((value for name in names if (value := fields.get(name)) is not None), None)
+    if given is None and api is Api.COMPLETIONS:
+        given = DEFAULT_COMPLETION_TOKENS
+    return max(1, given) if type(given) is int else 1
 
 
 def _reads_cache(api: Api, fields: Mapping[str, Any]) -> bool:
@@ -119,10 +153,15 @@ def _reads_cache(api: Api, fields: Mapping[str, Any]) -> bool:
 def _session(fields: Mapping[str, Any]) -> object:
     """The session that the body names, or what clients of OpenAI name instead."""
     key = fields.get("prompt_cache_key")
-    if fields.get("session_id") is not None or not isinstance(key, str) or not key:
-        return fields.get("session_id")
-    # Any text may be there.
-    return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    if fields.get("session_id") is not None:
+        return fields["session_id"]
+    if isinstance(key, str) and key:
+        # Any text may be there.
+        return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    metadata = fields.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    found = _IN_USER.search(user) if isinstance(user, str) else None
+    return found and found[1]
 
 
 def _user(fields: Mapping[str, Any]) -> str:
@@ -139,3 +178,91 @@ def _salt(value: object) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidRequest("cache_salt", f"must be a non-empty string, got {shown(value)}")
     return value
+
+
+def given_ids(prompt: object) -> NDArray[np.uint32] | None:
+    """The ids that a client gives as its prompt; None: it gives text. Raises InvalidRequest."""
+    if not isinstance(prompt, np.ndarray):
+        return None
+    if (
+        prompt.ndim != 1
+        or not len(prompt)
+        or prompt.dtype.kind not in "iu"
+        or (prompt.dtype.kind == "i" and prompt.min() < 0)
+        or prompt.max() >= 2**32
+    ):
+        raise InvalidRequest("prompt", "not all are token ids, which are integers below 2^32")
+    return prompt.astype(np.uint32)
+
+
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_BOUNDS = {
+    "n": (1.0, math.inf),
+    "temperature": (0.0, math.inf),
+    "top_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+"""Numbers that no engine takes beyond these. They take texts of numbers, too."""
+_LISTS: Mapping[str, type | UnionType] = {"tools": list, "stop": str | list}
+_SCORED = (
+    *(("text_1", "text_2"), ("queries", "documents"), ("queries", "items")),
+    ("data_1", "data_2"),
+)
+"""Members that are compared, under the names of several releases of engines."""
+
+
+def check_answerable(api: Api, fields: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for what no engine would answer: without a prompt, with no room for an
+    answer, or with members that mean nothing."""
+    if api in (Api.CHAT, Api.MESSAGES) or (api is Api.EMBEDDINGS and fields.get("messages")):
+        _check_messages(fields.get("messages"))
+    elif api is Api.SCORE:
+        if not any(all(_has(fields, name) for name in pair) for pair in _SCORED):
+            raise InvalidRequest(PROMPTS[api], "is missing, or what is to be compared with it")
+    else:
+        for name in ("query", PROMPTS[api]) if api is Api.RERANK else (PROMPTS[api],):
+            if not _has(fields, name):
+                raise InvalidRequest(name, f"needs a prompt, got {shown(fields.get(name))}")
+    if api is Api.COMPLETIONS and given_ids(fields["prompt"]) is None:
+        prompt = fields["prompt"]
+        # Ids are an array, unless some are none.
+        prompts = prompt if isinstance(prompt, list) else [prompt]
+        if not all(isinstance(one, str | list | np.ndarray) and len(one) for one in prompts):
+            raise InvalidRequest("prompt", f"must be texts or token ids, got {shown(prompt)}")
+    for name in _LENGTHS:
+        value = fields.get(name)
+        is_needed = api is Api.MESSAGES and name == "max_tokens"
+        if (is_needed or value is not None) and not (type(value) is int and value >= 0):
+            raise InvalidRequest(name, f"needs a number of tokens, got {shown(value)}")
+    for name, (least, most) in _BOUNDS.items():
+        value = fields.get(name)
+        if value is not None and not least <= _number(value) <= most:
+            wants = f"a number from {least:g} to {most:g}"
+            raise InvalidRequest(name, f"needs {wants}, got {shown(value)}")
+    for name, kind in _LISTS.items():
+        value = fields.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise InvalidRequest(name, f"needs a list, got {shown(value)}")
+
+
+def _number(value: object) -> float:
+    """Not a number: what is none."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages", f"needs a list of messages, got {shown(messages)}")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidRequest("messages", f"each needs a role, got {shown(message)}")
+
+
+def _has(fields: Mapping[str, Any], name: str) -> bool:
+    """Whether there is any text, or list, or picture, in that member."""
+    value = fields.get(name)
+    return isinstance(value, str | list | dict | np.ndarray) and len(value) > 0

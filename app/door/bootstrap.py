@@ -18,8 +18,9 @@ import orjson
 
 from app.core.types import new_id
 from app.core.worker_report import WorkerInfo
+from app.door import after_failure
 from app.door.members import Headers
-from app.door.sources import REFUSALS, Call, Handover, SourceFailed, of_rank
+from app.door.sources import Call, Handover, SourceFailed, of_rank, source_failed
 from app.door.upstream import EngineAnswer, Upstream, UpstreamError
 
 ABORT_S = 2.0
@@ -27,12 +28,18 @@ ABORT_S = 2.0
 T = TypeVar("T")
 
 
+ROOM_BITS = 62
+"""Of the number of a room, which has 63. SGLang gives the sequences of one request, as with `n` or
+several prompts, the rooms from that number on; from a list of rooms it would give those of `n` the
+same one (io_struct.py, 0.5.23)."""
+
+
 def handover_of(source: WorkerInfo) -> Handover:
     return Handover(
         members={
             "bootstrap_host": urlsplit(source.address).hostname,
             "bootstrap_port": source.bootstrap_port,
-            "bootstrap_room": secrets.randbits(63),
+            "bootstrap_room": secrets.randbits(ROOM_BITS),
             "rid": new_id(),
         }
     )
@@ -112,10 +119,13 @@ class Meetings:
                     while await answer.read(call.answer_s):
                         pass
         except UpstreamError as error:
-            raise SourceFailed(str(error), suspend=True) from None
+            raise source_failed(error) from None
         answer.abort()
-        if answer.status in REFUSALS:
-            raise SourceFailed(f"answered {answer.status}", suspend=answer.status in (502, 504))
+        failure = after_failure.of_status(
+            answer.status, answer.headers, model=str(call.outgoing.asked.model or "")
+        )
+        if failure is not None:
+            raise SourceFailed(f"answered {answer.status}", failure)
         on_computed()
 
     async def _abort(self, worker: WorkerInfo, headers: Headers, rid: bytes) -> None:

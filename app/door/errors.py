@@ -6,19 +6,26 @@ from app.core.errors import InvalidRequest, KvrouteError, shown
 
 
 class UnknownModel(KvrouteError):
-    """No worker has ever announced a model of that name."""
+    """No worker has ever announced a model of that name.
+
+    alias: by which it was asked for.
+    """
 
     field = "model"
 
-    def __init__(self, name: object) -> None:
-        super().__init__(f"The model {shown(name)} does not exist.")
+    def __init__(self, name: object, alias: str = "") -> None:
+        as_set = f" It is what model_alias has for {shown(alias)}." if alias else ""
+        super().__init__(f"The model {shown(name)} does not exist.{as_set}")
 
 
 class ModelUnavailable(KvrouteError):
-    """The model is known, but no worker that serves it is alive."""
+    """The model is known, but no worker that serves it is alive.
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"No worker that serves {shown(model)} is alive.")
+    where: of those that may get its requests; "": anywhere.
+    """
+
+    def __init__(self, model: str, where: str = "") -> None:
+        super().__init__(f"No worker that serves {shown(model)} is alive{where and f' {where}'}.")
         self.model = model
 
 
@@ -45,8 +52,23 @@ class WorkerFailed(KvrouteError):
     """A worker gave no answer, or one that another worker would not give."""
 
 
+class AnswerTimeout(WorkerFailed):
+    """No answer began, or came whole, in the time that there is for all tries."""
+
+
+class Unreached(WorkerFailed):
+    """No worker has had the request: none that it was for could be connected to."""
+
+
 class RepeatedFailure(WorkerFailed):
     """Two workers have failed while they had a request: no third one is given it."""
+
+
+class Stopping(KvrouteError):
+    """The router ends, and this answer took longer than it waits."""
+
+    def __init__(self) -> None:
+        super().__init__("the router is stopping")
 
 
 class ClientStalled(KvrouteError):

@@ -10,7 +10,7 @@ import numpy as np
 
 from app.core.worker_report import WorkerInfo
 from app.door import members
-from app.door.asked import PROMPTS, Api, Asked
+from app.door.asked import DEFAULT_COMPLETION_TOKENS, PROMPTS, Api, Asked
 from app.door.engines import TRANSFER, ids_field
 from app.door.members import Headers
 from app.door.migration import Migrating
@@ -20,9 +20,6 @@ from app.http.json_body import JsonBody
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 Parser = Stream | Whole | Migrating
-
-DEFAULT_COMPLETION_TOKENS = 16
-"""What the API of completions assumes when a request does not say."""
 
 
 def headers_for_engine(
@@ -36,26 +33,36 @@ def headers_for_engine(
     return sent
 
 
+def renamed(asked_for: object, model: str) -> dict[str, object]:
+    """What of a body changes that names a model by an alias: engines do not know it."""
+    return {} if asked_for in (None, model) else {"model": model}
+
+
 @dataclass(slots=True)
 class Outgoing:
     """One request as each kind of engine takes it.
 
-    can_migrate: its answer names the ids of its tokens, so that another worker can go on with it.
+    model: that it is for, as engines know it. can_migrate: its answer names the ids of its tokens,
+    so that another worker can go on with it.
     """
 
     body: JsonBody
     asked: Asked
     ids: PromptIds
+    model: str
     can_migrate: bool = False
     _output: Sequence[int] = ()
     _made: dict[str, bytes] = field(default_factory=dict)
 
     def parser(self) -> Parser:
-        """What sees the events of the answer."""
+        """What sees a stream."""
         drops_usage = not self.asked.wants_usage
+        says_end = self.asked.api in _SAY_END
         if not self.can_migrate:
-            return Stream(drops_usage=drops_usage)
-        return Migrating(prompt_tokens=self.ids.num_tokens, drops_usage=drops_usage)
+            return Stream(drops_usage=drops_usage, says_end=says_end)
+        return Migrating(
+            prompt_tokens=self.ids.num_tokens, drops_usage=drops_usage, says_end=says_end
+        )
 
     def most_tokens(self, worker: WorkerInfo) -> int:
         """That an answer of that worker can count: its context, for each of the texts."""
@@ -78,6 +85,7 @@ class Outgoing:
         """The body for a worker that keeps the prompt's KV for another, as `params` say: of the
         answer, it asks for one token."""
         changes = self._ids_for(self._field_for(worker), params)
+        changes |= renamed(self.asked.model, self.model)
         changes |= {"max_tokens": 1, "stream": False}
         if self.body.fields.get("max_completion_tokens") is not None:
             changes["max_completion_tokens"] = 1
@@ -120,6 +128,7 @@ class Outgoing:
         self, field_name: str, params: Mapping[str, object], members: Mapping[str, object]
     ) -> bytes:
         changes = {**self._ids_for(field_name, params), **members}
+        changes |= renamed(self.asked.model, self.model)
         if self.asked.streams and not self.asked.wants_usage and self.asked.api in _USAGE_ASKED_FOR:
             options = self.body.fields.get("stream_options") or {}
             changes["stream_options"] = {**options, "include_usage": True}
@@ -144,5 +153,6 @@ class Outgoing:
 
 _BATCHES = (Api.COMPLETIONS, Api.EMBEDDINGS, Api.RERANK, Api.SCORE)
 """Whose prompts may be several, each of up to a context."""
+_SAY_END = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES)
 _USAGE_ASKED_FOR = (Api.CHAT, Api.COMPLETIONS)
 """Others always say it."""

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+from collections.abc import Awaitable, Callable, Mapping
 
 from app.core.router_settings import RouterSettings
-from app.core.settings import parse_names
+from app.core.settings import parse_aliases, parse_names, parse_sharing
 from app.door.access_log import AccessLog
 from app.door.asked import PROMPTS
 from app.door.door import Door, Patience
 from app.door.errors import ContextTooLong
+from app.door.last_errors import LastErrors
 from app.door.lifecycle import Lifecycle
 from app.door.metrics import Outcomes
-from app.door.models import Models
+from app.door.models import Model, Models
 from app.door.prompts import PromptIds, Prompts
 from app.door.record import Admitted, RequestRecord
 from app.door.tracing import Trace, Tracing
 from app.door.upstream import Upstream
+from app.http.supervisor import attempted, supervised
 from app.router.prompt import Prompt, check_length
 from app.router.routers import Routers
+
+log = logging.getLogger(__name__)
 
 
 class FrontDoor:
@@ -31,43 +37,85 @@ class FrontDoor:
     door: Door
     prompts: Prompts
 
-    def __init__(self, settings: RouterSettings, routers: Routers, tracing: Tracing) -> None:
-        self.models = Models(routers, settings.redis_timeout_ms / 1000)
+    def __init__(
+        self, settings: RouterSettings, routers: Routers, tracing: Tracing, upstream: Upstream
+    ) -> None:
+        """upstream: closed when `run` ends."""
+        self.models = Models(
+            routers,
+            parse_aliases(settings.model_alias),
+            parse_sharing(settings.namespace_weights),
+            settings.session_ttl_s,
+        )
         self.tracing = tracing
         self.settings = settings
+        self._upstream = upstream
         log = AccessLog(
             on=settings.access_log,
             hashes=settings.log_identities == "hash",
             replica=f"{socket.gethostname()}:{settings.port}",
         )
+        self._last_errors = LastErrors(routers.runner, settings.namespace)
         self._outcomes = Outcomes(
             routers.own.telemetry.registry,
             log,
-            lambda: self.prompts.apart() if hasattr(self, "prompts") else {},
+            self._last_errors,
+            self.apart,
         )
-        self.ended = self._outcomes.ended
+        self._task_failures = routers.own.telemetry.task_failures
         self.keep_workers = self._outcomes.keep_workers
+
+    def adopt(self, settings: RouterSettings) -> None:
+        """Go by these from now on, as far as app/edge/live.py names them; log what of them has no
+        effect."""
+        self.settings = settings
+        self.models.adopt(
+            parse_aliases(settings.model_alias), parse_sharing(settings.namespace_weights)
+        )
+        for remark in self.models.remarks():
+            log.warning("%s", remark)
 
     async def run(self) -> None:
         """Run until cancelled."""
-        settings = self.settings
-        upstream = Upstream()
+        settings, upstream = self.settings, self._upstream
         try:
-            self.prompts = Prompts(upstream, parse_names(settings.tokenizers), settings.worker_key)
-            patience = Patience(settings.answer_timeout_s, settings.gap_timeout_s)
+            patience = Patience(
+                settings.answer_timeout_s, settings.whole_timeout_s, settings.gap_timeout_s
+            )
             self.door = Door(upstream, patience, settings.kv_lease_s)
             async with asyncio.TaskGroup() as tasks:
+
+                def beside(task: str, run: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
+                    return tasks.create_task(attempted(task, run, self._task_failures))
+
+                sources = parse_names(settings.tokenizers)
+                self.prompts = Prompts(upstream, sources, settings.worker_key, beside)
                 tasks.create_task(self.models.run())
-                tasks.create_task(self.door.run())
+                tasks.create_task(supervised("missing", self.door.run, self._task_failures))
+                telling = supervised("last_errors", self._last_errors.run, self._task_failures)
+                tasks.create_task(telling)
         finally:
             await upstream.close()
             await asyncio.to_thread(self.tracing.close)
 
+    def ended(self, record: RequestRecord) -> None:
+        """Tell of a request, and learn from it."""
+        self._outcomes.ended(record)
+        admitted, usage = record.admitted, record.usage
+        if admitted is not None and admitted.media is not None and usage is not None:
+            self.prompts.learn(admitted.model, admitted.media, usage.prompt)
+
+    def apart(self) -> Mapping[str, bool]:
+        """Of each model, whether its tokenizer here is another than its engines'."""
+        return self.prompts.apart() if hasattr(self, "prompts") else {}
+
     def remarks(self) -> list[str]:
         """What is not as it should be, although requests are answered: `<what>: <why>` each."""
         not_tokenized = self.prompts.state() if hasattr(self, "prompts") else {}
-        said = [f"tokenizer of {model}: {why}" for model, why in not_tokenized.items()]
-        return said + self._outcomes.alarm.remarks()
+        live = {model.name for model in self.models}
+        told = [name for name in not_tokenized if name in live]
+        said = [f"tokenizer of {name}: {not_tokenized[name]}" for name in told]
+        return [*self.models.remarks(), *said, *self._outcomes.alarm.remarks()]
 
     def admit(self, record: RequestRecord, ids: PromptIds, trace: Trace) -> Lifecycle:
         """Let a request in of which all is known. Raises InvalidRequest, as ContextTooLong is."""
@@ -91,6 +139,21 @@ class FrontDoor:
                 ),
             )
         request.isl_tokens, request.is_blind = ids.num_tokens, ids.ids is None
+        request.trail = ids.trail
         request.exclude = model.others
-        admitted = Admitted(request, model, prompt, ids.tokens_from)
+        request.output_tokens = max(1, asked.output_room)
+        request.context_tokens = _context(model, ids, asked.output_room)
+        admitted = Admitted(request, model, prompt, ids.tokens_from, ids.media)
         return Lifecycle(admitted, record, trace)
+
+
+def _context(model: Model, ids: PromptIds, output_room: int) -> int:
+    """Tokens that an engine must take; 0: any may do.
+
+    What fits nowhere goes where most fits: how to say so, or to shorten the answer, is up to the
+    engine.
+    """
+    longest, most = model.max_tokens, ids.bound if ids.ids is None else ids.num_tokens
+    if most is None:
+        return longest
+    return min(most + output_room, longest) if longest else most + output_room

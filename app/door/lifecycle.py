@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from app.core.errors import NoWorkers
+from app.core.failures import Failure, Whose
 from app.core.hashing import token_bytes
 from app.core.worker_report import WorkerInfo
-from app.door.record import Admitted, RequestRecord, Stage, Usage
+from app.door.after_failure import takes_no_more
+from app.door.record import Admitted, Failed, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
 from app.policy.decision import Decision
 from app.state.endings import Ending
@@ -31,6 +34,10 @@ class Lifecycle:
         self._router = admitted.model.router
         self._held: Decision | None = None
         self._has_first_token = False
+        self._sent_ms: int | None = None
+        """When it was given to that worker, by the Redis clock."""
+        self._doubted: frozenset[str] = frozenset()
+        """Sources with which a worker failed it."""
 
     @property
     def decision(self) -> Decision:
@@ -52,9 +59,19 @@ class Lifecycle:
         if self.record.tries == 1:
             self.record.enter(Stage.DECIDE)
         with self.trace.span("decide"):
-            decision = await self._router.route(self._request, self._prompt)
+            try:
+                decision = await self._router.route(self._request, self._prompt)
+            except NoWorkers:
+                doubted = self._doubted - {failed.worker for failed in self.record.failures}
+                if not doubted:
+                    raise
+                self._doubted = frozenset()
+                exclude = self._request.exclude - doubted
+                self._request = replace(self._request, exclude=exclude)
+                decision = await self._router.route(self._request, self._prompt)
         self._prompt = None
         self._held = decision
+        self._sent_ms = self._router.fleet.redis_now_ms
         self.record.decided(decision)
         return decision
 
@@ -64,45 +81,71 @@ class Lifecycle:
         if decision is self._held and decision.reserved and not self._has_first_token:
             self._router.source_done(decision)
 
-    async def source_failed(self, *, suspend: bool) -> None:
-        """It has not: the next decision is for another one, or for none. suspend: as below."""
+    async def source_failed(self, failure: Failure | None, cause: str, words: str) -> None:
+        """It has not: the next decision is for another one, or for none. All as below."""
         source = self.decision.source
         assert source is not None
-        await self._leave(str(source.worker.key), "failed", suspend=suspend, of_source=True)
+        of_source = failure and replace(failure, whose=Whose.SOURCE)
+        await self._leave(Failed(str(source.worker.key), "failed", cause, words), of_source)
 
-    def lease_ended(self, *, is_fetched: bool) -> None:
-        """What the source keeps may be gone: the next decision is for one worker alone, and not for
-        the one that has fetched it all the same."""
+    def goes_alone(self, why: str, *, elsewhere: bool) -> None:
+        """The next decision is for one worker, which computes the prompt itself; elsewhere: for
+        another one, if there is any."""
         decision, self._held = self.decision, None
-        self.trace.try_ends("lease_ended")
-        wrong = {str(decision.worker.key)} if is_fetched else set()
-        self._request = replace(
-            self._request, local_only=True, exclude=self._request.exclude | wrong
-        )
+        self.trace.try_ends(why)
+        if elsewhere:
+            self._doubted |= {str(decision.worker.key)}
+        exclude = self._request.exclude | self._doubted
+        self._request = replace(self._request, local_only=True, exclude=exclude)
         if decision.reserved:
-            self._router.end(decision.reservation_id)
+            self._router.end(decision.reservation_id, answered=False)
 
-    async def worker_failed(self, *, suspend: bool, is_full: bool = False) -> None:
-        """The worker gave no answer: the next decision is for another.
+    async def worker_failed(self, failure: Failure | None, cause: str, words: str) -> None:
+        """The worker gave no answer, or none that counts: the next decision is for another.
 
-        suspend: nothing at all is routed to it for a while. is_full: it took no more, for now.
+        failure: to be counted against it; None: nothing is. cause, words: as in Failed. Where
+        its source may be at fault just as well, the next decision is for other sources, too, if
+        there are any.
         """
-        name, why = str(self.decision.worker.key), "full" if is_full else "failed"
-        await self._leave(name, why, suspend=suspend, of_source=False)
+        source = self.decision.source
+        if failure is not None and failure.whose is Whose.EITHER and source is not None:
+            self._doubted |= {str(source.worker.key)}
+        is_full = failure is not None and takes_no_more(failure)
+        result = "full" if is_full else "failed"
+        await self._leave(Failed(str(self.decision.worker.key), result, cause, words), failure)
 
-    async def _leave(self, name: str, why: str, *, suspend: bool, of_source: bool) -> None:
+    def asks_again(self) -> None:
+        """The worker that failed it last may have it once more, as there is no other."""
+        name = self.record.failures[-1].worker
+        self._request = replace(self._request, exclude=self._request.exclude - {name})
+
+    async def pardon(self, failures: Iterable[tuple[Decision, Failure]]) -> None:
+        """It was this request that those workers failed of."""
+        blamed = []
+        for decision, failure in failures:
+            source = decision.source
+            if source is None or failure.whose is not Whose.EITHER:
+                blamed.append((decision.incarnation, failure))
+                continue
+            half = replace(failure, weight=failure.weight / 2)
+            inc = self._router.fleet.incarnation_of(source.worker.key)
+            blamed += [(one, half) for one in (decision.incarnation, inc) if one is not None]
+        await self._router.pardon(blamed)
+
+    async def _leave(self, failed: Failed, failure: Failure | None) -> None:
         self.trace.try_ends("worker_failed")
         decision, self._held = self.decision, None
-        self._request = replace(self._request, exclude=self._request.exclude | {name})
-        self.record.worker_failed(name, why)
+        exclude = self._request.exclude | self._doubted | {failed.worker}
+        self._request = replace(self._request, exclude=exclude)
+        self.record.worker_failed(failed)
         if not decision.reserved:
             return
-        if suspend:
+        if failure is not None:
             await self._router.release(
-                decision.reservation_id, worker_failed=True, of_source=of_source
+                decision.reservation_id, failure=failure, sent_ms=self._sent_ms
             )
         else:
-            self._router.end(decision.reservation_id)
+            self._router.end(decision.reservation_id, answered=False)
 
     def goes_on(self, output: Sequence[int]) -> None:
         """The next decision is for a worker that goes on behind the tokens so far. output: those
@@ -113,7 +156,12 @@ class Lifecycle:
         before = np.frombuffer(token_bytes(prompt.tokens), dtype="<u4")
         tokens = np.concatenate((before, np.array(output, dtype=np.uint32)))
         self._prompt = replace(prompt, num_tokens=len(tokens), tokens=tokens)
-        self._request = replace(self._request, isl_tokens=len(tokens))
+        context_tokens = self._request.context_tokens
+        self._request = replace(
+            self._request,
+            isl_tokens=len(tokens),
+            context_tokens=context_tokens and max(context_tokens, len(tokens) + 1),
+        )
         self.record.migrations += 1
 
     def first_token(self, *, is_seen: bool = True) -> None:
@@ -141,7 +189,8 @@ class Lifecycle:
         if decision is not None and outcome == "ok":
             self._router.answered(decision, self._request)
         if decision is not None and decision.reserved:
-            self._router.end(decision.reservation_id, self._ending())
+            is_ok = outcome == "ok"
+            self._router.end(decision.reservation_id, self._ending(), answered=is_ok)
         self.trace.end(record)
 
     def _ending(self) -> Ending | None:

@@ -89,7 +89,7 @@ PASSES: Mapping[str, frozenset[str]] = {
             *(*_EVERY, *_SAMPLED, *_DECODED, "input", "instructions", "max_output_tokens"),
             *("include", "reasoning", "text", "prompt", "parallel_tool_calls", "max_tool_calls"),
             *("store", "truncation", "previous_input_messages"),
-            *("previous_response_id", "conversation", "background"),
+            *("previous_response_id", "conversation", "background", "client_metadata"),
         )
     ),
     **dict.fromkeys(RERANKS, frozenset((*_EVERY, "query", "documents", "mm_processor_kwargs"))),

@@ -6,10 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 
+from app.core.outcomes import ANSWERED, OK, kind_of
 from app.door.access_log import AccessLog
 from app.door.alarm import Alarm
+from app.door.last_errors import LastErrors
 from app.door.record import STAGES, Admitted, RequestRecord, Stage, Usage
 from app.http.metrics import Children, Family, Sampled, Scraped, Table, counter, histogram
+from app.policy.trust import Trust
 
 SECONDS = (
     0.01,
@@ -36,8 +39,12 @@ class _Metrics(Table):
     requests = counter(
         "door_requests",
         "Requests of OpenAI clients that have ended, refused ones too: by model, if the door knows "
-        "it; by how they ended, ok or the code of an error; and by the status of the answer, 499 "
-        "if the client had gone.",
+        "it; by how they ended: ok; engine_error, engine_full: an engine's own error; refused: an "
+        "engine takes it for the request's fault; error_event: an error within an answer; cut: one "
+        "that broke off; "
+        "worker_failed, repeated_failure, answer_timeout: no engine answered; left_before_token, "
+        "left_after_token: the client did, before its first token or after it; else the code of "
+        "the router's error; and by the status of the answer, 499 if the client had gone.",
         "model",
         "outcome",
         "code",
@@ -45,6 +52,11 @@ class _Metrics(Table):
     retries = counter(
         "door_retries",
         "Retries on another worker after one failed before the first byte of its answer.",
+        "model",
+    )
+    sources = counter(
+        "door_sources",
+        "Requests for which another worker computed the prompt, or handed on a part of it.",
         "model",
     )
     migrations = counter(
@@ -61,7 +73,8 @@ class _Metrics(Table):
     )
     tokens = counter(
         "door_tokens",
-        "Tokens as engines counted them, by kind: prompt, cached, output.",
+        "Tokens as engines counted them, by kind: prompt, output; cached, and told: prompts of "
+        "which they said how much was; predicted: of these, what was thought to be cached.",
         "model",
         "kind",
     )
@@ -104,9 +117,10 @@ class _Metrics(Table):
     by_worker = counter(
         "door_worker_requests",
         "Requests that a worker was given, by how they ended there: as in kvroute_door_requests; "
-        "failed or full if it was taken from it.",
+        "failed or full if it was taken from it, and then by the cause.",
         "worker",
         "outcome",
+        "cause",
     )
     first_token = histogram(
         "door_worker_first_token_seconds",
@@ -132,10 +146,12 @@ class Outcomes:
         self,
         registry: CollectorRegistry,
         log: AccessLog,
+        last_errors: LastErrors,
         apart: Callable[[], Mapping[str, bool]] = dict,
     ) -> None:
         self.alarm = Alarm()
         self._log = log
+        self._last_errors = last_errors
         metrics = _Metrics(registry)
 
         def tokenizers() -> Iterator[Sampled]:
@@ -146,6 +162,7 @@ class Outcomes:
         self._requests = Children(metrics.requests)
         self._retries = Children(metrics.retries)
         self._migrations = Children(metrics.migrations)
+        self._sources = Children(metrics.sources)
         self._tokens_from = Children(metrics.tokens_from)
         self._tokens = Children(metrics.tokens)
         self._apart = Children(metrics.apart)
@@ -173,7 +190,10 @@ class Outcomes:
         self._requests(model, record.outcome, str(record.status)).inc()
         if record.admitted is not None:
             self._count_admitted(model, record.admitted, record)
+        self._count_workers(record)
         self._log.ended(record)
+        if record.failures or record.outcome != OK:
+            self._last_errors.ended(record)
 
     def _count_admitted(self, model: str, admitted: Admitted, record: RequestRecord) -> None:
         self._tokens_from(model, admitted.tokens_from).inc()
@@ -181,6 +201,8 @@ class Outcomes:
             self._retries(model).inc(len(record.failures))
         if record.migrations:
             self._migrations(model).inc(record.migrations)
+        if record.decision is not None and record.decision.source is not None:
+            self._sources(model).inc()
         self._duration(model).observe(record.ended_s - record.began_s)
         if record.first_token_s:
             self._ttft(model).observe(record.first_token_s - record.began_s)
@@ -188,17 +210,15 @@ class Outcomes:
             self._count_tokens(model, record.usage, record)
         for stage, seconds in record.spent_s.items():
             self._stages(model, stage).observe(seconds)
-        self._count_workers(record)
 
     def _count_workers(self, record: RequestRecord) -> None:
-        for worker, result in record.failures:
-            self._by_worker(worker, result).inc()
-        if record.decision is None:
-            return
-        worker = str(record.decision.worker.key)
-        if worker in (name for name, _ in record.failures):
-            return  # no other one was found
-        self._by_worker(worker, record.outcome).inc()
+        for failed in record.failures:
+            self._by_worker(failed.worker, failed.result, failed.cause).inc()
+        worker = record.worker
+        has_failed = worker in (failed.worker for failed in record.failures)
+        if not worker or (has_failed and kind_of(record.outcome) not in ANSWERED):
+            return  # it was given to no other one, nor answered at a second try
+        self._by_worker(worker, record.outcome, "").inc()
         if record.first_token_s and not record.migrations:
             self._first_token(worker).observe(record.spent_s[Stage.FIRST_TOKEN])
 
@@ -211,9 +231,14 @@ class Outcomes:
         if usage.cached is None:
             return
         self._tokens(model, "cached").inc(usage.cached)
+        self._tokens(model, "told").inc(usage.prompt)
         predicted = record.predicted_cached
+        self._tokens(model, "predicted").inc(predicted or 0)
         if predicted is not None and record.decision is not None:
             worker = str(record.decision.prompt_worker.key)
             self._compared(model, worker).inc(usage.prompt)
             self._apart(model, worker).inc(abs(usage.cached - predicted))
-            self.alarm.compare(model, worker, usage.prompt, predicted, usage.cached)
+            self.alarm.compare(
+                *(model, worker, usage.prompt, predicted, usage.cached),
+                at_least=record.decision.trust is Trust.BOUND,
+            )

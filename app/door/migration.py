@@ -10,10 +10,11 @@ import numpy as np
 import orjson
 
 from app.core.worker_report import WorkerInfo
+from app.door import after_failure
 from app.door.asked import Api, Asked
 from app.door.engines import ids_field, returns_ids
 from app.door.prompts import PromptIds
-from app.door.stream import ERROR, Events, Stream, events_in, usage_in
+from app.door.stream import Events, Stream, events_in, fields_of, tells_error, usage_in
 
 _CONTINUABLE = frozenset(
     (
@@ -74,7 +75,7 @@ class Migrating:
     prompt_tokens: length of the prompt.
     """
 
-    def __init__(self, *, prompt_tokens: int, drops_usage: bool) -> None:
+    def __init__(self, *, prompt_tokens: int, drops_usage: bool, says_end: bool = True) -> None:
         self.output: list[int] = []
         """The tokens whose text was passed on. A half character is not: engines that get one as the
         end of a prompt do not say its other half alone."""
@@ -92,7 +93,7 @@ class Migrating:
         """How many tokens other workers said."""
         self._is_continued = False
         self._prompt_tokens = prompt_tokens
-        self._stream = Stream(drops_usage=drops_usage)
+        self._stream = Stream(drops_usage=drops_usage, says_end=says_end)
         self._frame: dict[str, Any] = {}
         self._events = Events(_MAX_EVENT_BYTES)
 
@@ -105,6 +106,14 @@ class Migrating:
     @property
     def failed(self) -> bool:
         return self._stream.failed
+
+    @property
+    def error(self) -> bytes:
+        return self._stream.error
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_finished or self._stream.has_ended
 
     @property
     def tail(self) -> bytes:
@@ -166,7 +175,7 @@ class Migrating:
         self.is_finished = self.is_finished or _FINISHES.search(event) is not None
         event = _IDS.sub(rb'"\1token_ids":null', event)
         if not self._frame:
-            fields = _fields(event)
+            fields = fields_of(event) or {}
             self._frame = {
                 name: fields[name]
                 for name in ("id", "object", "created", "model")
@@ -181,7 +190,7 @@ class Migrating:
 
     def _continued(self, event: bytes) -> bytes:
         """An event of a later worker, as part of the first one's answer."""
-        fields = _fields(event)
+        fields = fields_of(event) or {}
         choices, usage = fields.get("choices"), fields.get("usage")
         if choices is None:
             return event
@@ -200,19 +209,6 @@ class Migrating:
         return b"data: " + orjson.dumps(fields | self._frame) + b"\n\n"
 
 
-def _fields(event: bytes) -> dict[str, Any]:
-    """Of its data; {}: it has none that is an object."""
-    try:
-        fields = orjson.loads(event.removeprefix(b"data:"))
-    except orjson.JSONDecodeError:
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
 def _is_own_fault(event: bytes) -> bool:
     """Whether it tells an error that is not the client's."""
-    if b'"error"' not in event or ERROR.search(event) is None:
-        return False
-    error = _fields(event).get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return not (isinstance(code, int) and 400 <= code < 500)
+    return tells_error(event) and after_failure.of_event(event) is not None

@@ -9,45 +9,29 @@ from collections import defaultdict
 from app.core.worker_report import WorkerInfo
 from app.door.lifecycle import Lifecycle
 from app.door.upstream import Upstream, UpstreamBroken, UpstreamError
+from app.door.waits import Wait
 
 LOOK_EVERY_S = 0.5
 PROBE_S = 2.0
 
 
-class _Wait:
-    """Of a request, for a worker, by the task that enters it."""
+class _Wait(Wait):
+    """Of a request, for a worker."""
 
-    __slots__ = ("_cancelling", "_has_ended", "_life", "_task", "_waiting", "worker")
+    __slots__ = ("_life", "worker")
 
-    def __init__(self, life: Lifecycle, worker: WorkerInfo, waiting: set[_Wait]) -> None:
+    def __init__(self, life: Lifecycle, worker: WorkerInfo, open_waits: set[_Wait]) -> None:
+        super().__init__(open_waits, _is_gone)
         self.worker = worker
         self._life = life
-        self._waiting = waiting
-        self._has_ended = False
 
     @property
     def is_vain(self) -> bool:
         return self._life.is_missing(self.worker)
 
-    def end(self) -> None:
-        self._has_ended = True
-        self._task.cancel()
 
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelling = task, task.cancelling()
-        self._waiting.add(self)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._waiting.remove(self)
-        # As in asyncio.timeout: the task may have been cancelled by others, too.
-        if (
-            self._has_ended
-            and self._task.uncancel() <= self._cancelling
-            and kind is asyncio.CancelledError
-        ):
-            raise UpstreamBroken("is gone: its lease has run out, and it does not answer") from None
+def _is_gone() -> UpstreamBroken:
+    return UpstreamBroken("is gone: its lease has run out, and it does not answer", cause="gone")
 
 
 class Missing:

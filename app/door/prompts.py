@@ -7,11 +7,12 @@ rendered here with what the engine renders, tell when they would.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,127 +21,179 @@ from numpy.typing import NDArray
 
 from app.core.errors import InvalidRequest, RouterOverloaded, shown
 from app.core.hashing import Tokens
-from app.door.asked import PROMPTS, Api
+from app.core.text_trail import trail_of
+from app.door.asked import PROMPTS, Api, given_ids
+from app.door.engine_tokens import EngineTokens
 from app.door.engines import ids_field
 from app.door.errors import ContextTooLong, NotTokenized
 from app.door.models import Model
+from app.door.tokenizers import NOT_LOADED, Loaded, Tokenizers
 from app.door.tokens import (
     Overloaded,
     Renderer,
-    TokenizerUnavailable,
     TooManyTokens,
     Unrenderable,
     chat_of_messages,
     chat_of_response,
-    load,
+    variables_of,
 )
-from app.door.upstream import Upstream, UpstreamError
+from app.door.tokens.encoder import Ids
+from app.door.tokens.media import CHARACTERS_PER_TOKEN, Media, MediaTokens, media_in
+from app.door.upstream import Upstream
 from app.http.json_body import Fields
+from app.http.supervisor import Beside
 
 log = logging.getLogger(__name__)
 
-CANARY_EVERY = 1000
-"""One in so many prompts rendered here is compared with the engine's, besides the first."""
-ENGINE_TIMEOUT_S = 5.0
-RELOAD_S = 60.0
-"""How long after a failure to load a tokenizer it is tried again."""
+COMPARED = 1000
+"""One in so many prompts rendered here is compared with an engine's, besides the first."""
+MAX_COMPARING = 4
+"""At once."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0
+"""Before a model is compared again that is rendered in another way here. Twice as long each
+time."""
+MAX_SOURCES = 4
+"""Places that workers of one model name, where its tokenizer is looked for."""
+UNUSED_S = 3600.0
+"""After which nothing is known any more of rendering a model's prompts."""
 MAX_ASKED_BYTES = 256 * 1024
 """Of a prompt whose ids an engine is asked for: it tokenizes where it answers everybody."""
-MAX_TOKENIZED_BYTES = 32 * 1024 * 1024
-"""Of an engine's answer that lists the ids of a prompt."""
-CHARACTERS_PER_TOKEN = 4
-"""To estimate the length of prompts whose tokens are not known."""
-MAX_CANARIES = 4
-"""At once."""
+MAX_CONVERTED_BYTES = 64 * 1024
+"""Of a body that becomes that of a chat within a few ms; of larger ones a thread makes it."""
+TEMPLATE_TOKENS = 256
+"""That a template puts around a chat at most, besides what stands in the body's own JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptIds:
     """tokens_from: client, router or engine; or, without ids, `blind:<why>`.
 
-    are_sent: the engine is to take these ids, rather than to tokenize again.
+    are_sent: the engine is to take these ids, rather than to tokenize again. bound: without ids,
+    more tokens than it has; None: nobody can tell. trail: without ids, the names of its text's
+    prefixes, the longest first. media: without ids, what of it is no text.
     """
 
     ids: Tokens | None
     num_tokens: int
     tokens_from: str
     are_sent: bool = False
+    bound: int | None = None
+    trail: Sequence[str] = ()
+    media: Media | None = None
 
 
 @dataclass(slots=True)
 class _Rendering:
-    """What is known about rendering the prompts of one model here."""
+    """What is known about rendering the prompts of one model here.
 
+    model: of whose workers the renderer is. tokenizers: what was looked at for it. why_not: why
+    there is none. is_other: as the workers have another one. differs: how its ids differ from those
+    of an engine; "": they do not, as far as was seen; the next comparison is due at again_s.
+    """
+
+    model: Model | None = None
+    tokenizers: list[Loaded] = field(default_factory=list)
     renderer: Renderer | None = None
-    loading: asyncio.Task[None] | None = None
-    retry_s: float = 0.0
-    count: int = 0
+    why_not: str = NOT_LOADED
+    is_other: bool = False
     differs: str = ""
-    """How its ids differ from the engine's; "": they do not, as far as was seen."""
-    why_not: str = "not loaded yet"
+    again_s: float = 0.0
+    pause_s: float = 0.0
+    count: int = 0
+    used_s: float = 0.0
+    media: MediaTokens = field(default_factory=MediaTokens)
 
-    def differ(self, model: Model, how: str) -> None:
+    def differ(self, how: str) -> None:
         self.differs = how
-        log.error("model %s is tokenized by its engine from now on, not here: %s", model.name, how)
+        self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
+        self.again_s = time.monotonic() + self.pause_s
 
 
 class Prompts:
     """Finds the ids of prompts. sources: where the tokenizers of models are, by name, instead of
-    where their workers say."""
+    where their workers say. beside: runs what no request waits for."""
 
-    def __init__(self, upstream: Upstream, sources: Mapping[str, str], worker_key: str) -> None:
-        self._upstream = upstream
+    def __init__(
+        self,
+        upstream: Upstream,
+        sources: Mapping[str, str],
+        worker_key: str,
+        beside: Beside,
+    ) -> None:
+        self._engines = EngineTokens(upstream, worker_key)
+        self._tokenizers = Tokenizers(beside)
+        self._beside = beside
         self._sources = sources
-        self._headers = [(b"content-type", b"application/json")]
-        if worker_key:
-            self._headers.append((b"authorization", b"Bearer " + worker_key.encode()))
         self._renderings: dict[tuple[str, str], _Rendering] = {}
-        self._canaries: set[asyncio.Task[None]] = set()
+        """By namespace and name: two namespaces may serve two revisions of a model."""
+        self._num_comparing = 0
 
     def state(self) -> dict[str, str]:
-        """For each model whose prompts are not rendered here, why."""
+        """For each model whose prompts came and are not rendered here, why."""
+        for rendering in self._renderings.values():
+            if rendering.renderer is None and rendering.model is not None:
+                self._choose(rendering.model, rendering)
         return {
-            model: rendering.differs or rendering.why_not
-            for (_, model), rendering in self._renderings.items()
+            name: rendering.differs or rendering.why_not
+            for (_, name), rendering in self._renderings.items()
             if rendering.differs or rendering.renderer is None
         }
 
     def apart(self) -> dict[str, bool]:
-        """For each model whose prompts came, whether its engine gives other ids than are found
+        """For each model whose prompts came, whether an engine of it gives other ids than are found
         here."""
-        differs: dict[str, bool] = {}
-        for (_, model), rendering in self._renderings.items():
-            differs[model] = bool(rendering.differs) or differs.get(model, False)
-        return differs
+        found: dict[str, bool] = {}
+        for (_, name), rendering in self._renderings.items():
+            is_apart = rendering.is_other or bool(rendering.differs)
+            found[name] = found.get(name, False) or is_apart
+        return found
 
-    async def of(self, api: Api, model: Model, fields: Fields) -> PromptIds:
-        """The ids of the prompt in a body. Raises InvalidRequest, RouterOverloaded."""
+    async def of(self, api: Api, model: Model, fields: Fields, holder: str = "") -> PromptIds:
+        """The ids of the prompt in a body. holder: who asks: see TokenizerThreads. Raises
+        InvalidRequest, RouterOverloaded."""
         if api is Api.COMPLETIONS:
-            given = _given_ids(fields.get("prompt"))
+            given = given_ids(fields.get("prompt"))
             if given is not None:
                 return PromptIds(given, len(given), "client")
         try:
-            return await self._rendered(api, model, fields)
+            return await self._rendered(api, model, fields, holder)
         except Overloaded as error:
             raise RouterOverloaded(str(error)) from None
         except NotTokenized as error:
             length = sum(fields.size(name) for name in _TEXTS[api])
-            return PromptIds(None, max(1, length // CHARACTERS_PER_TOKEN), f"blind:{error.reason}")
+            media = None
+            if any(fields.mentions(name, _MEDIA) for name in _TEXTS[api]):
+                media = media_in(map(fields.get, _TEXTS[api]), length)
+            return PromptIds(
+                None,
+                self._num_tokens(model, length, media),
+                f"blind:{error.reason}",
+                # A token is a byte at least.
+                bound=None if media else length + TEMPLATE_TOKENS,
+                trail=_trail(api, model, fields),
+                media=media,
+            )
 
-    async def _rendered(self, api: Api, model: Model, fields: Mapping[str, Any]) -> PromptIds:
-        fields = _converted(api, model, fields)
+    def _num_tokens(self, model: Model, length: int, media: Media | None) -> int:
+        """About how many a prompt has, by the bytes of its text."""
+        if media is None:
+            return max(1, length // CHARACTERS_PER_TOKEN)
+        rendering = self._of(model)
+        rule = rendering.renderer.media_rule if rendering.renderer else None
+        tokens = media.text_tokens + rendering.media.of(media, rule)
+        return min(tokens, model.max_tokens - 1) if model.max_tokens > 1 else tokens
+
+    def learn(self, model: Model, media: Media, prompt_tokens: int) -> None:
+        """What an engine counted of a prompt with media."""
+        self._of(model).media.learn(media, prompt_tokens)
+
+    async def _rendered(self, api: Api, model: Model, given: Fields, holder: str) -> PromptIds:
         rendering = self._of(model)
         renderer = rendering.renderer
+        fields = await _converted(api, model, given, renderer, holder)
         if renderer is not None and not rendering.differs:
-            most = max(0, model.max_tokens - 1)
             try:
-                if api is Api.COMPLETIONS:
-                    text = _one_text(fields.get("prompt"))
-                    ids = await renderer.of_text(text, _adds_special(fields), most)
-                elif api is Api.RESPONSES:
-                    ids = await renderer.of_response(fields, most)
-                else:
-                    ids = await renderer.of_chat(fields, most)
+                ids = await _render(api, model, renderer, fields, holder)
             except TooManyTokens as error:
                 length = f"{error.num_tokens} or more"
                 raise ContextTooLong(PROMPTS[api], model.max_tokens, length) from None
@@ -148,92 +201,74 @@ class Prompts:
                 if error.reason in _LEFT_TO_THE_ENGINE:
                     raise NotTokenized(error.reason) from None
             else:
-                self._maybe_compare(api, model, fields, rendering, ids)
+                if rendering.count % COMPARED == 0:
+                    self._compare_soon(api, model, fields, rendering, ours=ids)
+                rendering.count += 1
                 return PromptIds(ids, len(ids), "router", are_sent=True)
         asked = await self._ask(api, model, fields)
+        is_due = rendering.differs and time.monotonic() >= rendering.again_s
+        if renderer is not None and is_due:
+            self._compare_soon(api, model, fields, rendering, theirs=asked)
         return PromptIds(asked, len(asked), "engine")
 
     def _of(self, model: Model) -> _Rendering:
-        source = self._sources.get(model.name) or model.root.tokenizer
-        key = (source, model.name)
+        now_s = time.monotonic()
+        key = model.namespace, model.name
         rendering = self._renderings.get(key)
         if rendering is None:
+            used = self._renderings.items()
+            self._renderings = {one: r for one, r in used if now_s - r.used_s < UNUSED_S}
             rendering = self._renderings[key] = _Rendering()
-        now_s = asyncio.get_running_loop().time()
-        if rendering.renderer is None and rendering.loading is None and now_s >= rendering.retry_s:
-            rendering.loading = asyncio.create_task(self._load(model, source, rendering))
+        rendering.used_s = now_s
+        if rendering.model is not model or rendering.renderer is None:
+            self._choose(model, rendering)
         return rendering
 
-    async def _load(self, model: Model, source: str, rendering: _Rendering) -> None:
-        try:
-            if not source:
-                raise TokenizerUnavailable("its workers do not say where its tokenizer is")
-            renderer = rendering.renderer = await asyncio.to_thread(load, source)
-            for worker in model.workers:
-                if worker.tokenizer_hash not in ("", renderer.fingerprint):
-                    rendering.differ(model, f"that of worker {worker.key} is another one")
-                    break
-        except TokenizerUnavailable as error:
-            rendering.why_not = str(error)
-            rendering.retry_s = asyncio.get_running_loop().time() + RELOAD_S
-            log.warning("model %s is tokenized by its engine, not here: %s", model.name, error)
-        finally:
-            rendering.loading = None
+    def _choose(self, model: Model, rendering: _Rendering) -> None:
+        """Take the first tokenizer that is there, and is that of all workers of the model."""
+        looked_at: list[Loaded] = []
+        renderer, why_not = None, NOT_LOADED
+        for source in self._sources_of(model):
+            loaded = self._tokenizers.at(source)
+            looked_at.append(loaded)
+            renderer, why_not = loaded.renderer, _why_not(loaded, model)
+            if why_not in ("", NOT_LOADED):
+                break  # others are looked at once this one is known to be of no use
+            if renderer is not None:
+                self._tokenizers.look_again(source)
+        if why_not not in ("", NOT_LOADED, rendering.why_not):
+            _log_not_here(model, why_not)
+        rendering.model, rendering.tokenizers = model, looked_at
+        rendering.renderer = None if why_not else renderer
+        rendering.is_other = bool(why_not) and any(one.renderer for one in looked_at)
+        rendering.why_not = why_not
+
+    def _sources_of(self, model: Model) -> list[str]:
+        """Where its tokenizer may be. Adapters have that of their model."""
+        names = (model.name, *(name for worker in model.workers for name in worker.models))
+        named = next((self._sources[name] for name in names if name in self._sources), None)
+        if named is not None:
+            return [named]
+        told = Counter(worker.tokenizer for worker in model.workers if worker.tokenizer)
+        return [source for source, _ in told.most_common(MAX_SOURCES)] or [""]
 
     async def _ask(self, api: Api, model: Model, fields: Mapping[str, Any]) -> NDArray[np.uint32]:
-        """The ids by the engine's own rendering. Raises NotTokenized."""
-        if api is not Api.COMPLETIONS:
-            asked = {name: fields[name] for name in _RENDERED if fields.get(name) is not None}
-            if _has_media(fields.get("messages")):
-                raise NotTokenized("media")
-            if api is Api.RESPONSES:
-                if any("tool_calls" in message for message in fields["messages"]):
-                    raise NotTokenized("message")  # written in another way in chats
-                asked["add_special_tokens"] = True
-        else:
-            asked = {"prompt": _one_text(fields.get("prompt"))}
-            if "add_special_tokens" in fields:
-                asked["add_special_tokens"] = fields["add_special_tokens"]
-        asked["model"] = model.name
-        body = _dumps(asked)
-        if len(body) > MAX_ASKED_BYTES:
-            raise NotTokenized("size")
-        try:
-            async with asyncio.timeout(ENGINE_TIMEOUT_S):
-                answer = await self._upstream.send(
-                    model.root.address,
-                    "/tokenize",
-                    self._headers,
-                    body,
-                    connect_s=ENGINE_TIMEOUT_S,
-                    answer_s=ENGINE_TIMEOUT_S,
-                )
-                answered, is_all = await answer.read_up_to(MAX_TOKENIZED_BYTES)
-        except (UpstreamError, TimeoutError):
-            raise NotTokenized("engine") from None
-        answer.abort()  # what more there is
-        ids = None
-        with suppress(ValueError, LookupError, TypeError, InvalidRequest):
-            if is_all and answer.status == 200:
-                ids = _given_ids(np.array(orjson.loads(answered)["tokens"]))
-        if ids is None:
-            raise NotTokenized("refused")
-        return ids
+        """The ids by an engine's own rendering. Raises NotTokenized."""
+        body = _question(api, model, fields)
+        return await self._engines.of(model.workers, body)
 
-    def _maybe_compare(
+    def _compare_soon(
         self,
         api: Api,
         model: Model,
         fields: Mapping[str, Any],
         rendering: _Rendering,
-        ids: Tokens,
+        **ids: Tokens,
     ) -> None:
-        is_due = rendering.count % CANARY_EVERY == 0
-        rendering.count += 1
-        if is_due and len(self._canaries) < MAX_CANARIES:
-            task = asyncio.create_task(self._compare(api, model, fields, rendering, ids))
-            self._canaries.add(task)
-            task.add_done_callback(self._canaries.discard)
+        if self._num_comparing < MAX_COMPARING:
+            rendering.again_s = time.monotonic() + rendering.pause_s
+            compare = partial(self._compare, api, model, fields, rendering, **ids)
+            self._beside("comparison", compare)
 
     async def _compare(
         self,
@@ -241,21 +276,96 @@ class Prompts:
         model: Model,
         fields: Mapping[str, Any],
         rendering: _Rendering,
-        ids: Tokens,
+        ours: Tokens | None = None,
+        theirs: Tokens | None = None,
     ) -> None:
+        """Compare what is rendered here with an engine's. One of both is here already."""
+        self._num_comparing += 1
         try:
-            theirs = await self._ask(api, model, fields)
-        except NotTokenized:
+            if ours is None and rendering.renderer is not None:
+                ours = await _render(api, model, rendering.renderer, fields)
+            if theirs is None:
+                theirs = await self._ask(api, model, fields)
+        except (NotTokenized, Overloaded, TooManyTokens, Unrenderable):
             rendering.count = 0  # compare the next one
             return
-        ours = np.asarray(ids)
-        if np.array_equal(ours, theirs):
-            return
-        both = min(len(ours), len(theirs))
-        differing = np.flatnonzero(ours[:both] != theirs[:both])
-        at = int(differing[0]) if len(differing) else both
-        lengths = f"{len(ours)} here, {len(theirs)} there"
-        rendering.differ(model, f"its ids differ from the engine's from token {at} on ({lengths})")
+        finally:
+            self._num_comparing -= 1
+        if ours is None:
+            return  # its workers have another tokenizer meanwhile
+        how = _difference(np.asarray(ours), np.asarray(theirs))
+        if how:
+            rendering.differ(how)
+            _log_not_here(model, how)
+        elif rendering.differs:
+            rendering.differs = ""
+            log.info("model %s is tokenized here again: the ids are its engine's", model.name)
+
+
+def _why_not(loaded: Loaded, model: Model) -> str:
+    """Why a tokenizer is not that of a model; "": it is, as far as is known."""
+    if loaded.renderer is None:
+        return loaded.why_not
+    hashes = ("", loaded.renderer.fingerprint)
+    other = next((w.key for w in model.workers if w.tokenizer_hash not in hashes), None)
+    return f"that of worker {other} is another one" if other else ""
+
+
+def _log_not_here(model: Model, why: str) -> None:
+    log.error("model %s is tokenized by its engine from now on, not here: %s", model.name, why)
+
+
+def _difference(ours: NDArray[Any], theirs: NDArray[Any]) -> str:
+    """ "": there is none."""
+    if np.array_equal(ours, theirs):
+        return ""
+    both = min(len(ours), len(theirs))
+    differing = np.flatnonzero(ours[:both] != theirs[:both])
+    at = int(differing[0]) if len(differing) else both
+    lengths = f"{len(ours)} here, {len(theirs)} there"
+    return f"its ids differ from the engine's from token {at} on ({lengths})"
+
+
+async def _render(
+    api: Api, model: Model, renderer: Renderer, fields: Mapping[str, Any], holder: str = ""
+) -> Ids:
+    """Raises TooManyTokens if they do not leave room for an answer; Unrenderable; Overloaded."""
+    most = max(0, model.max_tokens - 1)
+    if api is Api.COMPLETIONS:
+        text = _one_text(fields.get("prompt"))
+        return await renderer.of_text(text, _adds_special(fields), most, holder=holder)
+    if api is Api.RESPONSES:
+        return await renderer.of_response(fields, most, holder=holder)
+    _check_effort(model, fields)
+    if _has_media(fields.get("messages")):  # however large, nothing of it is rendered here
+        raise Unrenderable("media", "a part that is no text")
+    return await renderer.of_chat(fields, most, holder=holder)
+
+
+def _question(api: Api, model: Model, fields: Mapping[str, Any]) -> bytes:
+    """The body of POST /tokenize that asks for a prompt's ids. Raises NotTokenized."""
+    if api is not Api.COMPLETIONS:
+        asked = {name: fields[name] for name in _RENDERED if fields.get(name) is not None}
+        if fields.get("reasoning_effort") is not None:  # which this path of vLLM's ignores
+            try:
+                asked["chat_template_kwargs"] = variables_of(fields)
+            except Unrenderable as error:
+                raise NotTokenized(error.reason) from None
+        if _has_media(fields.get("messages")):
+            raise NotTokenized("media")
+        if api is Api.RESPONSES:
+            if any("tool_calls" in message for message in fields["messages"]):
+                raise NotTokenized("message")  # written in another way in chats
+            asked["add_special_tokens"] = True
+    else:
+        asked = {"prompt": _one_text(fields.get("prompt"))}
+        if "add_special_tokens" in fields:
+            asked["add_special_tokens"] = fields["add_special_tokens"]
+    asked["model"] = model.name
+    body = _dumps(asked)
+    if len(body) > MAX_ASKED_BYTES:
+        raise NotTokenized("size")
+    return body
 
 
 _LEFT_TO_THE_ENGINE = ("media", "size")
@@ -268,32 +378,51 @@ _RENDERED = (
     "continue_final_message",
     "add_special_tokens",
     "chat_template_kwargs",
-    "reasoning_effort",
     "documents",
 )
 """Members of a chat request that its rendering depends on."""
 
 
-_CONVERSIONS: Mapping[Api, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    Api.MESSAGES: chat_of_messages,
-    Api.RESPONSES: chat_of_response,
-}
-
-
-def _converted(api: Api, model: Model, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body as that of a chat, unless it is of a completion. Raises NotTokenized.
+async def _converted(
+    api: Api, model: Model, fields: Fields, renderer: Renderer | None, holder: str
+) -> Mapping[str, Any]:
+    """The body as that of a chat, unless it is of a completion. Raises NotTokenized, Overloaded.
 
     Only where the ids go along: engines do not all convert alike.
     """
     if api in (Api.CHAT, Api.COMPLETIONS):
         return fields
-    convert = _CONVERSIONS.get(api)
-    if convert is None or not all(ids_field(api, worker.engine) for worker in model.workers):
+    is_chat = api in (Api.MESSAGES, Api.RESPONSES)
+    if not is_chat or not all(ids_field(api, worker.engine) for worker in model.workers):
         raise NotTokenized(api)
+    convert: Callable[[], dict[str, Any]] = partial(chat_of_response, fields)
+    if api is Api.MESSAGES:
+        convert = partial(chat_of_messages, fields, None if renderer is None else renderer.habits)
+    length = sum(fields.size(name) for name in _TEXTS[api])
     try:
-        return convert(fields)
+        if renderer is None and length > MAX_ASKED_BYTES:
+            raise NotTokenized("size")
+        if renderer is None or length <= MAX_CONVERTED_BYTES:
+            return convert()
+        return await renderer.apart(length, convert, holder=holder)
     except Unrenderable as error:
         raise NotTokenized(error.reason) from None
+
+
+def _check_effort(model: Model, fields: Mapping[str, Any]) -> None:
+    """Raises Unrenderable for an effort where not all workers make of it what vLLM does."""
+    is_given = fields.get("reasoning_effort") is not None
+    if is_given and any(worker.engine.startswith("sglang") for worker in model.workers):
+        raise Unrenderable("reasoning_effort", "SGLang has its own rules for it")
+
+
+def _trail(api: Api, model: Model, fields: Fields) -> list[str]:
+    """The names of the prefixes of its text: what a conversation adds to with each turn is last."""
+    if api not in _CONVERSING:
+        return []
+    first = [name for name in _TEXTS[api] if name != PROMPTS[api]]
+    text = b"".join([fields.raw(name) for name in (*first, PROMPTS[api])])
+    return trail_of(text, f"{model.name} {fields.get('cache_salt') or ''}")
 
 
 def _dumps(value: object) -> bytes:
@@ -302,21 +431,6 @@ def _dumps(value: object) -> bytes:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:  # what can be read can be written, but for its depth
         raise InvalidRequest("body", f"is nested too deeply: {error}") from None
-
-
-def _given_ids(prompt: object) -> NDArray[np.uint32] | None:
-    """The ids that a client gives as its prompt; None: it gives text. Raises InvalidRequest."""
-    if not isinstance(prompt, np.ndarray):
-        return None
-    if (
-        prompt.ndim != 1
-        or not len(prompt)
-        or prompt.dtype.kind not in "iu"
-        or (prompt.dtype.kind == "i" and prompt.min() < 0)
-        or prompt.max() >= 2**32
-    ):
-        raise InvalidRequest("prompt", "not all are token ids, which are integers below 2^32")
-    return prompt.astype(np.uint32)
 
 
 def _one_text(prompt: object) -> str:
@@ -341,6 +455,9 @@ def _has_media(messages: object) -> bool:
     return any(isinstance(part, dict) and part.get("type") not in ("text", None) for part in parts)
 
 
+_MEDIA = (b"image", b"audio", b"video", b"file")
+"""One of these is in the JSON of what is no text, whatever API it is of."""
+_CONVERSING = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES)
 _TEXTS: Mapping[Api, tuple[str, ...]] = {
     Api.CHAT: ("messages", "tools"),
     Api.COMPLETIONS: ("prompt",),

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
+from typing import NamedTuple
 
+from app.core.outcomes import told_apart
 from app.door.asked import Asked
 from app.door.models import Model
+from app.door.tokens.media import Media
 from app.policy.decision import Decision, RouteRequest
 from app.router.prompt import Prompt
 
@@ -57,17 +60,29 @@ class Admitted:
 
     request: who asks, and the length of the prompt, estimated without one. prompt: None if its
     tokens cannot be known here; it is then routed by load and session alone. tokens_from: who knew
-    the tokens, or why nobody did, for headers and metrics.
+    the tokens, or why nobody did, for headers and metrics. media: what of the prompt is no text.
     """
 
     request: RouteRequest
     model: Model
     prompt: Prompt | None
     tokens_from: str
+    media: Media | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.request.isl_tokens
+
+
+class Failed(NamedTuple):
+    """A worker that a request was taken away from. result: failed, or full. cause: from a closed
+    list, for metrics. words: what went wrong, in the engine's own words if it said so; "": it
+    did not, or not in words that logs may have."""
+
+    worker: str
+    result: str
+    cause: str = ""
+    words: str = ""
 
 
 @dataclass(slots=True)
@@ -76,9 +91,9 @@ class RequestRecord:
 
     client: the address it came from. forwarded_for: as a proxy says, or anybody.
     asked, request, model, admitted: None as long as they are not known. unavailable: the model's
-    name, if it has no workers.
+    name, if it has no workers. any_worker: that answers, where none was decided on.
     outcome: ok, or what it ended by. ended_by: client, worker or router. error: why, in words that
-    name no value of the client's; "": nothing to say.
+    name no value of the client's, the engine's own if it said so; "": nothing to say.
     """
 
     path: str
@@ -95,6 +110,7 @@ class RequestRecord:
     admitted: Admitted | None = None
     tries: int = 0
     decision: Decision | None = None
+    any_worker: str = ""
     first_token_s: float = 0.0
     ended_s: float = 0.0
     usage: Usage | None = None
@@ -103,8 +119,8 @@ class RequestRecord:
     error: str = ""
     status: int = 0
     """What the client was answered with; 0: nothing, so far."""
-    failures: list[tuple[str, str]] = field(default_factory=list)
-    """The workers that it was taken away from, and why: failed, or full."""
+    failures: list[Failed] = field(default_factory=list)
+    """In turn."""
     migrations: int = 0
     """How often another worker went on with its answer."""
     spent_s: defaultdict[Stage, float] = field(default_factory=lambda: defaultdict(float))
@@ -118,13 +134,18 @@ class RequestRecord:
         return self.model.name if self.model else self.unavailable
 
     @property
+    def worker(self) -> str:
+        """The last one that it was given to; "": none."""
+        return str(self.decision.worker.key) if self.decision else self.any_worker
+
+    @property
     def predicted_cached(self) -> int | None:
         """Tokens of the prompt that the worker was predicted to have cached; None: nobody could
         tell. The last token is always computed, and with it its block."""
         decision, admitted = self.decision, self.admitted
         if decision is None or admitted is None or admitted.prompt is None:
             return None
-        if decision.degraded or self.migrations:
+        if not decision.trust.predicts or self.migrations:
             return None
         size = decision.prompt_worker.block_size
         # Of the overlap, what the engine does not reuse of what it holds is left out already.
@@ -137,9 +158,9 @@ class RequestRecord:
         self.spent_s[was or self._stage] += now_s - (self._since_s or self.began_s)
         self._stage, self._since_s = stage, now_s
 
-    def worker_failed(self, worker: str, result: str) -> None:
-        """Another one is decided on from now on. result: as in `failures`."""
-        self.failures.append((worker, result))
+    def worker_failed(self, failed: Failed) -> None:
+        """Another one is decided on from now on."""
+        self.failures.append(failed)
         self.enter(Stage.DECIDE, was=Stage.FAILED if self._stage is Stage.FIRST_TOKEN else None)
 
     def decided(self, decision: Decision) -> None:
@@ -160,7 +181,10 @@ class RequestRecord:
         """It has ended, in whatever way. Only the first call counts; whether this was it."""
         if self.outcome:
             return False
-        self.outcome, self.ended_by, self.usage = outcome, ended_by, usage
+        self.outcome = told_apart(
+            outcome, has_begun=0 < self.status < 400, has_token=self.first_token_s > 0
+        )
+        self.ended_by, self.usage = ended_by, usage
         is_whole = self._stage is Stage.FIRST_TOKEN
         self.enter(self._stage, was=Stage.WHOLE if is_whole else None)
         self.ended_s = self._since_s

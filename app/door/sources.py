@@ -3,8 +3,7 @@
 With NixlConnector (vLLM), the source answers the prompt with one token and says where the KV lies
 (`kv_transfer_params`); whoever decodes is told that, and fetches it. The source lets go of it when
 its lease ends. What is fetched after that belongs to others: the text is wrong, nothing in the
-answer tells, and the engine that fetched it keeps it as the prompt's. So an answer counts only if
-it began within the lease.
+answer tells, and the engine that fetched it keeps it as the prompt's: see app/door/kv_leases.py.
 
 Our own engines take the same two requests, and one more, by which a source computes nothing. A
 target names what it fetches by its hashes, and computes what has been let go of.
@@ -13,20 +12,25 @@ target names what it fetches by its hashes, and computes what has been let go of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol
 
 import orjson
 
+from app.core.failures import Failure
 from app.core.worker_report import WorkerInfo
+from app.door import after_failure
 from app.door.asked import Api, Asked
-from app.door.engines import TRANSFER
 from app.door.forwarding import Outgoing
+from app.door.handover import BrokenHandover, Params, nixl_params, own_params
 from app.door.members import Headers
 from app.door.prompts import PromptIds
 from app.door.upstream import Upstream, UpstreamError
 from app.policy.decision import Source
+from app.policy.kv_lease import LeaseBooks
 from app.policy.sources import OWN_TRANSFER, Form, kept_s
 
 NIXL = "nixl"
@@ -37,46 +41,47 @@ NIXL_PARAMS: Mapping[str, object] = {
     "do_remote_prefill": False,
 }
 MAX_ANSWER_BYTES = 1024 * 1024
-REFUSALS = (429, 500, 502, 503, 504)
-LATE = 3.0
-"""A source that takes so many times as long as was predicted, and over a third of its lease, may
-have been held up after it had computed the prompt, when its lease had begun."""
+LATE = 0.5
+"""A source that answers after so much of its lease leaves too little of that, if nobody says when
+it ends."""
+TOOK_TOO_LONG = "took too long to hand on what it computed"
+NUDGE_S = 3.0
 
 
 class SourceFailed(UpstreamError):
-    """A source computed nothing. suspend: whether it is to get no requests for a while."""
+    """A source computed nothing. failure: to be counted against it; None: none of its own."""
 
-    def __init__(self, why: str, *, suspend: bool) -> None:
+    def __init__(self, why: str, failure: Failure | None) -> None:
         super().__init__(why)
-        self.suspend = suspend
+        self.failure = failure
 
 
-class LeaseEnded(UpstreamError):
-    """What was to be fetched may have been let go. is_fetched: the worker that decodes has taken it
-    all the same."""
+def source_failed(error: UpstreamError) -> SourceFailed:
+    """As a source that broke off has."""
+    return SourceFailed(
+        str(error), after_failure.of_break(error.cause, is_late=error.is_late, is_whole=False)
+    )
 
-    def __init__(self, why: str, *, is_fetched: bool) -> None:
-        super().__init__(why)
-        self.is_fetched = is_fetched
+
+class RefusedWithSource(UpstreamError):
+    """The worker that decodes refuses the request as a client's fault, with what its source handed
+    on in it: that may be what it refuses."""
+
+    cause = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """params: what tells the worker that decodes where to fetch. until_s: by then, of the event
-    loop's clock, its answer must have begun. members: of the body of both, if they work at once."""
+    """params: what tells the worker that decodes where to fetch. members: of the body of both, if
+    they work at once. kept_s: the lease on what is to be fetched, and asked_s: from when on it
+    counts, by the event loop's clock; inf: what is not there any more is not fetched. before: what
+    the source's engine had counted by then."""
 
     params: Mapping[str, Any] = field(default_factory=dict)
-    until_s: float = float("inf")
     members: Mapping[str, Any] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raises LeaseEnded."""
-        if asyncio.get_running_loop().time() > self.until_s:
-            raise LeaseEnded(
-                "may hold KV that is not its prompt's, as its source's lease may have ended before "
-                "it was fetched: if it was frozen, restart it",
-                is_fetched=True,
-            )
+    asked_s: float = 0.0
+    kept_s: float = inf
+    before: LeaseBooks | None = None
 
 
 NOTHING = Handover()
@@ -97,7 +102,8 @@ def may_have_source(asked: Asked, fields: Mapping[str, Any], ids: PromptIds) -> 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a decision's source is sent, and how long it may take."""
+    """What a decision's source is sent, and how long it may take. books: what its engine has
+    counted."""
 
     source: Source
     outgoing: Outgoing
@@ -105,8 +111,28 @@ class Call:
     headers: Headers
     connect_s: float
     answer_s: float
+    books: Callable[[], LeaseBooks | None]
 
-    async def answered(self, upstream: Upstream, body: bytes) -> tuple[int, bytes]:
+    async def handed_on(
+        self,
+        upstream: Upstream,
+        body: bytes,
+        params_in: Callable[[bytes, WorkerInfo], Params | None],
+    ) -> Params | None:
+        """What tells the target where to fetch; None: the source hands nothing on. What it refuses,
+        the target refuses as well, and tells the client.
+
+        params_in: reads its answer. Raises SourceFailed.
+        """
+        status, said = await self._answered(upstream, body)
+        if status != 200:
+            return None
+        try:
+            return params_in(said, self.source.worker)
+        except BrokenHandover as error:
+            raise SourceFailed(str(error), after_failure.BROKEN_HANDOVER) from None
+
+    async def _answered(self, upstream: Upstream, body: bytes) -> tuple[int, bytes]:
         """The status and the body of its answer. Raises SourceFailed."""
         worker = self.source.worker
         try:
@@ -121,9 +147,12 @@ class Call:
             said, _ = await answer.read_up_to(MAX_ANSWER_BYTES, self.answer_s)
             answer.abort()
         except UpstreamError as error:
-            raise SourceFailed(str(error), suspend=True) from None
-        if answer.status in REFUSALS:
-            raise SourceFailed(f"answered {answer.status}", suspend=answer.status in (502, 504))
+            raise source_failed(error) from None
+        failure = after_failure.of_status(
+            answer.status, answer.headers, model=str(self.outgoing.asked.model or "")
+        )
+        if failure is not None:
+            raise SourceFailed(f"answered {answer.status}", failure)
         return answer.status, said
 
 
@@ -133,7 +162,7 @@ class Transfer(Protocol):
     async def begin(self, call: Call) -> Handover:
         """Have the source hand the prompt on. NOTHING: it does not.
 
-        Raises SourceFailed, LeaseEnded.
+        Raises SourceFailed.
         """
 
 
@@ -145,17 +174,17 @@ class Nixl:
         self._kv_lease_s = kv_lease_s
 
     async def begin(self, call: Call) -> Handover:
-        clock = asyncio.get_running_loop().time
-        began_s, source = clock(), call.source
-        lease_s = kept_s(self._kv_lease_s, [source.worker])
-        body = call.outgoing.for_source(source.worker, NIXL_PARAMS)
-        params = _params(*await call.answered(self._upstream, body))
+        # The lease may begin as soon as the source has been asked: what is held up is its answer.
+        asked_s = asyncio.get_running_loop().time()
+        worker = call.source.worker
+        lease_s, before = kept_s(self._kv_lease_s, [worker]), call.books()
+        body = call.outgoing.for_source(worker, NIXL_PARAMS)
+        params = await call.handed_on(self._upstream, body, nixl_params)
         if params is None:
             return NOTHING
-        predicted_s = source.reservation.prefill_us / 1e6 if source.reservation else 0.0
-        if clock() - began_s > max(lease_s / 3, LATE * predicted_s):
-            raise LeaseEnded("took too long to hand on what it computed", is_fetched=False)
-        return Handover(params, clock() + lease_s)
+        if before is None and asyncio.get_running_loop().time() - asked_s > LATE * lease_s:
+            raise SourceFailed(TOOK_TOO_LONG, None)
+        return Handover(params, asked_s=asked_s, kept_s=lease_s, before=before)
 
 
 class Own:
@@ -169,7 +198,7 @@ class Own:
         if call.source.form is Form.FETCH:
             asked["cached_only"] = True
         body = call.outgoing.for_source(call.source.worker, asked)
-        params = _params(*await call.answered(self._upstream, body))
+        params = await call.handed_on(self._upstream, body, own_params)
         return NOTHING if params is None else Handover(params)
 
 
@@ -188,19 +217,21 @@ class Sources:
         return NOTHING if way is None else await way.begin(call)
 
 
+async def nudge(upstream: Upstream, source: WorkerInfo, headers: Headers) -> None:
+    """Have its engine make a step."""
+    body = {"model": source.models[0] if source.models else "", "prompt": [1], "max_tokens": 1}
+    with suppress(UpstreamError):
+        answer = await upstream.send(
+            source.address,
+            "/v1/completions",
+            [*headers, *of_rank(source)],
+            orjson.dumps(body),
+            connect_s=NUDGE_S,
+            answer_s=NUDGE_S,
+        )
+        answer.abort()
+
+
 def of_rank(worker: WorkerInfo) -> Headers:
     rank = worker.key.dp_rank
     return [(b"x-data-parallel-rank", b"%d" % rank)] if rank else []
-
-
-def _params(status: int, body: bytes) -> dict[str, Any] | None:
-    """What tells the target where to fetch. None: what the source refuses, the target refuses as
-    well, and tells the client."""
-    if status != 200:
-        return None
-    try:
-        answer = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
-    params = answer.get(TRANSFER) if isinstance(answer, dict) else None
-    return params if isinstance(params, dict) and params else None

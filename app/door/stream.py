@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,38 @@ _EMPTY = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _DATA = re.compile(rb"(?:^|\n)data:")
 _PREAMBLE = re.compile(rb"event: ?response\.(?:created|queued|in_progress)\r?\ndata:")
 """Said before there is a token."""
-ERROR = re.compile(rb'(?:^|\n)data:\s*\{"(?:error|object"\s*:\s*"error)"')
+_NAMES_ERROR = re.compile(rb"(?:\A|\n)event:\s*(?:error|response\.failed)\s*\n")
+_TYPES_OF_ERROR = ("error", "response.failed")
+_ENDS = re.compile(
+    rb'(?:^|\n)data:\s*\[DONE\]|"finish_reason"\s*:\s*"|"stop_reason"\s*:\s*"'
+    rb'|"type"\s*:\s*"(?:message_stop|response\.(?:completed|incomplete|failed|cancelled))"'
+)
+
+
+def fields_of(event: bytes) -> dict[str, Any] | None:
+    """Those of its data; None: that is no object."""
+    data = b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
+    with suppress(orjson.JSONDecodeError):
+        fields = orjson.loads(data)
+        return fields if isinstance(fields, dict) else None
+    return None
+
+
+def tells_error(event: bytes) -> bool:
+    """Whether it does, in any of the dialects."""
+    if b"error" not in event and b"failed" not in event:
+        return False
+    return _NAMES_ERROR.search(event) is not None or is_error(fields_of(event) or {})
+
+
+def is_error(fields: Mapping[str, Any]) -> bool:
+    """Whether they are of an event, or of a whole answer, that tells an error instead of one."""
+    return (
+        bool(fields.get("error"))
+        or fields.get("object") == "error"
+        or fields.get("type") in _TYPES_OF_ERROR
+        or (fields.get("object") == "response" and fields.get("status") == "failed")
+    )
 
 
 def usage_in(tail: bytes, max_tokens: int = MAX_TOKENS) -> Usage | None:
@@ -100,6 +132,11 @@ class Events:
         del self._buffer[:end]
         return events
 
+    @property
+    def pending(self) -> bytes:
+        """What of an event has come so far."""
+        return bytes(self._buffer)
+
     def rest(self) -> bytes:
         """What is left when no more comes."""
         rest = bytes(self._buffer)
@@ -121,6 +158,8 @@ class Whole:
     has_first_token = False
     failed = False
     is_broken = False
+    has_ended = True
+    error = b""
 
     def passed(self, piece: bytes) -> bytes:
         self.tail = (self.tail + piece)[-TAIL_BYTES:]
@@ -133,17 +172,32 @@ class Whole:
 class Stream:
     """An answer that comes as events.
 
-    drops_usage: the client did not ask for the event of usage, and does not get it.
+    drops_usage: the client did not ask for the event of usage, and does not get it. says_end: it
+    ends with an event that says so.
     """
 
-    def __init__(self, *, drops_usage: bool) -> None:
+    def __init__(self, *, drops_usage: bool, says_end: bool = False) -> None:
         self.tail = b""
         self.has_first_token = False
-        self.failed = False
-        """Whether an event told an error."""
+        self.error = b""
+        """The event that told one."""
         self.is_broken = False
+        self._says_end = says_end
+        self._latest = b"", b""
         self._drops_usage = drops_usage
         self._events = Events(MAX_EVENT_BYTES)
+
+    @property
+    def failed(self) -> bool:
+        """Whether an event told an error."""
+        return bool(self.error)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of it has come, now that no more comes."""
+        if not self._says_end or self.error:
+            return True
+        return _ENDS.search(b"".join((*self._latest, self._events.pending))) is not None
 
     def passed(self, piece: bytes) -> bytes:
         """What of the bytes so far is to be passed on now, unchanged but for what is dropped."""
@@ -158,8 +212,9 @@ class Stream:
     def _passed(self, events: bytes) -> bytes:
         if not self.has_first_token:
             self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
-        if b'"error"' in events and ERROR.search(events):
-            self.failed = True
+        self._latest = self._latest[1], events
+        if b"error" in events or b"failed" in events:
+            self.error = self.error or next(filter(tells_error, events_in(events)), b"")
         if b'"usage"' in events:
             self.tail = events[-TAIL_BYTES:]
             if self._drops_usage and _EMPTY.search(events):

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.core.errors import ConfigError
+from app.core.extras import extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -76,8 +77,9 @@ class Traced:
     """Spans: the request's own; in it tokens, each decide and each try."""
 
     def __init__(self, tracer: Any, api: str, headers: Mapping[bytes, bytes]) -> None:
-        from opentelemetry import trace
-        from opentelemetry.trace.propagation import tracecontext
+        with extra("otel"):
+            from opentelemetry import trace
+            from opentelemetry.trace.propagation import tracecontext
 
         self._otel = trace
         self._tracer = tracer
@@ -175,7 +177,8 @@ class Tracing:
 
 
 def provider_named(environment: Mapping[str, str]) -> TracerProvider | None:
-    """What exports spans as OTEL_* variables say; None: they name no exporter. Raises ConfigError.
+    """What exports spans as OTEL_* variables say; None: they name no exporter. Raises ConfigError,
+    and MissingPackage.
 
     The SDK itself reads them: endpoint, headers, sampler, the service's name and the like.
     """
@@ -190,19 +193,16 @@ def provider_named(environment: Mapping[str, str]) -> TracerProvider | None:
     for name in _PROTOCOLS:
         if environment.get(name, _SPOKEN) != _SPOKEN:
             raise ConfigError(f"{name} is {environment[name]}, but only {_SPOKEN} is spoken")
-    try:
+    with extra("otel", "OTEL_* variables name an exporter of traces"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ImportError:
-        raise ConfigError(
-            "OTEL_* variables name an exporter of traces: pip install 'kvroute[otel]'"
-        ) from None
     return provider_of(OTLPSpanExporter())
 
 
 def provider_of(exporter: SpanExporter) -> TracerProvider:
-    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    with extra("otel"):
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource({"service.name": "kvroute"}).merge(OTELResourceDetector().detect())
     # The replica ends in its own time, and closes it then.

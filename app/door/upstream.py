@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -14,6 +17,10 @@ import httptools
 from app.core.errors import KvrouteError
 from app.door.deadlines import Deadlines
 
+CONNECT_S = 5.0
+MAX_WHOLE_BYTES = 1024 * 1024
+"""An answer that is not streamed is held back until it is complete, so that another worker can
+still take its request; a larger one is passed on as it comes."""
 KEEP_ALIVE_S = 4.0
 """vLLM closes a connection that has been idle for five seconds."""
 STALE_S = 0.05
@@ -24,6 +31,8 @@ MAX_UNREAD_BYTES = 64 * 1024
 MAX_FRAMING_BYTES = 64 * 1024
 """Of an answer's head, and of what else comes without a byte of its body: trailers, extensions of
 chunks, answers like 100 Continue."""
+MAX_PULSES = 4096
+"""Engines of which it is kept when they were last heard."""
 
 _TOO_LONG = f"over {MAX_FRAMING_BYTES} bytes frame it"
 
@@ -31,15 +40,27 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class UpstreamError(KvrouteError):
-    """An engine did not answer, or not to the end."""
+    """An engine did not answer, or not to the end. cause: for those who count them. is_late: it was
+    waited for in vain."""
+
+    cause = "broken"
+
+    def __init__(self, message: str, *, cause: str = "", is_late: bool = False) -> None:
+        super().__init__(message)
+        self.cause = cause or type(self).cause
+        self.is_late = is_late
 
 
 class ConnectFailed(UpstreamError):
     """No connection: nothing of the request has reached the engine."""
 
+    cause = "unreachable"
+
 
 class NoAnswer(UpstreamError):
     """The connection ended, or the time, before an answer began."""
+
+    cause = "no_answer"
 
 
 class UpstreamBroken(UpstreamError):
@@ -69,7 +90,9 @@ class EngineAnswer:
             except BaseException as error:
                 self.abort()
                 if isinstance(error, TimeoutError):
-                    raise UpstreamBroken(f"broke off: nothing in {between_s:g} s") from None
+                    raise UpstreamBroken(
+                        f"broke off: nothing in {between_s:g} s", cause="stalled", is_late=True
+                    ) from None
                 raise
         if self._unread:
             unread = self._unread
@@ -127,6 +150,13 @@ class EngineAnswer:
             self._changed.set_result(None)
 
 
+@dataclass(slots=True)
+class Pulse:
+    """When the last piece of any answer came from an engine, monotonic seconds."""
+
+    at_s: float = float("-inf")
+
+
 class _Lost(Exception):
     """The connection ended before an answer began."""
 
@@ -150,6 +180,8 @@ class _Connection(asyncio.Protocol):
         """That have come since the last of a body."""
         self._headers: Headers = []
         self._is_kept = self._ends_with_connection = False
+        self.pulse: Pulse | None = None
+        """To be told of the latest answer's pieces, if that is one of a request."""
 
     @property
     def is_open(self) -> bool:
@@ -232,7 +264,11 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, piece: bytes) -> None:
         self._framing_bytes = 0
-        if self._answer is not None and not self._answer.take(piece):
+        if self._answer is None:
+            return
+        if self.pulse is not None and self._answer.status == 200:
+            self.pulse.at_s = time.monotonic()
+        if not self._answer.take(piece):
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
@@ -288,11 +324,26 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
+async def _from_kept(
+    connection: _Connection, head: bytes, body: bytes, until_s: float
+) -> EngineAnswer | None:
+    """None if it ends just as it is used. Raises _Lost, TimeoutError."""
+    clock = asyncio.get_running_loop().time
+    sent_s = clock()
+    try:
+        return await connection.ask(head, body, until_s)
+    except _Lost:
+        if connection.has_answered or clock() - sent_s > STALE_S:
+            raise
+        return None
+
+
 class Upstream:
     """Keeps connections to engines; `close` it."""
 
     def __init__(self) -> None:
         self._idle: dict[_Place, list[_Connection]] = {}
+        self._pulses: OrderedDict[_Place, Pulse] = OrderedDict()
         self._deadlines = Deadlines()
         self._sweeping: asyncio.TimerHandle | None = None
 
@@ -331,33 +382,43 @@ class Upstream:
         lines.append(b"content-length: %d\r\n\r\n" % len(body))
         head = b"\r\n".join(lines)
         until_s = asyncio.get_running_loop().time() + answer_s
+        # What is looked at besides may be answered by whatever has the engine's address now.
+        pulse = self._pulse(place) if method == b"POST" else None
+        used = self._kept(place) if kept else None
+        if used is not None:
+            used.pulse = pulse
         try:
-            answer = await self._from_kept(place, head, body, until_s) if kept else None
+            answer = await _from_kept(used, head, body, until_s) if used is not None else None
             if answer is None:
                 connection = await self._connected(place, connect_s, until_s)
+                connection.pulse = pulse
                 answer = await connection.ask(head, body, until_s)
+        except ConnectFailed as error:
+            if used is None:
+                raise
+            # It may have reached the engine, and have been what that ended of.
+            raise NoAnswer(f"no answer on a connection that was kept; then {error}") from None
         except _Lost as error:
             raise NoAnswer(f"no answer: {error}") from None
         except TimeoutError:
-            raise NoAnswer(f"no answer in {answer_s:g} s") from None
+            raise NoAnswer(f"no answer in {answer_s:g} s", cause="late", is_late=True) from None
         return answer
 
-    async def _from_kept(
-        self, place: _Place, head: bytes, body: bytes, until_s: float
-    ) -> EngineAnswer | None:
-        """None if there is no connection, or it ends just as it is used. Raises _Lost,
-        TimeoutError."""
-        connection = self._kept(place)
-        if connection is None:
-            return None
-        clock = asyncio.get_running_loop().time
-        sent_s = clock()
+    def heard_s(self, base_url: str) -> float:
+        """When the last piece of an answer to a request came from there, monotonic seconds."""
         try:
-            return await connection.ask(head, body, until_s)
-        except _Lost:
-            if connection.has_answered or clock() - sent_s > STALE_S:
-                raise
-            return None
+            pulse = self._pulses.get(_place(base_url))
+        except ValueError:
+            pulse = None
+        return Pulse().at_s if pulse is None else pulse.at_s
+
+    def _pulse(self, place: _Place) -> Pulse:
+        pulse = self._pulses.get(place)
+        if pulse is None:
+            pulse = self._pulses[place] = Pulse()
+            if len(self._pulses) > MAX_PULSES:
+                self._pulses.popitem(last=False)
+        return pulse
 
     async def _connected(self, place: _Place, connect_s: float, until_s: float) -> _Connection:
         """Raises ConnectFailed; TimeoutError if `until_s` comes before `connect_s` are over."""
@@ -374,7 +435,7 @@ class Upstream:
         except TimeoutError:
             if left_s < connect_s:
                 raise
-            raise ConnectFailed(f"no connection in {connect_s:g} s") from None
+            raise ConnectFailed(f"no connection in {connect_s:g} s", is_late=True) from None
         except (OSError, UnicodeError) as error:
             raise ConnectFailed(f"no connection: {error}") from None
         return connection

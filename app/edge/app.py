@@ -20,25 +20,34 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.console.console import Console
 from app.core.keys import Keyspace
 from app.core.router_settings import RouterSettings
-from app.core.settings import parse_origins
+from app.core.settings import base_url, parse_origins
 from app.core.types import random_hex
 from app.door.asked import is_of_door
+from app.door.engine_signs import EngineSigns
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
+from app.door.upstream import Upstream
 from app.edge import console, docs, native, openai
 from app.edge.client import Client
-from app.edge.keys import Keys, check_open
+from app.edge.comments import comment_each
+from app.edge.keys import check_open
 from app.edge.large import BodyReader
 from app.edge.live import LiveSettings
+from app.edge.metrics import show_files
+from app.edge.origins import check_origin, may_be_shared
+from app.edge.readiness import Readiness
 from app.edge.routes import CLIENT
-from app.edge.services import Services
+from app.edge.services import Services, check
 from app.edge.tls import certificate_of
+from app.edge.watched_files import WatchedFiles, written
 from app.http.held import HeldBodies
 from app.http.server import serve
+from app.http.supervisor import supervised
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.router.routers import Routers
+from app.router.vouching import Signs
 from app.state.client import RedisClient
 from app.state.connect import connect, connected
 from app.state.scripts import ScriptRunner
@@ -68,35 +77,46 @@ async def serve_router(
     The environment is asked for OTEL_* variables, which OpenTelemetry's SDK reads itself, too.
     Raises ConfigError for bad settings, or a Redis that would drop keys when its memory is full.
     """
+    await written(settings.api_key_file)
     app = create_app(settings, Tracing(provider_named(os.environ)))
     certificate = certificate_of(settings.tls_cert, settings.tls_key)
     async with connected(settings.redis_url, CHECK_TIMEOUT_S):
         pass
-    live = LiveSettings(app.replica, file, read or (lambda: settings))
+    replica = app.replica
+    for listening in sockets:
+        check_open(listening.getsockname()[0], replica.keys, no_auth=settings.no_auth)
+    if file and read is not None:
+        live = LiveSettings(replica, file, read)
+        replica.watched.append(WatchedFiles("settings", lambda: [file], live.reload))
+    if certificate is not None:
+        files = certificate.files
+        replica.watched.append(WatchedFiles("certificates", lambda: files, certificate.reload))
 
-    def reload() -> None:
-        app.replica.keys.reload()
-        live.reload()
-        if certificate is not None:
-            certificate.reload()
+    def look() -> None:
+        for watched in replica.watched:
+            watched.look()
 
     # Else it would end the process, and with it all streams.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-    routers = app.replica.routers
-    async with asyncio.TaskGroup() as tasks:
-        watching = [tasks.create_task(live.run())]
-        if certificate is not None:
-            watching.append(tasks.create_task(certificate.run()))
-        await serve(
-            app,
-            *sockets,
-            on_stop=routers.stop,
-            on_refused=lambda code: routers.own.telemetry.refusals.labels(code).inc(),
-            held=HeldBodies(settings.max_held_bytes),
-            tls=certificate.context if certificate else None,
-        )
-        for task in watching:
-            task.cancel()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, look)
+    routers = replica.routers
+
+    url = base_url(*sockets[0].getsockname()[:2])
+    log.info("router listening on %s", url.replace("http:", "https:", 1) if certificate else url)
+
+    async def stop() -> None:
+        replica.is_stopping = True
+        await routers.stop()
+
+    await serve(
+        app,
+        *sockets,
+        on_stop=stop,
+        on_late=replica.cut_short,
+        drain_s=settings.drain_s,
+        on_refused=lambda code: routers.own.telemetry.refusals.labels(code).inc(),
+        held=HeldBodies(settings.max_held_bytes),
+        tls=certificate.context if certificate else None,
+    )
 
 
 def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Application:
@@ -104,29 +124,41 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
 
     Raises ConfigError for a bad Redis URL, namespace or file of keys.
     """
-    keys = Keys(settings.api_key, settings.api_key_file, settings.metrics_key)
-    check_open(settings.host, keys, no_auth=settings.no_auth)
+    keys = check(settings)
     timeout_s = settings.redis_timeout_ms / 1000
     redis = partial(connect, settings.redis_url, timeout_s=timeout_s)
-    routers = Routers(settings.namespace, redis, partial(_router, settings))
-    door = FrontDoor(settings, routers, tracing or Tracing(None))
+    upstream = Upstream()
+    signs = Signs(EngineSigns(upstream, settings.worker_key).answers, upstream.heard_s)
+    routers = Routers(settings.namespace, redis, partial(_router, settings, signs), timeout_s)
+    door = FrontDoor(settings, routers, tracing or Tracing(None), upstream)
     bodies = BodyReader(settings.max_prompt_tokens)
-    console = _console(settings, routers) if settings.console else None
-    return Application(Services(settings, routers, door, keys, bodies, console))
+    console = _console(settings, routers, door) if settings.console else None
+    watched = [WatchedFiles("keys", lambda: [keys.path] if keys.path else [], keys.reload)]
+    show_files(routers.own.telemetry.registry, watched, keys)
+    readiness = Readiness(routers, door)
+    return Application(Services(settings, routers, door, keys, bodies, readiness, console, watched))
 
 
-def _console(settings: RouterSettings, routers: Routers) -> Console:
+def _console(settings: RouterSettings, routers: Routers, door: FrontDoor) -> Console:
     address = f"{socket.gethostname()}:{settings.port}"
-    return Console(routers.own, settings.redis_url, random_hex(4), address, version("kvroute"))
+    return Console(
+        routers.own,
+        settings.redis_url,
+        random_hex(4),
+        address,
+        version("kvroute"),
+        lambda: door.settings.namespace_weights,
+        door.apart,
+    )
 
 
-def _router(settings: RouterSettings, namespace: str, redis: RedisClient) -> Router:
+def _router(settings: RouterSettings, signs: Signs, namespace: str, redis: RedisClient) -> Router:
     keyspace = Keyspace(namespace)
     timeout_s = settings.redis_timeout_ms / 1000
     fleet = Fleet(redis, keyspace, timeout_s)
     on_replicas = READS_OF_THE_INDEX if settings.read_from == "replica" else ()
     runner = ScriptRunner(redis, timeout_s, on_replicas=on_replicas)
-    return Router(runner, keyspace, settings, fleet, Telemetry())
+    return Router(runner, keyspace, settings, fleet, Telemetry(), signs)
 
 
 class Application(FastAPI):
@@ -139,13 +171,25 @@ class Application(FastAPI):
     def __init__(self, replica: Services) -> None:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            failures = replica.router.telemetry.task_failures
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(replica.door.run()),
                     tasks.create_task(replica.routers.run()),
-                    tasks.create_task(replica.keys.run()),
+                    *(
+                        tasks.create_task(supervised(watched.what, watched.run, failures))
+                        for watched in replica.watched
+                    ),
                 ]
-                shown = replica.console and tasks.create_task(replica.console.run())
+                every_s = replica.settings.comment_every_s
+                if every_s:
+                    comments = supervised(
+                        "comments", partial(comment_each, replica.clients, every_s), failures
+                    )
+                    running.append(tasks.create_task(comments))
+                shown = replica.console and tasks.create_task(
+                    supervised("console", replica.console.run, failures)
+                )
                 yield
                 if shown:
                     # It says that the replica is gone, over connections that the routers close.
@@ -185,16 +229,20 @@ class Application(FastAPI):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        await self._answered(scope, receive, send)
+        answer = self._answered if may_be_shared(scope["path"]) else self._answer
+        await answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = Client(scope, receive, send, self.replica)
         scope["app"] = self
         scope[CLIENT] = client
+        self.replica.clients.add(client)
         is_reported = is_of_door(scope["path"])
         ended_by: BaseException | None = None
         try:
             client.key_name = self.replica.keys.check(scope["path"], scope["headers"])
+            asks_for_keys = bool(self.replica.keys) or self.replica.settings.no_auth
+            check_origin(scope["path"], scope["headers"], asks_for_keys=asks_for_keys)
             app = self._at.get((scope["method"], scope["path"]), self.router)
             await app(scope, receive, client.say)
         except ClientDisconnect as error:
@@ -202,10 +250,16 @@ class Application(FastAPI):
         except Exception as error:
             ended_by = error
             await client.fail(error)
+        except asyncio.CancelledError as error:
+            ended_by = client.ended_by or error
+            if client.ended_by is None:
+                raise
+            await client.fail(client.ended_by)
         except BaseException as error:
             ended_by = error
             raise
         finally:
+            self.replica.clients.discard(client)
             if is_reported:
                 client.report(ended_by)
             # It refers to this frame, and would keep the body until the next garbage collection.

@@ -1,7 +1,9 @@
-"""What clients ask for, and who asks: from headers, bodies and queries. No I/O."""
+"""What clients ask for, and who asks: from headers, bodies and queries."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +20,14 @@ from app.edge import schemas
 from app.http import numbers
 from app.policy.decision import RouteRequest
 from app.router.prompt import Prompt, check_length
+
+log = logging.getLogger(__name__)
+
+SESSIONS = (
+    *(b"x-session-id", b"x-claude-code-session-id", b"x-session-affinity"),
+    *(b"session-id", b"session_id", b"conversation-id", b"conversation_id"),
+)
+"""Headers in which clients name a session: ours, Claude Code's, OpenCode's and Codex's."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -80,59 +90,103 @@ def request_of(
     session: object = None,
     tenant: object = None,
     priority: object = None,
+    key_name: str = "",
     came_ms: int | None = None,
     **options: Any,
 ) -> RouteRequest:
     """A request by who asks it: as its body or query says, else as headers do, which proxies may
-    set. Its chain is still to be made. options: as in RouteRequest.
+    set: those that do not fit refuse nobody. Its chain is still to be made. options: as in
+    RouteRequest.
 
-    came_ms: when it came in, by the Redis clock, unless x-request-start tells when it was sent.
+    key_name: of the key that it came with: without another, that is its tenant, so that keys take
+    turns. came_ms: when it came in, by the Redis clock, unless x-request-start tells when it was
+    sent.
     x-balancer-id: in it a balancer names each request that it takes, and repeats the name if it
-    sends that request again to another replica. Raises InvalidRequest.
+    sends that request again to another replica. Raises InvalidRequest for what is no header.
     """
-    sent = headers.get(b"x-request-start", b"")
     return RouteRequest(
         request_id_in(headers) if request_id is None else str(request_id),
         [],
         policy=policy,
-        session=_id("session_id", session, headers.get(b"x-session-id"), REQUEST_ID),
-        tenant=_id("tenant", tenant, headers.get(b"x-tenant-id"), TENANT_ID),
+        session=_id(headers, _session_header(headers), "session_id", session, REQUEST_ID),
+        tenant=_id(headers, b"x-tenant-id", "tenant", tenant, TENANT_ID)
+        or fitting_id(key_name, TENANT_ID, "name of a key"),
         priority=_priority(priority, headers.get(b"x-priority")),
-        began_ms=checked_sent_ms(sent.decode("latin-1")) or came_ms,
+        began_ms=_sent_ms(headers.get(b"x-request-start")) or came_ms,
         balancer_id=headers.get(b"x-balancer-id", b"").decode("latin-1"),
         **options,
     )
 
 
+def _session_header(headers: Mapping[bytes, bytes]) -> bytes:
+    """The first that names a session."""
+    return next((name for name in SESSIONS if name in headers), SESSIONS[0])
+
+
 def request_id_in(headers: Mapping[bytes, bytes]) -> str:
-    """The id that the client, or a balancer, gives a request, or else a new one. Raises
-    InvalidRequest."""
-    given = _id("request_id", None, headers.get(b"x-request-id"), REQUEST_ID)
+    """The id that the client, or a balancer, gives a request, or else a new one."""
+    given = _id(headers, b"x-request-id", "request_id", None, REQUEST_ID)
     return given or f"req-{new_id()}"
 
 
-def _id(field: str, given: object, header: bytes | None, pattern: re.Pattern[str]) -> str:
+def fitting_id(value: str, pattern: re.Pattern[str], name: str) -> str:
+    """`value`, which names something; one that does not fit, by its hash, so that equal ones stay
+    equal. name: where it is from, for the log."""
+    if not value or pattern.fullmatch(value):
+        return value
+    _unfit(name, "used by its hash")
+    return hashlib.blake2b(value.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def _id(
+    headers: Mapping[bytes, bytes],
+    header: bytes,
+    field: str,
+    given: object,
+    pattern: re.Pattern[str],
+) -> str:
     """ "" for none."""
-    value = header.decode("latin-1") if given is None and header else given
-    if value is None:
-        return ""
-    if not isinstance(value, str) or not pattern.fullmatch(value):
+    if given is None:
+        value = headers.get(header, b"").decode("latin-1")
+        return fitting_id(value, pattern, header.decode())
+    if not isinstance(given, str) or not pattern.fullmatch(given):
         most = 64 if pattern is TENANT_ID else 128
         raise InvalidRequest(
-            field, f"needs 1 to {most} visible ASCII characters, got {shown(value)}"
+            field, f"needs 1 to {most} visible ASCII characters, got {shown(given)}"
         )
-    return value
+    return given
 
 
 def _priority(given: object, header: bytes | None) -> str:
-    value = header.decode("latin-1") if given is None and header else given
-    if value is None:
-        return "normal"
-    if value not in PRIORITIES:
+    if given is None:
+        value = (header or b"normal").decode("latin-1").strip().lower()
+        if value not in PRIORITIES:
+            _unfit("x-priority", "taken for normal")
+            return "normal"
+        return value
+    if given not in PRIORITIES:
         raise InvalidRequest(
-            "priority", f"must be one of {', '.join(PRIORITIES)}, got {shown(value)}"
+            "priority", f"must be one of {', '.join(PRIORITIES)}, got {shown(given)}"
         )
-    return str(value)
+    return str(given)
+
+
+def _sent_ms(header: bytes | None) -> int | None:
+    try:
+        return checked_sent_ms((header or b"").decode("latin-1"))
+    except InvalidRequest:
+        _unfit("x-request-start", "not used")
+        return None
+
+
+_seen_unfit: set[str] = set()
+
+
+def _unfit(name: str, what: str) -> None:
+    """Say once that values of a header do not fit."""
+    if name not in _seen_unfit:
+        _seen_unfit.add(name)
+        log.warning("a value of %s does not fit, and is %s; so are later ones", name, what)
 
 
 def options_in_query(query: QueryParams) -> schemas.RouteOptions:

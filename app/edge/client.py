@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 
 import orjson
@@ -15,29 +16,39 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from app.core.errors import KvrouteError, cut
+from app.core.outcomes import UNFIT
 from app.core.worker_report import WorkerInfo
-from app.door.door import Headers
-from app.door.errors import ClientStalled, ModelUnavailable
+from app.door.client import Headers
+from app.door.errors import ClientStalled, ModelUnavailable, WorkerFailed
 from app.door.record import RequestRecord
+from app.edge.as_events import as_events
+from app.edge.comments import COMMENT, HEADERS
 from app.edge.engine_errors import told
 from app.edge.errors import (
     GONE,
     INVALID,
+    UNSERVED_STATUS,
     answer_to,
     ending_of,
     event_of,
+    event_with,
+    is_unserved,
     meaning_of,
     reason_of,
     refusal_of,
+    unserved,
 )
 from app.edge.services import Services
 from app.http.body import read_body, resumed
+from app.http.held import HELD
 from app.http.protocol import CUT
 from app.http.watch import watched
 
 log = logging.getLogger(__name__)
 
 JSON = (b"content-type", b"application/json")
+SHOWN = b"x-kvroute-"
+"""Headers that say where an answer comes from begin so."""
 
 
 class Client(Request):
@@ -54,7 +65,19 @@ class Client(Request):
         self.key_name = ""
         self.status = 0
         self._began_s = time.monotonic()
-        self._has_ended = False
+        self._has_ended = self._is_stream = False
+        self._waits_since_s = 0.0
+        """For a stream that has not begun; 0.0: for none."""
+        self._saying: asyncio.Task[None] | None = None
+        self._task = asyncio.current_task()
+        self.ended_by: Exception | None = None
+        """Why what is done for the client was cut short, if it was."""
+
+    @property
+    def holder(self) -> str:
+        """Who has a share of what all share: a key, or else an address."""
+        peer = self.scope.get("client")
+        return self.key_name or (peer[0] if peer else "")
 
     @cached_property
     def raw_headers(self) -> Mapping[bytes, bytes]:
@@ -72,14 +95,75 @@ class Client(Request):
 
     async def read(self, limit: int) -> bytes:
         """The body. Raises as `read_body`."""
+        if (held := self.scope.get(HELD)) is not None:
+            held.belong_to(self.holder)
         return await read_body(self, limit)
 
     def watched(self) -> watched:
         """Cancels what is done within it once the client is gone."""
         return watched(self.scope)
 
+    def cut_short(self, error: Exception) -> None:
+        """End what is done for the client, in whose task this was made, as if it raised `error`."""
+        if self._task is not None and self.ended_by is None:
+            self.ended_by = error
+            self._task.cancel()
+
+    def waits(self) -> None:
+        """From now on a stream is waited for, in which comments may come before its answer."""
+        self._waits_since_s = asyncio.get_running_loop().time()
+
+    def comment_if_due(self, now_s: float, every_s: float, tasks: asyncio.TaskGroup) -> None:
+        """Have it get a comment if it has waited for so long, and before the first one headers."""
+        is_due = self._waits_since_s and now_s - self._waits_since_s >= every_s
+        if is_due and (self._saying is None or self._saying.done()):
+            self._waits_since_s = now_s
+            self._saying = tasks.create_task(self._comment())
+
+    async def _comment(self) -> None:
+        with suppress(ClientStalled, OSError):  # which is found out where its answer is sent
+            if not self.status:
+                await self._begin(200, HEADERS)
+            await self.send(COMMENT)
+
+    async def _end_comments(self) -> None:
+        """Returns once none is sent any more."""
+        self._waits_since_s = 0.0
+        if self._saying is not None and not self._saying.done():
+            await asyncio.wait([self._saying])
+
     async def start(self, status: int, headers: Headers) -> None:
-        """Raises ClientStalled, like `send` and `say`, if it takes nothing for too long."""
+        """Raises ClientStalled, like `send` and `say`, if it takes nothing for too long; and
+        WorkerFailed if comments have begun a stream, and this is none."""
+        await self._end_comments()
+        if not self.status:
+            await self._begin(status, headers)
+        elif _are_of_stream(headers):
+            await self._show(headers)
+        else:
+            raise WorkerFailed("the worker answered what is no stream")
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """As Client of the door."""
+        await self._end_comments()
+        if not self.status:
+            await self.answer_whole(body, status, *headers)
+            return
+        try:
+            events = as_events(body, self.scope["path"])
+        except ValueError:
+            raise WorkerFailed("the worker answered what is no stream") from None
+        await self._show(headers)
+        await self.send(events, last=True)
+
+    async def _show(self, headers: Headers) -> None:
+        """Where an answer comes from, in a comment: those that went before it have sent headers."""
+        shown = [b": %b: %b\n" % each for each in headers if each[0].startswith(SHOWN)]
+        if shown:
+            await self.send(b"".join((*shown, b"\n")))
+
+    async def _begin(self, status: int, headers: Headers) -> None:
+        self._is_stream = _are_of_stream(headers)
         await self.say(
             {
                 "type": "http.response.start",
@@ -103,7 +187,12 @@ class Client(Request):
 
     async def refuse(self, status: int, headers: Headers, body: bytes, by: WorkerInfo) -> None:
         """Answer as an engine does that refuses a request, in the form of the path."""
-        status, body = told(status, body, self.scope["path"], by)
+        path = self.scope["path"]
+        status, body = told(status, body, path, by)
+        await self._end_comments()
+        if self.status:
+            await self.send(event_with(body, path), last=True)
+            return
         kept = [each for each in headers if each[0].lower() != b"content-type"]
         await self.answer_whole(body, status, JSON, *kept)
 
@@ -141,15 +230,19 @@ class Client(Request):
         else:
             record.status = self.status
             is_ok = self.status < 400
-            record.end("ok" if is_ok else "refused", ended_by="" if is_ok else "worker")
+            record.end("ok" if is_ok else UNFIT, ended_by="" if is_ok else "worker")
         self.replica.door.ended(record)
+
+    def _cut(self) -> None:
+        if (cut := self.scope.get(CUT)) is not None:
+            cut()
 
     async def fail(self, error: Exception) -> None:
         """Answer with an error; in the midst of an answer, end that with one."""
         path = self.scope["path"]
+        await self._end_comments()
         if isinstance(error, ClientStalled):
-            if (cut := self.scope.get(CUT)) is not None:
-                cut()
+            self._cut()
             return
         if isinstance(error, ValidationError):
             error = refusal_of(error)
@@ -160,8 +253,23 @@ class Client(Request):
             log.error("%s failed", path, exc_info=error)
         if self._has_ended:
             return
-        if self.status:
+        if self.status and self._is_stream:
             await self.send(event_of(error, path), last=True)
             return
-        status, headers, body = answer_to(error, path)
+        if self.status:
+            # To end it in order would be to say that this is all.
+            self._cut()
+            return
+        answer = answer_to(error, path)
+        asks = self.raw_headers.get(UNSERVED_STATUS) == b"425"
+        if asks and is_unserved(error, has_failures=bool(self.record.failures)):
+            answer = unserved(answer)
+        status, headers, body = answer
         await self.answer_whole(body, status, JSON, *headers)
+
+
+def _are_of_stream(headers: Headers) -> bool:
+    return any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in headers
+    )

@@ -13,11 +13,12 @@ from app.console.console import Console
 from app.console.kept import KEPT_S
 from app.console.tail import DecisionFilter
 from app.core.errors import cut
-from app.door.door import Headers
+from app.door.client import Headers
 from app.edge import console_schemas as schemas
 from app.edge.client import JSON, Client
 from app.edge.console_page import SAFE, page, redirect
 from app.edge.dry_run import dry_run
+from app.edge.origins import check_asked
 from app.edge.routes import REQUEST_ID, Route, body_of, parameters_of
 from app.policy.cost import POLICIES
 
@@ -108,7 +109,7 @@ async def prefix(client: Client) -> None:
     _console(client)
     body = await _body(client, schemas.PrefixAsked)
     async with client.watched():
-        await _say(client, await dry_run(client.replica, body))
+        await _say(client, await dry_run(client.replica, body, client.holder))
 
 
 async def whatif_choices(client: Client) -> None:
@@ -127,16 +128,19 @@ async def whatif(client: Client) -> None:
     console = _console(client)
     body = await _body(client, schemas.WhatIfAsked)
     async with client.watched():
-        found = await console.whatif.run(body.policy, body.prefill_weight, body.workers, body.last)
+        found = await console.whatif.run(
+            client.holder, body.policy, body.prefill_weight, body.workers, body.last
+        )
         by_size = isinstance(found, list)
         shown = {"kind": "workers", "sizes": found} if by_size else {"kind": "policy", **found}
         await _say(client, shown)
 
 
 async def drain(client: Client) -> None:
-    """Route no more requests to a worker, or route them to it again. The body must say that it is
-    JSON: a form of another site cannot."""
+    """Route no more requests to a worker, or route them to it again. The request must have the
+    header `x-kvroute-console`, with any value: a form of another site cannot send it."""
     console = _console(client)
+    check_asked(client.scope["headers"])
     body = await _body(client, schemas.DrainAsked)
     drained = await _found(console.drain(body.worker, undo=body.undo), "worker", body.worker)
     await _say(client, drained)
@@ -163,7 +167,7 @@ async def _body(client: Client, model: type[M]) -> M:
         raise HTTPException(415, "The content-type must be application/json.")
     replica = client.replica
     raw = await client.read(min(MAX_BODY_BYTES, replica.settings.max_body_bytes))
-    body, tokens = await replica.bodies.read(model, raw, replica.block_size)
+    body, tokens = await replica.bodies.read(model, raw, replica.block_size, client.holder)
     if tokens is not None:
         body = body.model_copy(update={"token_ids": tokens})
     return body
@@ -204,14 +208,14 @@ def _get(
 ) -> Route:
     """A path that is asked again and again."""
     extra = {"parameters": list(parameters)} if parameters else None
-    errors = sorted({401, error, 503})
+    errors = sorted({401, 403, error, 503})
     return Route("GET", API + path, endpoint, *errors, response_model=answer, openapi_extra=extra)
 
 
 def _post(
     path: str, endpoint: Endpoint, asked: type[BaseModel], answer: type[BaseModel], *errors: int
 ) -> Route:
-    statuses = sorted({401, 408, 413, 415, 422, 503, *errors})
+    statuses = sorted({401, 403, 408, 413, 415, 422, 503, *errors})
     extra = body_of(asked)
     return Route(
         "POST", API + path, endpoint, *statuses, response_model=answer, openapi_extra=extra

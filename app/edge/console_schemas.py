@@ -112,10 +112,13 @@ class Overview(BaseModel):
     version: str
     window_s: float = Field(description="rates and percentiles are of so many last seconds")
     tiles: dict[str, float | None] = Field(
-        description="of all replicas together; `cached_share` is of the last minute"
+        description="of all replicas together; `cached_share`, what engines reported of requests "
+        "that were answered, and `predicted_share` are of the last minute"
     )
     replicas: TableOf
     redis: RedisState
+    models: TableOf = Field(description="how requests of the last minute ended, by model")
+    errors: TableOf = Field(description="what requests failed of, the latest first")
     localities: dict[str, int] = Field(
         description="routed requests by what became of the longest overlap"
     )
@@ -129,6 +132,7 @@ class WorkerShown(BaseModel):
     prefixes: TableOf = Field(description="the most frequent of the prompts it was sent")
     decisions: TableOf
     reserved: int = Field(description="requests that are reserved on it")
+    errors: TableOf = Field(description="what its requests failed of, the latest first")
 
 
 class Decisions(BaseModel):
@@ -199,8 +203,8 @@ class Event(BaseModel):
     id: str
     at_ms: int
     kind: str = Field(
-        description="joined, resynced, left, lost, suspended, drain, undrain, proposal, "
-        "replica_joined, replica_left, replica_lost, redis_away"
+        description="joined, resynced, left, lost, away, back, ill, suspended, drain, undrain, "
+        "proposal, replica_joined, replica_left, replica_lost, redis_away"
     )
     subject: str = Field(description="a worker's key, a replica, or planner")
     text: str

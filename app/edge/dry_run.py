@@ -28,13 +28,14 @@ MAX_HOLDERS = 200
 FORMS = ("text", "token_ids", "local_hashes", "hashes")
 
 
-async def dry_run(replica: Services, body: PrefixAsked) -> dict[str, Any]:
-    """As schemas.PrefixShown. Raises InvalidRequest, RedisUnavailable and NamespaceMissing."""
+async def dry_run(replica: Services, body: PrefixAsked, holder: str) -> dict[str, Any]:
+    """As schemas.PrefixShown. holder: who asks. Raises InvalidRequest, RedisUnavailable and
+    NamespaceMissing."""
     router = replica.router
     if replica.block_size is None:
         await router.refresh()
     block_size = replica.block_size or 1
-    prompt, tokens_from = await _prompt(replica, body)
+    prompt, tokens_from = await _prompt(replica, body, holder)
     chain = await prompt.chain(block_size) if isinstance(prompt, Prompt) else prompt
     num_tokens = prompt.num_tokens if isinstance(prompt, Prompt) else len(chain) * block_size + 1
     request = RouteRequest(
@@ -44,19 +45,22 @@ async def dry_run(replica: Services, body: PrefixAsked) -> dict[str, Any]:
         policy=body.policy or replica.settings.policy,
         reserve=False,
         explain=True,
+        holder=holder,
     )
     decision, why_not = await _decided(router, request)
     keyspace = Keyspace(router.namespace)
-    held = await holders.prefix(router.redis, keyspace, chain) if chain else {}
-    most = sorted(held.items(), key=lambda item: -item[1].total)[:MAX_HOLDERS]
+    held = await holders.prefix(router.redis, keyspace, chain, num_tokens) if chain else {}
+    most = sorted(held.items(), key=lambda item: -item[1].held.total)[:MAX_HOLDERS]
     return {
         "tokens": num_tokens,
         "full_blocks": len(chain),
         "block_size": block_size,
         "tokens_from": tokens_from,
         "holders": {
-            "columns": ("worker", "device", "host", "disk", "total"),
-            "rows": [[name, o.device, o.host, o.disk, o.total] for name, o in most],
+            "columns": ("worker", "device", "host", "disk", "total", "reused"),
+            "rows": [
+                [name, o.device, o.host, o.disk, o.total, reused] for name, (o, reused) in most
+            ],
         },
         "route": decision and _shown(decision),
         "route_error": why_not,
@@ -76,7 +80,9 @@ async def _decided(router: Router, request: RouteRequest) -> tuple[Decision | No
         return None, str(error)
 
 
-async def _prompt(replica: Services, body: PrefixAsked) -> tuple[Prompt | list[SequenceHash], str]:
+async def _prompt(
+    replica: Services, body: PrefixAsked, holder: str
+) -> tuple[Prompt | list[SequenceHash], str]:
     """The prompt, or its chain, and who made its tokens. Raises InvalidRequest."""
     most = replica.settings.max_prompt_tokens
     given = [name for name in FORMS if getattr(body, name) is not None]
@@ -93,17 +99,20 @@ async def _prompt(replica: Services, body: PrefixAsked) -> tuple[Prompt | list[S
         return ask.of_hashes(body.local_hashes, body.num_tokens, most), "client"
     if body.token_ids is not None:
         return _of_tokens(body, body.token_ids, most), "client"
-    return await _of_text(replica, body, most)
+    return await _of_text(replica, body, most, holder)
 
 
-async def _of_text(replica: Services, body: PrefixAsked, most: int) -> tuple[Prompt, str]:
-    model = replica.door.models.find(body.model)
-    if model.router is not replica.router:
-        raise InvalidRequest(
-            "model", f"is of namespace {model.namespace!r}; this shows {replica.router.namespace!r}"
-        )
+async def _of_text(
+    replica: Services, body: PrefixAsked, most: int, holder: str
+) -> tuple[Prompt, str]:
+    namespace = replica.router.namespace
+    name, served = replica.door.models.named(body.model)
+    model = served.models.get(namespace)
+    if model is None:
+        others = " and ".join(map(repr, served.models))
+        raise InvalidRequest("model", f"{name} is of namespace {others}; this shows {namespace!r}")
     fields = Fields({"prompt": msgspec.Raw(orjson.dumps(body.text))})
-    found = await replica.door.prompts.of(Api.COMPLETIONS, model, fields)
+    found = await replica.door.prompts.of(Api.COMPLETIONS, model, fields, holder)
     if found.ids is None:
         why = found.tokens_from
         raise InvalidRequest("text", f"cannot be tokenized here ({why}): give token_ids")

@@ -14,11 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from app.console.whatif import Busy
+from app.core import outcomes
 from app.core.errors import (
     AllWorkersBusy,
     BodiesTooLarge,
     BodyTimeout,
     BodyTooLarge,
+    Crowded,
     InvalidRequest,
     NamespaceMissing,
     NoWorkers,
@@ -33,12 +35,15 @@ from app.core.errors import (
 )
 from app.door.asked import PASSED_ON, PATHS, Api
 from app.door.errors import (
+    AnswerTimeout,
     ClientStalled,
     ContextTooLong,
     ModelUnavailable,
     RepeatedFailure,
+    Stopping,
     Unauthorized,
     UnknownModel,
+    Unreached,
     WorkerFailed,
 )
 from app.http.body import error_body
@@ -62,7 +67,7 @@ class Ending(NamedTuple):
     ended_by: str
 
 
-GONE = Ending(499, "client_gone", "client")
+GONE = Ending(499, outcomes.GONE, "client")
 _INVALID, _OVERLOADED, _FAULT = "invalid_request_error", "overloaded_error", "api_error"
 
 ERRORS: Mapping[type[Exception], Meaning] = {
@@ -76,7 +81,9 @@ ERRORS: Mapping[type[Exception], Meaning] = {
     Busy: Meaning(409, "busy", _OVERLOADED),
     BodyTooLarge: Meaning(413, "body_too_large", _INVALID),
     AllWorkersBusy: Meaning(429, "all_workers_busy", _OVERLOADED),
+    Crowded: Meaning(429, "router_overloaded", _OVERLOADED),
     RouterOverloaded: Meaning(429, "router_overloaded", _OVERLOADED),
+    AnswerTimeout: Meaning(504, "answer_timeout", _FAULT),
     RepeatedFailure: Meaning(502, "repeated_failure", _FAULT),
     WorkerFailed: Meaning(502, "worker_failed", _FAULT),
     ModelUnavailable: Meaning(503, "no_workers", _OVERLOADED),
@@ -85,13 +92,24 @@ ERRORS: Mapping[type[Exception], Meaning] = {
     NamespaceMissing: Meaning(503, "no_workers", _OVERLOADED),
     WrongVersion: Meaning(503, "wrong_version", _FAULT),
     RedisUnavailable: Meaning(503, "redis_unavailable", _FAULT),
+    Stopping: Meaning(503, "stopping", _OVERLOADED),
 }
 INTERNAL = Meaning(500, "internal", _FAULT)
-OF_THE_FRAMEWORK = {404: "not_found", 405: "method_not_allowed"}
+OF_THE_FRAMEWORK = {403: "forbidden", 404: "not_found", 405: "method_not_allowed"}
+_UNSERVED = (
+    *(AllWorkersBusy, BodiesTooLarge, Crowded, ModelUnavailable, NamespaceMissing, NoWorkers),
+    *(RedisUnavailable, RouterOverloaded, WrongVersion),
+)
+"""What a request ends by that no worker has had, if none has failed before."""
+UNSERVED_STATUS = b"x-unserved-status"
+"""Header by which a balancer in front of several fleets asks for the status 425 for such a request,
+so that it sends on no other. The answer's `x-status` is what it would have been."""
 RETRIED = (429, 503)
 """Statuses whose answers say when to come again."""
 INVALID = (401, 408, 413, 422)
 """Statuses that count as invalid requests."""
+DONE = b"data: [DONE]\n\n"
+_SAY_DONE = (Api.CHAT, Api.COMPLETIONS)
 MAX_REASON = 200
 """Characters."""
 MAX_RETRY_AFTER_S = 60
@@ -174,15 +192,35 @@ def answer_to(error: Exception, path: str) -> tuple[int, list[tuple[bytes, bytes
     return status, headers, _body(error, dialect)
 
 
+def unserved(
+    answer: tuple[int, list[tuple[bytes, bytes]], bytes],
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """The same answer, for who may send the request to another fleet."""
+    status, headers, body = answer
+    return 425, [*headers, (b"x-status", b"%d" % status)], body
+
+
+def is_unserved(error: Exception, *, has_failures: bool) -> bool:
+    """Whether no worker has had a request that ended by `error`. has_failures: of workers."""
+    return isinstance(error, Unreached) or (isinstance(error, _UNSERVED) and not has_failures)
+
+
 def event_of(error: Exception, path: str) -> bytes:
     """The event that ends a stream for which `error` came too late to be its answer."""
+    return event_with(_body(error, dialect_of(path)), path)
+
+
+def event_with(body: bytes, path: str) -> bytes:
+    """The same, of what would be the body of an answer with an error. As engines do, it says [DONE]
+    behind an error where a whole stream ends so: some clients wait for that."""
     dialect = dialect_of(path)
     if PATHS.get(path) is Api.RESPONSES:
-        inner = orjson.loads(_body(error, dialect))["error"]
+        inner = orjson.loads(body)["error"]
         failed = {"type": "error", "code": inner["code"], "message": inner["message"]}
         return b"event: error\ndata: " + orjson.dumps(failed) + b"\n\n"
     name = b"event: error\n" if dialect is Dialect.ANTHROPIC else b""
-    return name + b"data: " + _body(error, dialect) + b"\n\n"
+    event = name + b"data: " + body + b"\n\n"
+    return event + DONE if PATHS.get(path) in _SAY_DONE else event
 
 
 def _body(error: Exception, dialect: Dialect) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 from collections.abc import Iterable
@@ -11,7 +10,6 @@ from typing import NamedTuple
 
 from app.core.errors import ConfigError
 from app.door.errors import Unauthorized
-from app.edge.file_stamp import LOOK_EVERY_S, stamp_of
 from app.http.bearer import authorization_in, digest_of, name_of
 
 log = logging.getLogger(__name__)
@@ -31,7 +29,7 @@ Digests = list[tuple[str, bytes]]
 
 
 class Keys:
-    """The keys that open a replica. None at all: it is open to everybody who reaches it.
+    """The keys that open a replica. None was ever named: it is open to everybody who reaches it.
 
     api_key: one of them. path: a file with others, one on each line, `<name> <key>` or only the
     key; empty lines, and those that begin with #, count for nothing. metrics_key: opens METRICS
@@ -41,17 +39,30 @@ class Keys:
 
     def __init__(self, api_key: str, path: str = "", metrics_key: str = "") -> None:
         """Raises ConfigError."""
+        self._is_asked = False
         self.change(api_key, path, metrics_key)
 
     def change(self, api_key: str, path: str, metrics_key: str) -> None:
-        """Take other keys, as if they had been given at the start. Raises ConfigError, and then
-        stays as it was."""
-        stamp = stamp_of(path)
+        """Take other keys, as if they had been given at the start. Raises ConfigError, also if none
+        would be asked for any more, and then stays as it was."""
+        if self._is_asked and not api_key and not path:
+            raise ConfigError(
+                "without --api-key and --api-key-file everybody would be let in: that counts from "
+                "the next start on"
+            )
         own, readers = _one("api-key", api_key), _one("metrics-key", metrics_key)
         read = _read(path)
+        if path and not any(read):
+            raise ConfigError(f"api_key_file {path}: no key in it")
+        if path and not (own or read.named or read.operators):
+            raise ConfigError(
+                f"api_key_file {path}: nothing but keys for {METRICS} in it; without keys for the "
+                "rest, give one as --metrics-key"
+            )
+        self._is_asked = bool(api_key or path)
         self._own, self._own_readers = own, readers
         self._take(read)
-        self._path, self._stamp = path, stamp
+        self.path = path
 
     def _take(self, read: _KeyFile) -> None:
         self._digests = self._own + read.named + read.operators
@@ -59,24 +70,20 @@ class Keys:
         self._operators = self._own + read.operators
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        """Whether any is asked for."""
+        return self._is_asked
 
-    async def run(self) -> None:
-        """Read the file again whenever it has changed, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if stamp_of(self._path) != self._stamp:
-                self.reload()
+    @property
+    def is_locked(self) -> bool:
+        """Whether one is asked for, and none is left: nobody is let in."""
+        return self._is_asked and not self._digests
 
     def reload(self) -> None:
-        """Read the file again. While that is impossible, the keys stay as they are."""
-        if not self._path:
-            return
-        self._stamp = stamp_of(self._path)
-        try:
-            self._take(_read(self._path))
-        except ConfigError as error:
-            log.error("the keys stay as they were: %s", error)
+        """Read the file again. One without keys revokes those that it had. Raises ConfigError, and
+        then stays as it was."""
+        self._take(_read(self.path))
+        if self.is_locked:
+            log.critical("no key is left in %s: nobody is let in", self.path)
         else:
             log.info("%d keys are valid now", len(self._digests) + len(self._readers))
 
@@ -85,10 +92,10 @@ class Keys:
 
         Raises Unauthorized, and InvalidRequest if there are two.
         """
-        allowed = self._digests
+        is_asked, allowed = self._is_asked, self._digests
         if path == METRICS and self._readers:
-            allowed = allowed + self._readers
-        if not allowed or path in OPEN:
+            is_asked, allowed = True, allowed + self._readers
+        if not is_asked or path in OPEN:
             return ""
         is_data = path.startswith(CONSOLE_DATA)
         if path.startswith(CONSOLE) and not is_data:
@@ -120,7 +127,7 @@ def _read(path: str) -> _KeyFile:
     if not path:
         return found
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8-sig") as file:
             text = file.read(MAX_KEYS_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_key_file {path}: {error}") from None
@@ -131,16 +138,24 @@ def _read(path: str) -> _KeyFile:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
+        if not all(word.isprintable() for word in words):  # such as zeros, after a power cut
+            raise ConfigError(
+                f"api_key_file {path}: line {number} has characters that are not printed"
+            )
         if len(words) > 3 or (len(words) == 3 and words[2] not in ROLES):
             raise ConfigError(
                 f"api_key_file {path}: line {number} has {len(words)} words, not `<name> <key>`, "
                 "`<name> <key> metrics`, `<name> <key> operator` or a key"
             )
         name = words[0] if len(words) > 1 else f"line-{number}"
+        key = words[min(len(words), 2) - 1]
+        if key in ROLES:
+            raise ConfigError(
+                f"api_key_file {path}: line {number} has {key!r} in the place of a key: is there a "
+                "name before it?"
+            )
         keys = by_role[words[2] if len(words) == 3 else ""]
-        keys.append((name, digest_of(words[min(len(words), 2) - 1].encode())))
-    if not any(found):
-        raise ConfigError(f"api_key_file {path}: no key in it")
+        keys.append((name, digest_of(key.encode())))
     return found
 
 

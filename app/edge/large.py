@@ -20,12 +20,16 @@ from app.core.hashing import token_bytes
 from app.edge import schemas
 from app.edge.ask import M, parse
 from app.http.numbers import unsigned_of
+from app.http.turns import Turns
 
 T = TypeVar("T")
 
 PIECE_BYTES = 64 * 1024
 """Larger bodies are read in pieces of this size. The worst piece known, of numbers that no double
 holds exactly, takes 20 ms."""
+
+MAX_READING = 1024
+"""Large bodies that may wait to be read."""
 
 _BLANK = b" \t\r\n"
 _ARRAY = re.compile(
@@ -51,26 +55,26 @@ class _Cut:
 
 
 class BodyReader:
-    """Reads the bodies of one application, the large ones one after another: each in its turn keeps
-    others waiting for one piece, and many at once would for many.
+    """Reads the bodies of one application, the large ones one after another, in turn between
+    callers: each keeps others waiting for one piece, and many at once would for many.
 
     max_tokens: the length of the longest prompt.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self._turn = asyncio.Lock()
+        self._turns = Turns(1, MAX_READING)
 
     async def read(
-        self, model: type[M], raw: bytes, block_size: int | None
+        self, model: type[M], raw: bytes, block_size: int | None, holder: str
     ) -> tuple[M, bytes | None]:
-        """As `ask.parse`. block_size: None while unknown.
+        """As `ask.parse`. block_size: None while unknown. holder: whose body it is.
 
-        Raises ValidationError and InvalidRequest.
+        Raises ValidationError, InvalidRequest and Crowded.
         """
         if len(raw) <= PIECE_BYTES:
             return parse(model, raw)
-        async with self._turn:
+        async with self._turns.place(holder):
             return await self._read_in_pieces(model, raw, block_size or 1)
 
     async def _read_in_pieces(

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import fields, replace
 
 from app.core.errors import ConfigError
 from app.core.router_settings import RouterSettings
-from app.edge.file_stamp import LOOK_EVERY_S, stamp_of
-from app.edge.services import Services
+from app.edge.services import Services, check
+from app.edge.watched_files import Settling, check_there
 
 log = logging.getLogger(__name__)
 
 LIVE = frozenset(
     {
         *("api_key", "api_key_file", "metrics_key", "log_level", "show_decision", "stalled_s"),
-        *("max_request_bytes", "max_body_bytes", "max_prompt_tokens"),
+        *("max_request_bytes", "max_body_bytes", "max_prompt_tokens", "model_alias"),
+        "namespace_weights",
     }
 )
 """Settings that count from the next request on. All others count from the next start on."""
@@ -34,26 +34,20 @@ class LiveSettings:
         self._replica = replica
         self._path = path
         self._read = read
-        self._stamp = stamp_of(path)
-
-    async def run(self) -> None:
-        """Read the file again whenever it has changed, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if stamp_of(self._path) != self._stamp:
-                self.reload()
+        self._settling = Settling()
 
     def reload(self) -> None:
-        """Read the file again. While that is impossible, the settings stay as they are."""
-        self._stamp = stamp_of(self._path)
-        old = self._replica.settings
-        try:
-            new = self._read()
-            changed = {f.name for f in fields(old) if getattr(new, f.name) != getattr(old, f.name)}
-            self._replica.adopt(replace(old, **{n: getattr(new, n) for n in changed & LIVE}))
-        except ConfigError as error:
-            log.error("the settings stay as they were: %s", error)
-            return
+        """Read the file again. Raises ConfigError for what would be refused at a start, or would
+        open the replica, and then the settings stay as they are."""
+        old, new = self._replica.settings, self._read()
+        named = new.api_key_file
+        if named and named != old.api_key_file:
+            check_there(named)
+            if not self._settling.is_whole(named):
+                raise ConfigError(f"api_key_file {named}: is being written")
+        check(new)
+        changed = {f.name for f in fields(old) if getattr(new, f.name) != getattr(old, f.name)}
+        self._replica.adopt(replace(old, **{n: getattr(new, n) for n in changed & LIVE}))
         for name in sorted(changed & LIVE):
             log.info("%s: %s has changed", self._path, name)
         for name in sorted(changed - LIVE):

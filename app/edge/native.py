@@ -9,13 +9,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse
 
 from app.core.errors import InvalidRequest, NamespaceMissing, RedisUnavailable, WrongVersion, shown
+from app.core.failures import REPORTED
 from app.core.keys import Keyspace
 from app.core.types import checked_reservation_id
 from app.core.worker_report import MAX_CONTEXT
 from app.edge import ask, schemas, views
 from app.edge.client import Client
 from app.edge.routes import REQUEST_ID, Route, body_of, parameters_of
-from app.policy.view import View, load_statistics
+from app.policy.view import load_statistics
 from app.router.metrics import text_of
 from app.router.router import Router
 from app.state import planner
@@ -29,12 +30,20 @@ async def find_best_worker(client: Client) -> None:
     replica = client.replica
     settings = replica.settings
     raw = await client.read(settings.max_body_bytes)
-    body, _ = await replica.bodies.read(schemas.FindBestWorker, raw, replica.block_size)
+    body, _ = await replica.bodies.read(
+        schemas.FindBestWorker, raw, replica.block_size, client.holder
+    )
     prompt = ask.of_hashes(
         body.local_hashes, body.num_tokens, settings.max_prompt_tokens, may_be_longer=True
     )
     request = ask.request_of(
-        {}, settings.policy, isl_tokens=prompt.num_tokens, reserve=False, local_only=True
+        {},
+        settings.policy,
+        holder=client.holder,
+        isl_tokens=prompt.num_tokens,
+        context_tokens=prompt.num_tokens + 1,
+        reserve=False,
+        local_only=True,
     )
     await client.answer(views.best_worker(await replica.router.route(request, prompt)))
 
@@ -52,7 +61,9 @@ async def route(client: Client) -> None:
         options = ask.options_in_query(client.query_params) if has_query else schemas.RouteOptions()
         prompt = ask.of_tokens(options, raw, settings.max_prompt_tokens)
     else:
-        body, tokens = await replica.bodies.read(schemas.RouteBody, raw, replica.block_size)
+        body, tokens = await replica.bodies.read(
+            schemas.RouteBody, raw, replica.block_size, client.holder
+        )
         options = body
         if client.scope["query_string"]:
             query = shown(client.url.query)
@@ -61,11 +72,14 @@ async def route(client: Client) -> None:
     request = ask.request_of(
         headers,
         options.policy or settings.policy,
+        key_name=client.key_name,
+        holder=client.holder,
         request_id=options.request_id,
         session=options.session_id,
         tenant=options.tenant,
         priority=options.priority,
         isl_tokens=prompt.num_tokens,
+        context_tokens=prompt.num_tokens + 1,
         came_ms=came_ms,
         reserve=options.reserve,
         explain=options.explain,
@@ -109,7 +123,7 @@ async def release(client: Client) -> None:
         )
     found = await router.release(
         checked_reservation_id(request_id),
-        worker_failed=options.worker_failed,
+        failure=REPORTED if options.worker_failed else None,
         ending=Ending(options.output_tokens, options.ttft_ms) if options.output_tokens else None,
     )
     await client.answer({"request_id": request_id, "found": found})
@@ -133,28 +147,11 @@ async def health(client: Client) -> None:
 
 
 async def readiness(client: Client) -> None:
-    """Say whether requests can be routed (503 if not), and what is missing."""
-    router = client.replica.router
-    missing = []
-    view: View | None = None
-    try:
-        view = await router.refresh()
-    except NamespaceMissing:
-        pass
-    except WrongVersion as error:
-        await client.answer({"ready": False, "missing": [f"namespace: {error}"]}, 503)
-        return
-    except RedisUnavailable as error:
-        missing.append(f"redis: {error}")
-        # Without Redis a router still routes, by the last loads it saw.
-        view = router.fleet.last_view
-    ready = view is not None and (bool(view.infos) or router.fleet.wakes)
-    missing += client.replica.door.remarks()
-    if router.danger_of_eviction:
-        missing.append(f"redis: {router.danger_of_eviction}")
-    if not ready:
-        missing.append("workers: none is alive")
-        missing += [f"workers: {what}" for what in router.fleet.strangers.values()]
+    """Say whether requests can be routed in any namespace (503 if not), and what is missing. It
+    looks at most twice a second."""
+    ready, missing = await client.replica.readiness.now()
+    if client.replica.is_stopping:
+        ready, missing = False, ["router: it is stopping", *missing]
     await client.answer({"ready": ready, "missing": missing}, 200 if ready else 503)
 
 

@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from app.core.errors import (
+    AllWorkersBusy,
+    NamespaceMissing,
+    NoWorkers,
+    PromptTooLarge,
+    WrongVersion,
+)
+from app.core.types import REQUEST_ID, random_hex
 from app.core.worker_report import WorkerInfo
 from app.door import asked, members
-from app.door.asked import COUNT_TOKENS, MODELS, PASSED_ON, PATHS, Api
-from app.door.door import Headers
-from app.door.errors import ModelUnavailable
+from app.door.asked import COUNT_TOKENS, MODELS, PASSED_ON, PATHS, PROMPTS, Api
+from app.door.client import Headers
+from app.door.errors import (
+    AnswerTimeout,
+    ContextTooLong,
+    ModelUnavailable,
+    RepeatedFailure,
+    WorkerFailed,
+)
 from app.door.forwarding import Outgoing, headers_for_engine
 from app.door.lifecycle import Lifecycle
 from app.door.migration import can_migrate
 from app.door.models import Model
 from app.door.record import Stage
 from app.door.sources import may_have_source
+from app.door.tracing import Trace
 from app.edge import schemas
-from app.edge.ask import request_id_in, request_of
+from app.edge.ask import fitting_id, request_id_in, request_of
 from app.edge.client import Client
-from app.edge.errors import ending_of
+from app.edge.errors import ending_of, reason_of
 from app.edge.routes import Route, body_of, parameters_of
-from app.http.json_body import JsonBody
+from app.http.json_body import Fields, JsonBody
+from app.policy.decision import RouteRequest
+from app.router.prompt import check_length
 
+log = logging.getLogger(__name__)
+
+MAX_ID = 128
 BEGUN_S = int(time.time())
 """When this process began: models have no other date."""
 
@@ -38,46 +63,121 @@ async def answer(client: Client) -> None:
     body = await _read(client)
     record.enter(Stage.TOKENS)
     record.asked = generation = asked.read(api, body.fields)
-    record.model = model = await _model(client, generation.model)
-    record.request = request_of(
+    asks = request_of(
         headers,
         settings.policy,
+        key_name=client.key_name,
+        holder=client.holder,
         request_id=request_id,
-        session=generation.session,
-        came_ms=model.router.fleet.redis_now_ms,
-        model=model.name,
+        session=_session(generation.session),
+        path=path,
         carried=True,
     )
+    record.model = model = await _awake(client, generation, body.fields, asks)
     trace = door.tracing.begin(api, headers)
-    life: Lifecycle | None = None
+    exchange = _Exchange(client, body, generation, asks, trace)
     async with client.watched():
         try:
-            with trace.span("tokens"):
-                ids = await door.prompts.of(api, model, body.fields)
-            record.request.local_only = not may_have_source(generation, body.fields, ids)
-            life = door.admit(record, ids, trace)
-            migrates = settings.migrate and can_migrate(generation, body.fields, ids, model.workers)
-            await door.door.carry(
-                life,
-                Outgoing(body, generation, ids, migrates),
-                path,
-                _headers_on(client, request_id),
-                _Shown(client, life, settings.show_decision),
-            )
+            await exchange.run(model)
         except BaseException as error:
-            if life is None:
-                trace.fail(error)
-            else:
-                told = ending_of(error)
-                life.record.status = life.record.status or told.status
-                life.end(told.outcome, ended_by=told.ended_by)
+            exchange.fail(error)
             raise
 
 
+@dataclass(slots=True)
+class _Exchange:
+    """One request, and its answer by a worker of any namespace that serves the model.
+
+    life: as far as it has come; None: it was not let in yet.
+    """
+
+    client: Client
+    body: JsonBody
+    generation: asked.Asked
+    asks: RouteRequest
+    trace: Trace
+    life: Lifecycle | None = None
+
+    async def run(self, model: Model) -> None:
+        """Have a worker of that model answer, or else one of another namespace."""
+        client, models = self.client, self.client.replica.door.models
+        gave_up = set[str]()
+        while True:
+            shown = _Shown(client)
+            try:
+                await self._ask(model, shown)
+                return
+            except Exception as error:
+                gave_up.add(model.namespace)
+                if shown.has_begun or not _may_go_on(client, model, error, gave_up):
+                    raise
+            model = await models.find_for(self.generation.model, self.asks.session, gave_up)
+
+    async def _ask(self, model: Model, shown: _Shown) -> None:
+        """Raises as Door.carry, and what tells that the request cannot be answered there."""
+        client, generation, fields = self.client, self.generation, self.body.fields
+        door, settings = client.replica.door, client.replica.settings
+        record = client.record
+        record.model = model
+        record.request = _asked_of(model, self.asks, is_shared=door.models.is_shared(model))
+        with self.trace.span("tokens"):
+            ids = await door.prompts.of(generation.api, model, fields, client.holder)
+        record.request.local_only = not may_have_source(generation, fields, ids)
+        shown.life = self.life = door.admit(record, ids, self.trace)
+        migrates = settings.migrate and can_migrate(generation, fields, ids, model.workers)
+        if generation.streams:
+            client.waits()
+        await door.door.carry(
+            self.life,
+            Outgoing(self.body, generation, ids, model.name, migrates),
+            client.scope["path"],
+            _headers_on(client, _engine_id(client.raw_headers, record.request_id)),
+            shown,
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Note that it has ended by an error."""
+        if self.life is None:
+            self.trace.fail(error)
+            return
+        told = ending_of(self.client.ended_by or error)
+        record = self.life.record
+        record.status = record.status or told.status
+        self.life.end(told.outcome, ended_by=told.ended_by)
+
+
+_OF_A_NAMESPACE = (
+    *(NoWorkers, AllWorkersBusy, PromptTooLarge, ContextTooLong, NamespaceMissing, WrongVersion),
+    WorkerFailed,
+)
+"""Errors that mean: these workers cannot answer. Those of another namespace may."""
+_OF_THE_REQUEST = (AnswerTimeout, RepeatedFailure)
+"""Of these, those after which nobody else is asked."""
+
+
+def _may_go_on(client: Client, model: Model, error: Exception, gave_up: set[str]) -> bool:
+    """Whether another namespace that serves the same name is to answer instead."""
+    if not isinstance(error, _OF_A_NAMESPACE) or isinstance(error, _OF_THE_REQUEST):
+        return False
+    if not client.replica.door.models.has_other(model, gave_up):
+        return False
+    log.info(
+        "namespace %s does not answer, another one is asked: %s; request %s",
+        *(model.namespace, reason_of(error), client.record.request_id),
+    )
+    return True
+
+
+def _asked_of(model: Model, asks: RouteRequest, *, is_shared: bool) -> RouteRequest:
+    """A request as it is for one of the models of its name."""
+    began_ms = model.router.fleet.redis_now_ms if asks.began_ms is None else asks.began_ms
+    return replace(asks, model=model.name, began_ms=began_ms, keeps_session=is_shared)
+
+
 async def pass_on(client: Client) -> None:
-    """Have any worker of the model answer."""
+    """Have any worker of the model answer. None is woken for that."""
     body = await _read(client)
-    client.record.model = model = await _model(client, body.fields.get("model"))
+    model = client.replica.door.models.find(body.fields.get("model"))
     async with client.watched():
         await _ask_any(client, model, body)
 
@@ -88,9 +188,9 @@ async def count_tokens(client: Client) -> None:
     door = client.replica.door
     body = await _read(client)
     client.record.asked = generation = asked.read(Api.MESSAGES, body.fields)
-    client.record.model = model = await _model(client, generation.model)
+    client.record.model = model = door.models.find(generation.model)
     async with client.watched():
-        ids = await door.prompts.of(Api.MESSAGES, model, body.fields)
+        ids = await door.prompts.of(Api.MESSAGES, model, body.fields, client.holder)
         if ids.ids is None:
             await _ask_any(client, model, body)
         else:
@@ -100,29 +200,45 @@ async def count_tokens(client: Client) -> None:
 
 
 async def models(client: Client) -> None:
-    """List the models that have a live worker, and those that sleep until a request comes."""
+    """List the models that have a live worker, and those that sleep until a request comes, each
+    under its aliases, too."""
     known = client.replica.door.models
-    cards = [*map(_card, known), *map(_card_asleep, known.sleeping())]
-    await client.answer({"object": "list", "data": cards})
+    await known.until_known()
+    cards = {model.name: _card(model, model.name) for model in known}
+    cards |= {name: _card_asleep(name) for name in known.sleeping()}
+    for alias, name in known.aliases.items():
+        cards.pop(alias, None)
+        if name in cards:
+            cards[alias] = cards[name] | {"id": alias}
+    await client.answer({"object": "list", "data": [*cards.values()]})
 
 
 async def one_model(client: Client) -> None:
     """Describe a model."""
-    known, name = client.replica.door.models, client.path_params["model"]
-    card = _card_asleep(name) if name in known.sleeping() else _card(known.find(name))
+    known, asked_for = client.replica.door.models, client.path_params["model"]
+    await known.until_known()
+    name = known.aliases.get(asked_for, asked_for)
+    is_asleep = name in known.sleeping()
+    card = _card_asleep(asked_for) if is_asleep else _card(known.find(asked_for), asked_for)
     await client.answer(card)
 
 
-async def _model(client: Client, name: object) -> Model:
-    """As Models.find; a request for a model that sleeps waits until it is awake."""
-    models = client.replica.door.models
+async def _awake(
+    client: Client, generation: asked.Asked, fields: Fields, asks: RouteRequest
+) -> Model:
+    """As Models.find_for; a request for a model that sleeps waits until it is awake, if it is one
+    that would be answered then."""
+    models, settings = client.replica.door.models, client.replica.settings
     try:
-        return models.find(name)
+        return await models.find_for(generation.model, asks.session)
     except ModelUnavailable as error:
-        asks = request_of(client.raw_headers, client.replica.settings.policy)
+        api = generation.api
+        asked.check_answerable(api, fields)
+        if isinstance(ids := fields.get(PROMPTS[api]), np.ndarray):
+            check_length(PROMPTS[api], len(ids), settings.max_prompt_tokens)
         async with client.watched():
-            await models.wake(error, asks.tenant, asks.priority)
-    return models.find(name)
+            await models.wake(error, asks)
+    return await models.find_for(generation.model, asks.session)
 
 
 def _card_asleep(name: str) -> dict[str, object]:
@@ -131,24 +247,39 @@ def _card_asleep(name: str) -> dict[str, object]:
     return {**about, "root": name, "parent": None, "max_model_len": None, "asleep": True}
 
 
-def _card(model: Model) -> dict[str, object]:
-    base = model.root.models[0] if model.root.models else model.name
+def _card(model: Model, name: str) -> dict[str, object]:
+    """name: under which it is asked for."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": BEGUN_S,
         "owned_by": "kvroute",
-        "root": base,
-        "parent": base if model.lora_name else None,
-        "max_model_len": model.max_tokens or None,
+        "root": model.base,
+        "parent": model.base if model.lora_name else None,
+        "max_model_len": max(worker.max_model_len for worker in model.workers) or None,
         "asleep": False,
     }
 
 
 async def _read(client: Client) -> JsonBody:
+    """The body, once models are known."""
+    await client.replica.door.models.until_known()
     body = await JsonBody.read(await client.read(client.replica.settings.max_request_bytes))
     members.check(client.scope["path"], body)
     return body
+
+
+def _session(named: object) -> str | None:
+    """What a body names as its session; None: nothing that could be one."""
+    return fitting_id(named, REQUEST_ID, "session_id") or None if isinstance(named, str) else None
+
+
+def _engine_id(headers: Mapping[bytes, bytes], request_id: str) -> str:
+    """What engines know a request by. Clients may give several the same id, as when they try one
+    again, and an engine would take them for one."""
+    if b"x-request-id" not in headers:
+        return request_id
+    return f"{request_id[: MAX_ID - 9]}-{random_hex(4)}"
 
 
 def _headers_on(client: Client, request_id: str) -> list[tuple[bytes, bytes]]:
@@ -157,34 +288,53 @@ def _headers_on(client: Client, request_id: str) -> list[tuple[bytes, bytes]]:
 
 
 async def _ask_any(client: Client, model: Model, body: JsonBody) -> None:
-    client.record.request_id = request_id = request_id_in(client.raw_headers)
-    headers = _headers_on(client, request_id)
-    door = client.replica.door.door
-    await door.pass_on(model, body.changed({}), client.scope["path"], headers, client)
+    record = client.record
+    record.request_id = request_id = request_id_in(client.raw_headers)
+    headers = _headers_on(client, _engine_id(client.raw_headers, request_id))
+    door, path = client.replica.door, client.scope["path"]
+    gave_up = set[str]()
+    while True:
+        record.model = model
+        try:
+            await door.door.any_worker.answer(model, body, path, headers, client, record)
+            return
+        except WorkerFailed as error:
+            gave_up.add(model.namespace)
+            if client.status or not _may_go_on(client, model, error, gave_up):
+                raise
+        model = door.models.find(body.fields.get("model"), gave_up)
 
 
 class _Shown:
     """A client that is told where its answer comes from, or why its tokens were not known."""
 
-    def __init__(self, client: Client, life: Lifecycle, show_decision: bool) -> None:
+    life: Lifecycle
+    """Only once the request is let in."""
+
+    def __init__(self, client: Client) -> None:
         self._client = client
-        self._life = life
-        self._show_decision = show_decision
+        self.has_begun = False
+        """Whether anything of an answer has gone out."""
         self.send = client.send
 
     async def start(self, status: int, headers: Headers) -> None:
+        self.has_begun = True
         await self._client.start(status, [*headers, *self._shown()])
 
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        await self._client.whole(status, [*headers, *self._shown()], body)
+
     async def refuse(self, status: int, headers: Headers, body: bytes, by: WorkerInfo) -> None:
+        self.has_begun = True
         await self._client.refuse(status, [*headers, *self._shown()], body, by)
 
     def _shown(self) -> Headers:
-        record = self._life.record
+        record = self.life.record
         shown = []
-        tokens_from = self._life.admitted.tokens_from
+        tokens_from = self.life.admitted.tokens_from
         if tokens_from.startswith("blind:"):
             shown.append((b"x-kvroute-tokens", tokens_from.encode()))
-        if self._show_decision and record.decision is not None:
+        if self._client.replica.settings.show_decision and record.decision is not None:
             decision = record.decision
             overlap = f"{decision.overlap.total}/{decision.isl_blocks}"
             if decision.bound_blocks:
@@ -210,7 +360,7 @@ def _posted(path: str, endpoint: Any, *errors: int) -> Route:
     )
 
 
-_FAILURES = (429, 502, 503)
+_FAILURES = (429, 502, 503, 504)
 ROUTES = [
     *(_posted(path, answer, 409, *_FAILURES) for path in PATHS),
     _posted(COUNT_TOKENS, count_tokens, *_FAILURES),

@@ -24,7 +24,10 @@ from app.policy.trust import Trust
 
 T = TypeVar("T")
 
-DEGRADED = "decided without Redis, by the last loads seen, or without all of the overlap it knows"
+DEGRADED = (
+    "decided without Redis, by the last loads seen; without all of the overlap it knows; or for a "
+    "worker whose agent is away"
+)
 TRUST = "; ".join(f"{word}: {word.text}" for word in Trust)
 ONLY_WITH_TOKENS = "only with tokens; local_hashes already cover it"
 
@@ -139,7 +142,7 @@ class ReleaseOptions(BaseModel):
     worker_failed: bool = Field(
         default=False,
         description="no request goes to the worker until it has renewed its lease; longer if it "
-        "failed others before",
+        "failed others before, and none in between was answered",
     )
     output_tokens: int | None = Field(
         default=None,
@@ -186,6 +189,9 @@ class CandidateModel(BaseModel):
     active_requests: int = Field(description="requests reserved on the worker")
     active_blocks: int = Field(description="KV blocks reserved on it")
     decoding_requests: int = Field(description="those of the requests past their first token")
+    others_requests: int = Field(
+        description="requests in its engine beyond those, as it reported; the cost counts them"
+    )
     prefill_tokens: int = Field(description="prompt tokens reserved and still to be computed")
     queue_s: float = Field(description="predicted length of its queue of prefills")
     cost: float | None = Field(description="null if the policy rules the worker out")
@@ -312,15 +318,24 @@ WorkerModel = create_model(
     **_reported(INFO),
     active_requests=_field(int, "requests reserved on the worker"),
     decoding_requests=_field(int, "those of them past their first token"),
+    others_requests=_field(int, "requests in its engine beyond those, as it reported"),
     active_blocks=_field(int, "KV blocks reserved"),
     prefill_tokens=_field(int, "prompt tokens reserved and still to be computed"),
     queue_s=_field(float, "predicted length of the queue of prefills"),
-    failures=_field(int, "requests that it failed, less those that it answered since"),
+    failures=_field(int, "requests that it failed in a row; 7 at most"),
+    failed_share=_field(float, "of its tries lately, those that failed, 0-1"),
+    cause=_field(str | None, "of its last failure; null: it failed none lately"),
     **_reported(METRICS),
     gpu=_field(GpuModel | None, "null if nothing was read"),
     stale=_field(
         bool, "the measurements are older than a second; longer with more than 256 workers"
     ),
+    degraded=_field(
+        bool,
+        "its agent is away and its engine answers: it is routed to by what was known of it last, "
+        "and by what was routed there since",
+    ),
+    agent_away_s=_field(float | None, "for so long its agent has been away; null: it is not"),
     unique_value_s=_field(
         float | None,
         "seconds of recent prefills that would be done again without the worker's process; null if "
@@ -330,15 +345,24 @@ WorkerModel = create_model(
 
 
 class PausedWorker(BaseModel):
-    """A worker that gets no requests: it drains, or failed some, and then gets none until it renews
-    its lease after a pause."""
+    """A worker that gets no requests: it drains, is ill, may hold KV of one prompt as another's, or
+    failed some, and then gets none until it renews its lease after a pause."""
 
     worker_id: str
     dp_rank: int
     incarnation: int
-    failures: int = Field(description="requests that it failed, less those that it answered since")
+    failures: int = Field(description="requests that it failed in a row; 7 at most")
+    failed_share: float = Field(description="of its tries lately, those that failed, 0-1")
+    cause: str | None = Field(description="of its last failure; null: it failed none lately")
     pause_s: float = Field(description="seconds left of the pause")
     draining: bool = Field(description="it gets none any more: `kvroute drain`")
+    ill: str | None = Field(
+        description="why its agent takes its engine to be ill; null: it is well"
+    )
+    tainted: bool = Field(
+        description="it gets none before its engine has begun anew, or dropped what it holds: that "
+        "may be KV of one prompt as another's"
+    )
 
 
 Workers = create_model(

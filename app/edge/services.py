@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from app.console.console import Console
+from app.core.keys import Keyspace
 from app.core.router_settings import RouterSettings
+from app.door.errors import Stopping
 from app.door.front import FrontDoor
 from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
+from app.edge.readiness import Readiness
+from app.edge.tls import certificate_of
+from app.edge.watched_files import WatchedFiles
 from app.router.router import Router
 from app.router.routers import Routers
+
+if TYPE_CHECKING:
+    from app.edge.client import Client
 
 
 @dataclass(slots=True)
@@ -26,8 +35,14 @@ class Services:
     door: FrontDoor
     keys: Keys
     bodies: BodyReader
+    readiness: Readiness
     console: Console | None
     """None: it is off."""
+    watched: list[WatchedFiles]
+    """What files say that may change."""
+    clients: set[Client] = field(default_factory=set)
+    """Who waits for an answer."""
+    is_stopping: bool = False
 
     @property
     def router(self) -> Router:
@@ -39,12 +54,25 @@ class Services:
         """Tokens per block there; None: not known yet."""
         return self.routers.own.fleet.block_size
 
+    def cut_short(self) -> None:
+        """Let no answer go on any longer: each ends with an error."""
+        for client in [*self.clients]:
+            client.cut_short(Stopping())
+
     def adopt(self, settings: RouterSettings) -> None:
         """Go by these settings from now on. Raises ConfigError, and then changes nothing."""
-        given = (settings.api_key, settings.api_key_file, settings.metrics_key)
-        new = Keys(*given)
-        check_open(settings.host, new, no_auth=settings.no_auth)
-        self.keys.change(*given)
+        check(settings)
+        self.keys.change(settings.api_key, settings.api_key_file, settings.metrics_key)
         logging.getLogger().setLevel(settings.log_level.upper())
-        self.settings = self.door.settings = settings
+        self.settings = settings
+        self.door.adopt(settings)
         self.bodies.max_tokens = settings.max_prompt_tokens
+
+
+def check(settings: RouterSettings) -> Keys:
+    """What a start refuses, and so does a change. Returns the keys. Raises ConfigError."""
+    Keyspace(settings.namespace)
+    certificate_of(settings.tls_cert, settings.tls_key)
+    keys = Keys(settings.api_key, settings.api_key_file, settings.metrics_key)
+    check_open(settings.host, keys, no_auth=settings.no_auth)
+    return keys

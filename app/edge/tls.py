@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import ssl
 
 from app.core.errors import ConfigError
-from app.edge.file_stamp import LOOK_EVERY_S, stamp_of
 
 log = logging.getLogger(__name__)
 
@@ -20,37 +18,28 @@ class Certificate:
 
     def __init__(self, cert: str, key: str) -> None:
         """Raises ConfigError."""
-        self._files = (cert, key)
-        self._stamps = [stamp_of(path) for path in self._files]
+        self.files = (cert, key)
         self.context = self._loaded()
 
-    async def run(self) -> None:
-        """Read the files again whenever one has changed, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if [stamp_of(path) for path in self._files] != self._stamps:
-                self.reload()
-
     def reload(self) -> None:
-        """Read the files again. While they do not fit each other, the certificate stays."""
-        self._stamps = [stamp_of(path) for path in self._files]
-        try:
-            self._loaded()  # first elsewhere: what fails half-way would leave a context useless
-            self.context.load_cert_chain(*self._files, _no_password)
-        except (ConfigError, OSError) as error:
-            log.error("the certificate stays as it was: %s", error)
-        else:
-            log.info("the certificate is that of %s now", self._files[0])
+        """Read the files again. Raises ConfigError while they do not fit each other, and then the
+        certificate stays."""
+        self._loaded()  # first elsewhere: what fails half-way would leave a context useless
+        self._load_into(self.context)
+        log.info("the certificate is that of %s now", self.files[0])
 
     def _loaded(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.set_alpn_protocols(["http/1.1"])
-        try:
-            context.load_cert_chain(*self._files, _no_password)
-        except (OSError, ValueError) as error:
-            cert, key = self._files
-            raise ConfigError(f"tls_cert {cert}, tls_key {key}: {error}") from None
+        self._load_into(context)
         return context
+
+    def _load_into(self, context: ssl.SSLContext) -> None:
+        try:
+            context.load_cert_chain(*self.files, _no_password)
+        except (OSError, ValueError) as error:
+            cert, key = self.files
+            raise ConfigError(f"tls_cert {cert}, tls_key {key}: {error}") from None
 
 
 def _no_password() -> str:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from app.core.loads import NOT_FAILING
-from app.core.types import WorkerKey
+from app.core.types import Incarnation, WorkerKey
 from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS, Item
 from app.policy.decision import Candidate, Decision
 from app.policy.view import View
@@ -79,6 +78,7 @@ def _candidate(c: Candidate) -> dict[str, Any]:
         "active_requests": c.load.requests,
         "active_blocks": c.load.blocks,
         "decoding_requests": c.load.decoding,
+        "others_requests": round(c.others_requests),
         "prefill_tokens": c.load.prefill_tokens,
         "queue_s": c.queue_s,
         "cost": c.cost if isfinite(c.cost) else None,
@@ -97,30 +97,46 @@ def workers(
             **_reported(INFO, info),
             "active_requests": load.requests,
             "decoding_requests": load.decoding,
+            "others_requests": round(others),
             "active_blocks": load.blocks,
             "prefill_tokens": load.prefill_tokens,
             "queue_s": load.queue_s(view.now_ms),
-            "failures": view.failing.get(inc, NOT_FAILING).failures,
+            **_failures(view, inc),
             **_reported(METRICS, measured.metrics),
             "gpu": None if measured.gpu == NO_READINGS else _reported(GPU, measured.gpu),
             "stale": measured.is_stale(view.now_ms, len(view.infos)),
+            "degraded": away_s is not None,
+            "agent_away_s": away_s,
             "unique_value_s": values.get(info.key.worker_id),
         }
-        for inc, info, load, measured in zip(
-            view.incarnations, view.infos, view.loads, view.measured, strict=True
+        for inc, info, load, measured, others, away_s in zip(
+            *(view.incarnations, view.infos, view.loads, view.measured, view.others_requests),
+            view.away_s,
+            strict=True,
         )
     ]
     paused = [
         {
             **_key(info.key),
             "incarnation": inc,
-            "failures": view.failing[inc].failures,
+            **_failures(view, inc),
             "pause_s": view.failing[inc].pause_s(view.now_ms),
             "draining": view.failing[inc].drains,
+            "ill": info.ill or None,
+            "tainted": view.failing[inc].is_tainted,
         }
         for inc, info in view.paused.items()
     ]
     return {"workers": live, "paused": paused, "load_avg": load_avg, "load_std": load_std}
+
+
+def _failures(view: View, inc: Incarnation) -> dict[str, object]:
+    failing = view.failing[inc]
+    return {
+        "failures": failing.failures,
+        "failed_share": round(failing.share_at(view.now_ms), 3),
+        "cause": failing.cause or None,
+    }
 
 
 NO_WORKERS = {"workers": [], "paused": [], "load_avg": 0.0, "load_std": 0.0}

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from app.core.errors import BodyTimeout, BodyTooLarge
-from app.http.held import HELD, HeldBodies
+from app.http.held import HELD, HeldBody
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     ClientDisconnect."""
     announced = header(request, b"content-length") or ""
     size = int(announced) if announced.isdecimal() else 0
-    held: HeldBodies | None = request.scope.get(HELD)  # servers of other makes, in tests, have none
+    held: HeldBody | None = request.scope.get(HELD)  # servers of other makes, in tests, have none
     if held is not None and size <= limit:
         held.check(size)
     chunks: list[bytes] = []

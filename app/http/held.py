@@ -1,28 +1,70 @@
-"""How many bytes of bodies a server holds, of all its callers together."""
+"""How many bytes of bodies a server holds, of all its callers together, and of each."""
 
 from __future__ import annotations
 
 from app.core.errors import BodiesTooLarge
+from app.core.shares import TIMES_WHAT_IS_LEFT, Shares
 
 HELD = "kvroute.held"
-"""In a request's scope: the HeldBodies of its server."""
+"""In a request's scope: the HeldBody of its connection."""
 MAX_HELD_BYTES = 192 * 1024 * 1024
 SMALL_BYTES = 16 * 1024
 """Bodies up to this size are always taken."""
 
 
 class HeldBodies:
-    """max_bytes: beyond, only small bodies are taken, or one alone."""
+    """max_bytes: beyond, only small bodies are taken, or one alone. No caller has more than three
+    times what is left of it, and none of its connections more than three times what that caller may
+    have besides."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
-        self.num_bytes = 0
+        self.shares = Shares(max_bytes)
+
+    @property
+    def num_bytes(self) -> int:
         """Of what has come of bodies, until their requests are answered."""
-        self.max_bytes = max_bytes
+        return int(self.shares.total)
+
+
+class HeldBody:
+    """What has come of bodies over one connection, until they are answered.
+
+    holder: whose it is: an address, until a key is known.
+    """
+
+    def __init__(self, bodies: HeldBodies, holder: str) -> None:
+        self.num_bytes = 0
+        self._shares = bodies.shares
+        self._holder = holder
+
+    def add(self, size: int) -> None:
+        """More has come."""
+        if size:
+            self.num_bytes += size
+            self._shares.take(self._holder, size)
+
+    def clear(self) -> None:
+        """Nothing of it is held any more."""
+        if self.num_bytes:
+            self._shares.give_back(self._holder, self.num_bytes)
+            self.num_bytes = 0
+
+    def belong_to(self, holder: str) -> None:
+        if holder != self._holder:
+            size = self.num_bytes
+            self.clear()
+            self._holder = holder
+            self.add(size)
 
     def check(self, size: int) -> None:
         """size: of a body, as far as it has come or is announced. Raises BodiesTooLarge."""
-        others = max(0, self.num_bytes - size)
-        if size > SMALL_BYTES and others and self.num_bytes > self.max_bytes:
+        if size <= SMALL_BYTES or self._shares.total <= self.num_bytes:
+            return
+        left = self._shares.left_for(self._holder)
+        more = max(0, size - self.num_bytes)
+        if more > left or self.num_bytes + more > TIMES_WHAT_IS_LEFT * (left - more):
+            own = int(self._shares.of(self._holder))
             raise BodiesTooLarge(
-                f"body: those of all callers have over {self.max_bytes} bytes by now"
+                f"body: of {self._shares.capacity:.0f} bytes that all bodies together may have, "
+                f"{self._shares.total:.0f} are here by now, {own} of them yours"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +76,18 @@ class Fields(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._members)
 
+    def raw(self, name: str) -> bytes:
+        """A member as it came; b"": there is none."""
+        return bytes(self._members[name]) if name in self._members else b""
+
     def size(self, name: str) -> int:
         """Bytes of a member; 0: there is none."""
         return len(memoryview(self._members[name])) if name in self._members else 0
+
+    def mentions(self, name: str, words: Iterable[bytes]) -> bool:
+        """Whether any of the words is in a member, as it came."""
+        text = bytes(self._members[name]) if name in self._members else b""
+        return any(word in text for word in words)
 
 
 @dataclass(frozen=True, slots=True)

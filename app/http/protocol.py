@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from app.core.rate_limit import RateLimit
 from app.http.body import error_body
-from app.http.held import HELD, HeldBodies
+from app.http.held import HELD, HeldBodies, HeldBody
 from app.http.lingering import Lingering
 from app.http.watch import ON_GONE
 
@@ -127,8 +127,7 @@ class Protocol(HttpToolsProtocol):
         self._framing = 0
         """Bytes of the message that have come and are not of its body."""
         self._body = 0
-        self._held = 0
-        """Bytes of bodies that have not been answered yet."""
+        self._held = HeldBody(cast(Any, self.server_state).held, "")
         self._late: asyncio.TimerHandle | None = None
         self._drops = False
         """Whether what still comes is dropped."""
@@ -139,6 +138,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         lingering: Any = Lingering(transport, self)
         super().connection_made(lingering)
+        self._held.belong_to(self.client[0] if self.client else "")
         self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._end_late)
         self._state.idle[self] = None
         self._state.make_room(self)
@@ -146,7 +146,7 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.idle.pop(self, None)
         self._in_time()
-        self._hold(-self._held)
+        self._held.clear()
         super().connection_lost(exc)
         if self._watched is not None:
             cycle, on_gone = self._watched
@@ -247,14 +247,14 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         cycle: Any = self.cycle
         cycle.scope[CUT] = partial(self._cut, cycle)
-        cycle.scope[HELD] = self._state.held
+        cycle.scope[HELD] = self._held
         cycle.scope[ON_GONE] = partial(self._watch, cycle)
 
     def on_body(self, body: bytes) -> None:
         self._framing -= len(body)
         self._body += len(body)
         if not self._drops:
-            self._hold(len(body))
+            self._held.add(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -266,7 +266,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         # Of a request that is pipelined behind, a first piece may have come, and counts no more.
-        self._hold(-self._held)
+        self._held.clear()
         super().on_response_complete()
         if self.transport.is_closing() or not self.cycle.response_complete:
             return
@@ -274,10 +274,6 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self._state.idle[self] = None
-
-    def _hold(self, size: int) -> None:
-        self._held += size
-        self._state.held.num_bytes += size
 
     def _watch(self, cycle: Any, on_gone: Callable[[], object] | None) -> None:
         self._watched = None if on_gone is None else (cycle, on_gone)

@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
+from types import FrameType
 from typing import Any, TypeVar
 
 import uvicorn
@@ -91,6 +92,18 @@ class _Server(uvicorn.Server):
         self._drain_s = drain_s
         self._on_stop = on_stop
         self._on_late = on_late
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second signal ends open responses at once."""
+        if self.should_exit:
+            loop = self._loop
+            loop.call_soon_threadsafe(self._on_late)
+            loop.call_soon_threadsafe(loop.call_later, ENDING_S, self._force_exit)
+        self.should_exit = True
+
+    def _force_exit(self) -> None:
+        self.force_exit = True
 
     @property
     def failed(self) -> bool:

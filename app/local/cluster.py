@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import shlex
 import socket
@@ -12,17 +14,20 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
+from typing import Any
 
+from app.core.agent_settings import EngineAgentSettings
 from app.core.errors import ConfigError, KvrouteError
 from app.core.keys import Keyspace
 from app.core.planner_settings import PlannerSettings
 from app.core.router_settings import RouterSettings
-from app.core.settings import CommonSettings, base_url
+from app.core.settings import CommonSettings, base_url, variable
 from app.core.worker_report import Role
 from app.core.worker_settings import WorkerSettings
 from app.http.server import listen
@@ -44,6 +49,10 @@ STOP_DEADLINE_S = 10.0
 POLL_S = 0.05
 REACHED_BY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - only where the user asks for it
 """Address that listens everywhere -> an address to connect to it by."""
+_SECRETS = ("api_key", "engine_api_key", "metrics_key", "worker_key")
+"""Settings that go by the environment, as everybody here sees command lines."""
+_OURS = ("KVROUTE_CONFIG", *(f"KVROUTE_{name.upper()}" for name in _SECRETS))
+"""Variables that were read here already: what they set is among what each process is given."""
 
 
 class ClusterError(KvrouteError):
@@ -59,12 +68,22 @@ class Member:
     process: subprocess.Popen[bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A path below /v1, and what is asked of it."""
+
+    path: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Cluster:
     """A cluster, started as a whole on entry and stopped as a whole on exit.
 
     On Linux its processes end with this one even if it is killed.
 
     router, worker: what all replicas and workers share; ports and names are filled in here.
+    engines: base URLs of engines that run already. Each gets an agent beside it, by the settings
+    `agent`, and entering waits for as long as they load.
     redis_url: an existing Redis; None starts an embedded one.
     host, port: where the balancer listens; port 0 takes a free one.
     haproxy: None uses it if it is installed; without it, the replicas share one listening socket.
@@ -81,6 +100,8 @@ class Cluster:
         num_replicas: int,
         router: RouterSettings,
         worker: WorkerSettings,
+        engines: Sequence[str] = (),
+        agent: EngineAgentSettings | None = None,
         redis_url: str | None = None,
         host: str = LOOPBACK,
         port: int = 0,
@@ -106,7 +127,10 @@ class Cluster:
         self.balancer: Member | None = None
         self.routers: list[Member] = []
         self.workers: list[Member] = []
+        self.agents: list[Member] = []
         self._num_workers = num_workers
+        self._engines = engines
+        self._agent = agent or EngineAgentSettings()
         self._roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode
         self._planner = planner
         self.planner: Member | None = None
@@ -123,15 +147,55 @@ class Cluster:
 
     @property
     def model(self) -> str:
-        """The name by which requests ask for the workers' model."""
+        """The name by which requests ask for the model of the workers that it starts."""
         return self._worker.model_names(
             self._worker.profile if self.takes_text else self._worker.model
         )[0]
 
     @property
     def takes_text(self) -> bool:
-        """Whether the workers have a tokenizer. The torch engine's may have none."""
+        """Whether the workers that it starts have a tokenizer. The torch engine's may have none."""
         return self._worker.engine == "sim"
+
+    def example(self) -> str:
+        """A command that gets an answer. Of an engine, it is tried: not each has a template for
+        chats."""
+        chat = _Request("chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        text, ids = (
+            _Request("completions", {"prompt": "hi"}),
+            _Request("completions", {"prompt": [1, 2, 3]}),
+        )
+        if not self._engines:
+            return self._curl(chat if self.takes_text else ids, self.model)
+        listed = self._ask(_Request("models"))
+        if not listed or not listed["data"]:
+            raise ClusterError("the engines list no model any more")
+        model = listed["data"][0]["id"]
+        short = {"model": model, "max_tokens": 1}
+        answered = (one for one in (chat, text) if self._ask(one, short) is not None)
+        return self._curl(next(answered, ids), model)
+
+    def _curl(self, asked: _Request, model: str) -> str:
+        body = json.dumps({"model": model, **asked.body})
+        key = ' -H "Authorization: Bearer $KEY"' if self._has_keys else ""
+        return f"curl -s {self.balancer_url}/v1/{asked.path}{key} -d {shlex.quote(body)}"
+
+    @property
+    def _has_keys(self) -> bool:
+        return bool(self._router.api_key or self._router.api_key_file)
+
+    def _ask(self, asked: _Request, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """Of a replica, a GET without a body; None: it does not answer with 200."""
+        request = urllib.request.Request(  # noqa: S310 - our own http URL
+            f"{self.balancer_url}/v1/{asked.path}",
+            json.dumps({**asked.body, **more}).encode() if asked.body else None,
+            {"authorization": f"Bearer {self._router.api_key}"} if self._router.api_key else {},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=START_DEADLINE_S) as answer:  # noqa: S310
+                return json.load(answer)
+        except (OSError, ValueError):
+            return None
 
     @property
     def console_url(self) -> str:
@@ -141,7 +205,8 @@ class Cluster:
     @property
     def members(self) -> list[Member]:
         others = (self.planner, self.balancer)
-        return [*self.workers, *self.routers, *(member for member in others if member)]
+        running = [*self.workers, *self.agents, *self.routers]
+        return [*running, *(member for member in others if member)]
 
     def ended(self) -> dict[str, int]:
         """Name and exit status of each process that has ended, the embedded Redis's included."""
@@ -175,8 +240,21 @@ class Cluster:
             role=self._roles[index] if index < len(self._roles) else self._worker.role,
         )
         url = base_url(settings.host, settings.port)
-        member = self._spawn(f"worker w{index}", url, ["worker", *_flags(settings)])
+        member = self._spawn(f"worker w{index}", url, "worker", settings)
         self.workers.append(member)
+        return member
+
+    def start_agent(self, index: int) -> Member:
+        """Start the agent of an engine, as worker `e<index>`; does not wait for it."""
+        settings = replace(
+            self._agent,
+            engine_url=self._engines[index],
+            worker_id=f"e{index}",
+            port=free_port(),
+        )
+        url = base_url(settings.host, settings.port)
+        member = self._spawn(f"agent e{index}", url, "agent", settings)
+        self.agents.append(member)
         return member
 
     def start_router(self, index: int) -> Member:
@@ -188,7 +266,7 @@ class Cluster:
         )
         url = base_url(settings.host, settings.port)
         passed = (self._shared.fileno(),) if self._shared else ()
-        member = self._spawn(f"router r{index}", url, ["router", *_flags(settings)], passed)
+        member = self._spawn(f"router r{index}", url, "router", settings, passed)
         self.routers.append(member)
         return member
 
@@ -214,7 +292,7 @@ class Cluster:
             local_folder=self.planner_folder,
         )
         url = base_url(settings.host, settings.port)
-        self.planner = self._spawn("planner", url, ["planner", *_flags(settings)])
+        self.planner = self._spawn("planner", url, "planner", settings, keys_of=self._worker)
         return self.planner
 
     def _start(self) -> None:
@@ -240,8 +318,12 @@ class Cluster:
                 self._exit.callback(stop_workers, Path(self.planner_folder))
                 self._exit.callback(self._stop_all)
                 self.start_planner()
+            for index in range(len(self._engines)):
+                self.start_agent(index)
             for index in range(self._num_replicas):
                 self.start_router(index)
+        for member in self.agents:
+            _wait_for(member, f"{member.url}/health", math.inf)
         deadline = time.monotonic() + START_DEADLINE_S
         for member in self.workers:
             _wait_for(member, f"{member.url}/health", deadline)
@@ -264,7 +346,8 @@ class Cluster:
         host, port = self._front
         # HAProxy knows no timeout of more than 24 days.
         patience_s = min(round(self._router.wait_timeout_s), 86_400) + 20
-        answer_s = max(self._router.answer_timeout_s, self._router.gap_timeout_s)
+        router = self._router
+        answer_s = max(router.answer_timeout_s, router.whole_timeout_s, router.gap_timeout_s)
         answer_s = min(round(answer_s), 86_400) + 60
         environment = {
             **os.environ,
@@ -277,23 +360,39 @@ class Cluster:
         return Member("balancer", self.balancer_url, start_child(command, env=environment))
 
     def _spawn(
-        self, name: str, url: str, arguments: list[str], pass_fds: tuple[int, ...] = ()
+        self,
+        name: str,
+        url: str,
+        command: str,
+        settings: CommonSettings,
+        pass_fds: tuple[int, ...] = (),
+        *,
+        keys_of: CommonSettings | None = None,
     ) -> Member:
+        """keys_of: what it starts has the keys that these settings name; None: its own."""
+        keyed = keys_of or settings
         # With -m alone, a folder `app` in the user's working directory would hide ours.
-        command = [sys.executable, "-P", "-m", "app.cli", *arguments]
+        run = [sys.executable, "-P", "-m", "app.cli", command]
+        secrets = {
+            variable(f): value
+            for f in fields(keyed)
+            if f.name in _SECRETS and (value := getattr(keyed, f.name))
+        }
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in _OURS},
+            **secrets,
             "REDIS_URL": self.redis_url,
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
-        environment.pop("KVROUTE_CONFIG", None)  # all that it sets is among the arguments
-        return Member(name, url, start_child(command, env=environment, pass_fds=pass_fds))
+        arguments = [*run, *flags(settings, without=("redis_url", *_SECRETS))]
+        return Member(name, url, start_child(arguments, env=environment, pass_fds=pass_fds))
 
     def _stop_all(self) -> None:
         """Ask all processes to stop, wait, and kill those that do not."""
         for member in self.members:
             member.process.terminate()
-        deadline = time.monotonic() + self._worker.drain_s + STOP_DEADLINE_S
+        drain_s = max(self._worker.drain_s, self._agent.drain_s if self.agents else 0.0)
+        deadline = time.monotonic() + drain_s + STOP_DEADLINE_S
         for member in self.members:
             try:
                 member.process.wait(max(0.0, deadline - time.monotonic()))
@@ -301,11 +400,6 @@ class Cluster:
                 log.warning("%s did not stop in time; killing it", member.name)
                 member.process.kill()
                 member.process.wait()
-
-
-def _flags(settings: CommonSettings) -> list[str]:
-    """Flags without the Redis URL: it may hold a password, and anybody here sees command lines."""
-    return flags(settings, without=("redis_url",))
 
 
 def _wait_for(member: Member, url: str, deadline: float) -> None:

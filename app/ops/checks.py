@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -20,13 +20,17 @@ from app.core.errors import KvrouteError, RedisUnavailable, cut
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.worker_report import WorkerInfo, version_in
 from app.ops import namespaces
+from app.ops.names import Names, names_of
+from app.ops.names import check as of_names
 from app.ops.terminal import counted
 from app.ops.transfer_checks import of_transfers
 from app.ops.workers import WorkerStatus
 from app.policy.record import DecisionRecord
-from app.state import decisions, models
+from app.policy.trust import Trust
+from app.state import decisions, events, replicas
 from app.state.client import RedisClient
-from app.state.connect import OLDEST, danger_of_eviction, deadline
+from app.state.connect import OLDEST, deadline, memory_of
+from app.state.events import Event
 from app.state.reading import read_control
 
 TIMEOUT_S = 5.0
@@ -35,10 +39,20 @@ SLOW_S = 0.005
 """A decision is two round trips."""
 CLOCK_S = 5.0
 FRESH_S = 2.0
+NEARLY_FULL = 0.9
+MAX_EVENTS, TRAFFIC_MS = 100, 900_000
+"""That are looked through."""
+LOST_MS = 600_000
+"""For so long a router that was lost is told."""
+QUIET, SOME_PER_S = 2, 0.1
+"""Minutes without a request, after so many a second, are told."""
 IN_USE = 0.02
 """A cache of which less is in use may hold no full block."""
 MIN_DECISIONS, MAX_DECISIONS = 50, 500
 HIT_RATE_GAP = 0.15
+NOT_PREDICTED = 0.1
+"""Of a worker's decisions. What it reports is of all of its requests, so that where more of them
+were decided without a prediction, as after an outage of Redis, nothing can be compared."""
 MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -49,7 +63,7 @@ async def of_server(redis: RedisClient) -> AsyncIterator[Check]:
         async with deadline(TIMEOUT_S):
             info: Any = await redis.info("server")
             seconds, micros = await redis.time()
-        danger = await danger_of_eviction(redis, TIMEOUT_S)
+        danger, fill = await memory_of(redis, TIMEOUT_S)
     except RedisUnavailable as error:
         yield Check("redis", False, str(error), "start it, or name another: --redis-url")
         return
@@ -70,6 +84,13 @@ async def of_server(redis: RedisClient) -> AsyncIterator[Check]:
         not danger,
         danger or "it drops no keys when its memory is full",
         "CONFIG SET maxmemory-policy noeviction",
+    )
+    yield Check(
+        "redis memory",
+        fill < NEARLY_FULL,
+        f"{fill:.0%} in use" if fill else "not known",
+        "raise maxmemory, or give it a machine with more: full, it takes no writes, so that leases "
+        "lapse and requests are routed by load alone",
     )
     ahead_s = time.time() - (seconds + micros / 1e6)
     yield Check(
@@ -98,11 +119,8 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         summary = await namespaces.summary(redis, keyspace)
         others = await namespaces.names(redis)
         control = await read_control(redis, keyspace)
-        holders = await models.directory(redis)
     except KvrouteError as error:
-        yield Check(
-            f"namespace {name}", False, str(error), f"see {page('operating.md')}, Upgrading"
-        )
+        yield Check(f"namespace {name}", False, str(error), f"see {page('upgrading.md')}")
         return
     if summary is None:
         yield Check(
@@ -114,15 +132,28 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
             else "start a worker, or an agent beside an engine",
         )
         return
-    live = [w for w in summary.workers if w.state == "live" and w.info is not None]
+    routed_to = [w for w in summary.workers if w.is_routed_to and w.info is not None]
+    live = [w for w in routed_to if w.state == "live"]
     states = {w.state for w in summary.workers} - {"live"}
     counts = [(s, sum(w.state == s for w in summary.workers)) for s in sorted(states)]
     text = ", ".join([counted(len(live), "live worker"), *(f"{n} {s}" for s, n in counts)])
-    yield Check("workers", bool(live), text, "start a worker, or an agent beside an engine")
+    yield Check("workers", bool(routed_to), text, "start a worker, or an agent beside an engine")
+    yield agents({str(w.info.key): w.away_s for w in routed_to if w.info})
+    yield engines(w.info for w in summary.workers if w.info and w.current)
+    tainted = [str(w.info.key) for w in summary.workers if w.state == "tainted" and w.info]
+    if tainted:
+        yield Check(
+            "tainted workers",
+            False,
+            f"{cut(', '.join(tainted))}: what they hold may be other prompts' KV, fetched after a "
+            "lease had ended; they get no requests",
+            f"restart their engines, and ask for longer leases: see {page('vllm-pairs.md')}",
+        )
     if not live:
         return
     yield _versions(control.workers.values())
-    for check in of_workers(live, name, holders, summary.unique_blocks):
+    names = await names_of(redis, name, [w.info for w in live if w.info])
+    for check in of_workers(live, name, names, summary.unique_blocks):
         yield check
     most = MAX_DECISIONS * len(live)
     yield predicted([one async for one in _first(decisions.read(redis, keyspace), most)], live)
@@ -131,31 +162,26 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
 def of_workers(
     live: list[WorkerStatus],
     namespace: str,
-    holders: Mapping[str, str],
+    names: Names,
     unique_blocks: int | None = None,
 ) -> Iterator[Check]:
     """Checks of live workers, without a look at Redis.
 
-    holders: models and their namespaces. unique_blocks: in the index; None: none were counted.
+    names: those that they serve. unique_blocks: in the index; None: none were counted.
     """
     infos = [w.info for w in live if w.info]
     yield from _alike(infos)
+    yield _contexts(infos)
     yield _adapters(infos)
     yield from of_transfers(infos)
-    taken = models.taken(holders, namespace, infos)
-    yield Check(
-        "model names",
-        not taken,
-        cut("; ".join(taken)) or "no other namespace has them",
-        "give the model another name, or stop the other workers for ten minutes",
-    )
+    yield of_names(names, namespace, infos)
     yield _all_of(
         live,
         "metrics",
         lambda w: w.metrics_age_s is None or w.metrics_age_s > FRESH_S,
         lambda w: "never" if w.metrics_age_s is None else f"{w.metrics_age_s:.0f} s ago",
         f"all published within {FRESH_S:g} s",
-        "is the agent overloaded, or are workers and routers on different Redis servers?",
+        "is Redis full, the agent overloaded, or have workers and routers different Redis servers?",
     )
     if unique_blocks is not None:
         yield _all_of(
@@ -176,6 +202,76 @@ def of_workers(
     )
 
 
+def agents(away_s: Mapping[str, float | None]) -> Check:
+    """Whether any is away. away_s: for how long, by worker; None: it is not."""
+    away = [f"{worker} for {s:.0f} s" for worker, s in away_s.items() if s is not None]
+    return Check(
+        "agents",
+        not away,
+        cut(f"{len(away)} of {len(away_s)} are away: {', '.join(away)}" if away else "")
+        or "all are heard of",
+        "start them again: their engines answer and are routed to, by what was known of them last; "
+        f"see {page('away-agents.md')}",
+    )
+
+
+def engines(infos: Iterable[WorkerInfo]) -> Check:
+    """Whether agents take engines to be ill. infos: of workers that are alive."""
+    ill = [f"{info.key} {info.ill}" for info in infos if info.ill]
+    return Check(
+        "engines",
+        not ill,
+        cut("; ".join(ill)) or "none is ill",
+        "see their own logs; each is asked further, and is back once it works again",
+    )
+
+
+async def of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
+    """Whether all of them are there, and requests still come. Raises RedisUnavailable."""
+    now_ms, said = await replicas.read(redis, keyspace)
+    happened = await events.read(redis, keyspace, "", MAX_EVENTS)
+    samples = await replicas.history(redis, keyspace, now_ms - TRAFFIC_MS, minute=True)
+    there = [name for name, (at_ms, _) in said.items() if now_ms - at_ms <= replicas.SPOKE_MS]
+    rates = [values.get("requests_per_s") for _, values in samples]
+    return [
+        lost_replicas(there, happened, now_ms),
+        gone_traffic([rate if isinstance(rate, int | float) else None for rate in rates]),
+    ]
+
+
+def lost_replicas(there: Iterable[str], events: Iterable[Event], now_ms: int) -> Check:
+    """Whether routers have gone without a word. there: names of replicas. events: the newest first.
+    now_ms: Redis clock."""
+    present = set(there)
+    lost = [
+        f"{event.subject} was lost {(now_ms - event.at_ms) / 1000:.0f} s ago"
+        for event in events
+        if event.kind == "replica_lost"
+        and event.subject not in present
+        and now_ms - event.at_ms < LOST_MS
+    ]
+    return Check(
+        "replicas",
+        not lost,
+        cut("; ".join(lost), 200) or f"{counted(len(present), 'replica')} of routers",
+        "did its process end? Its own log says why; the others go on without it",
+    )
+
+
+def gone_traffic(per_s: Sequence[float | None]) -> Check:
+    """Whether requests still come, where some did. per_s: of each of the last minutes."""
+    rates = [rate for rate in per_s if rate is not None]
+    now, before = rates[-QUIET:], rates[:-QUIET]
+    mean = sum(before) / len(before) if before else 0.0
+    is_gone = len(now) == QUIET and not any(now) and mean > SOME_PER_S
+    return Check(
+        "traffic",
+        not is_gone,
+        f"no request for {QUIET} minutes, after {mean:.1f} a second" if is_gone else "as before",
+        "is the balancer up, and does it know these routers?",
+    )
+
+
 def _versions(texts: Iterable[bytes]) -> Check:
     spoken = set()
     for text in texts:
@@ -188,7 +284,7 @@ def _versions(texts: Iterable[bytes]) -> Check:
         spoken <= {DATA_VERSION},
         f"workers speak version {', '.join(map(str, sorted(spoken))) or '?'} of the data model",
         f"this release speaks {DATA_VERSION}: run one release in a namespace; see "
-        f"{page('operating.md')}",
+        f"{page('upgrading.md')}",
     )
 
 
@@ -197,7 +293,6 @@ def _alike(infos: list[WorkerInfo]) -> Iterator[Check]:
     for about, field, why in (
         ("block size", "block_size", "start them with the same --block-size"),
         ("models", "models", "give each model a --namespace of its own"),
-        ("context length", "max_model_len", "start all engines with the same --max-model-len"),
         ("tokenizer", "tokenizer_hash", "start all engines with the same model and revision"),
     ):
         values: dict[Any, list[str]] = {}
@@ -213,6 +308,17 @@ def _alike(infos: list[WorkerInfo]) -> Iterator[Check]:
             yield Check(about, None, f"not known of {counted(len(infos) - told, 'worker')}")
         else:
             yield Check(about, True, f"{_text(next(iter(values)))}, the same on all workers")
+
+
+def _contexts(infos: list[WorkerInfo]) -> Check:
+    about = "context length"
+    lengths = sorted({info.max_model_len for info in infos if info.max_model_len})
+    if silent := sum(not info.max_model_len for info in infos):
+        return Check(about, None, f"not known of {counted(silent, 'worker')}")
+    if len(lengths) < 2:
+        return Check(about, True, f"{lengths[0] if lengths else 0:,}, the same on all workers")
+    found = f"{lengths[0]:,} to {lengths[-1]:,}: each request goes where it fits"
+    return Check(about, True, found)
 
 
 def _adapters(infos: list[WorkerInfo]) -> Check:
@@ -253,22 +359,32 @@ def predicted(records: Iterable[DecisionRecord], workers: list[WorkerStatus]) ->
         asked.setdefault(record.worker, []).append(record)
     gaps, compared = [], 0
     for worker in workers:
-        key = str(worker.info.key) if worker.info else ""
-        lately = asked.get(key, [])[:MAX_DECISIONS]
-        if worker.info is None or len(lately) < MIN_DECISIONS:
+        if worker.info is None:
+            continue
+        key = str(worker.info.key)
+        share = _predicted_share(asked.get(key, [])[:MAX_DECISIONS], worker.info.block_size)
+        if share is None:
             continue
         compared += 1
-        cached = sum(record.overlap.total for record in lately) * worker.info.block_size
-        expected = cached / max(1, sum(record.isl_tokens for record in lately))
-        if abs(expected - worker.hit_rate) > HIT_RATE_GAP:
-            gaps.append(f"{key}: {expected:.0%} predicted, {worker.hit_rate:.0%} reported")
-    found = f"{counted(compared, 'worker')} with {MIN_DECISIONS} or more recorded decisions"
+        if abs(share - worker.hit_rate) > HIT_RATE_GAP:
+            gaps.append(f"{key}: {share:.0%} predicted, {worker.hit_rate:.0%} reported")
+    found = f"{counted(compared, 'worker')} with {MIN_DECISIONS} or more recorded predictions"
     return Check(
         "cache hits",
         not gaps if compared else None,
         "; ".join(gaps[:3]) if gaps else f"{'as predicted' if compared else 'not known'}: {found}",
         "do clients send the prompts that they route, tokenized alike, to the worker chosen?",
     )
+
+
+def _predicted_share(decided: list[DecisionRecord], block_size: int) -> float | None:
+    """Of the prompt tokens of one worker's requests, what was predicted to be cached; None: too
+    little was. A worker that gets KV from another reports as cached what came from there."""
+    told = [one for one in decided if one.trust is Trust.EXACT and not one.source]
+    if len(told) < max(MIN_DECISIONS, (1.0 - NOT_PREDICTED) * len(decided)):
+        return None
+    cached = sum(one.overlap.total for one in told) * block_size
+    return cached / max(1, sum(one.isl_tokens for one in told))
 
 
 async def of_router(url: str) -> Check:
@@ -285,7 +401,7 @@ async def of_router(url: str) -> Check:
         about,
         ready and not missing,
         "; ".join(missing) or "ready",
-        f"{page('front-door.md')} and {page('operating.md')} say what each of these means",
+        f"{page('tokenization.md')} and {page('operating.md')} say what each of these means",
     )
 
 

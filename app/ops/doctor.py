@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -10,11 +10,14 @@ import click
 
 from app.core.check import Check
 from app.core.errors import KvrouteError
+from app.core.extras import extra
 from app.core.keys import Keyspace
 from app.core.worker_report import WorkerInfo
-from app.ops import checks, workers
-from app.ops.terminal import COMMON, json_option, json_text, on_redis
+from app.ops import checks, conditions, workers
+from app.ops.figures import Together
+from app.ops.terminal import COMMON, json_option, json_text, on_redis, say
 from app.options import BASE_URL, Command
+from app.state import replicas
 from app.state.client import RedisClient
 
 
@@ -64,9 +67,9 @@ async def doctor(
     async for check in _all(redis, keyspace, engine_urls, engine_api_key, router_urls, probe):
         found.append(check)
         if not as_json:
-            click.echo(_line(check))
+            say(*_lines(check))
     if as_json:
-        click.echo(json_text([asdict(check) for check in found]))
+        say(json_text([asdict(check) for check in found]))
     if any(check.ok is False for check in found):
         raise click.exceptions.Exit(1)
 
@@ -86,11 +89,13 @@ async def _all(
     if is_there:
         async for check in checks.of_namespace(redis, keyspace):
             yield check
+        for check in await _of_routers(redis, keyspace):
+            yield check
     for url in router_urls:
         yield await checks.of_router(url)
     if engine_urls:
-        # Needs what agents need, which a plain install does not have.
-        from workers.bridge.checks import of_engine
+        with extra("worker"):
+            from workers.bridge.checks import of_engine
 
         live = await _live(redis, keyspace)
         for url in engine_urls:
@@ -98,15 +103,32 @@ async def _all(
                 yield check
 
 
+async def _of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
+    """What routers with a console tell: that they are there, and how their requests go."""
+    try:
+        said = await replicas.present(redis, keyspace)
+        if not said:
+            return [
+                Check("routers", None, "not known: no router with a console tells how requests end")
+            ]
+        found = await checks.of_routers(redis, keyspace)
+        wrong = list(conditions.holding(Together(said.values())))
+    except KvrouteError as error:
+        return [Check("routers", None, str(error))]
+    fine = Check("requests", True, f"no alert's condition holds, of {len(conditions.CONDITIONS)}")
+    return [*found, *(wrong or [fine])]
+
+
 async def _live(redis: RedisClient, keyspace: Keyspace) -> list[WorkerInfo]:
     """None where no worker has registered yet, as when an agent refuses its engine."""
     with suppress(KvrouteError):
         found = await workers.everyone(redis, keyspace)
-        return [w.info for w in found if w.info and w.state == "live"]
+        return [w.info for w in found if w.info and w.is_routed_to]
     return []
 
 
-def _line(check: Check) -> str:
+def _lines(check: Check) -> Iterator[str]:
     mark = {True: "✓", False: "✗", None: "?"}[check.ok]
-    remedy = f"\n    {check.remedy}" if check.ok is False else ""
-    return f"{mark} {check.about}: {check.found}{remedy}"
+    yield f"{mark} {check.about}: {check.found}"
+    if check.ok is False:
+        yield f"    {check.remedy}"

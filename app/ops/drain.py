@@ -11,7 +11,7 @@ import click
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import WorkerKey
-from app.ops.terminal import COMMON, TIMEOUT_S, counted, on_redis
+from app.ops.terminal import COMMON, TIMEOUT_S, counted, on_redis, say
 from app.options import SECONDS, Command
 from app.state import leases
 from app.state.client import RedisClient
@@ -57,17 +57,17 @@ async def drain(
         # Each time, as Redis may have lost it.
         replies = await _patiently(lambda: runner.run(calls), ends_s)
         if undo:
-            click.echo(f"{name} gets requests again")
+            say(f"{name} gets requests again")
             return
         left, is_known = sum(filter(None, replies)), None not in replies
         if is_known != was_known:
             # It has ended; or Redis lost its data, and those who carry requests have yet to say so.
             was_known, counts_from_s = is_known, loop.time() + CARRIED_MS / 1000
         if left == 0 and loop.time() >= counts_from_s:
-            click.echo(f"{name} is drained: stop it, or `kvroute drain {name} --undo`")
+            say(f"{name} is drained: stop it, or `kvroute drain {name} --undo`")
             return
         if left != shown and is_known:
-            click.echo(f"{name} gets no more requests; {counted(left, 'request')} left on it")
+            say(f"{name} gets no more requests; {counted(left, 'request')} left on it")
             shown = left
         if deadline_s == 0:
             return
@@ -86,7 +86,7 @@ async def _patiently(ask: Callable[[], Awaitable[T]], ends_s: float) -> T:
             if asyncio.get_running_loop().time() >= ends_s:
                 raise
             if not is_told:
-                click.echo(f"waiting for Redis: {error}", err=True)
+                say(f"waiting for Redis: {error}", err=True)
                 is_told = True
         await asyncio.sleep(POLL_S)
 

@@ -19,6 +19,7 @@ from app.ops.terminal import (
     json_option,
     json_text,
     on_redis,
+    say,
     text_table,
 )
 from app.options import POLICY, POSITIVE, PROCESSES, Command, Number
@@ -35,6 +36,9 @@ from app.state import decisions
 from app.state.client import RedisClient
 from app.state.connect import deadline
 
+OTHERS, COST = 3, 5
+"""Places in a candidate's row."""
+
 
 @click.command(cls=Command)
 @click.argument("request_id")
@@ -48,11 +52,11 @@ async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_js
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"no decision about {request_id!r} is kept (any longer)")
     if as_json:
-        click.echo(json_text(explanation(record)))
+        say(json_text(explanation(record)))
         return
     rows, terms = _scored(record)
     o = record.overlap
-    click.echo(
+    say(
         f"{request_id}: {counted(record.isl_tokens, 'token')} to {record.worker} by "
         f"{record.policy}; the worker held {o.total:,} of "
         f"{counted(record.full_blocks, 'full block')} ({o.device:,} on its device, "
@@ -65,18 +69,18 @@ async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_js
     )
     if record.source:
         form, _, source = record.source.partition(" ")
-        click.echo(f"{form}: {source} {_FORMS[form]}; the overlap is that one's")
-    click.echo(f"{record.locality.text}{longest}; decided on try {record.tries}")
-    click.echo(f"{record.trust}: {record.trust.text}")
+        say(f"{form}: {source} {_FORMS[form]}; the overlap is that one's")
+    say(f"{record.locality.text}{longest}; decided on try {record.tries}")
+    say(f"{record.trust}: {record.trust.text}")
     if record.waited_ms:
-        click.echo(
-            f"the request waited {record.waited_ms / 1000:.2f} s for a worker that could take it"
-        )
+        say(f"the request waited {record.waited_ms / 1000:.2f} s for a worker that could take it")
     if not rows:
-        click.echo("the candidates of this decision were not kept: see --details-per-s")
+        say("the candidates of this decision were not kept: see --details-per-s")
         return
-    shown = [[_short(cell) for cell in row] for row in rows]
-    click.echo(text_table(("worker", "eligible", "requests", "overlap", "cost", *terms), shown))
+    head = ["worker", "eligible", "requests", "of others", "overlap", "cost", *terms]
+    if not any(row[OTHERS] for row in rows):
+        rows, head = [_without(row, OTHERS) for row in rows], _without(head, OTHERS)
+    say(*text_table(head, [[_short(cell) for cell in row] for row in rows]))
 
 
 async def find(redis: RedisClient, keyspace: Keyspace, request_id: str) -> DecisionRecord | None:
@@ -91,7 +95,7 @@ def explanation(record: DecisionRecord) -> dict[str, Any]:
     """All of a decision, with every candidate's cost and terms where they are kept, the cheapest
     first."""
     rows, terms = _scored(record)
-    head = ("worker", "eligible", "requests", "overlap_blocks", "cost", *terms)
+    head = ("worker", "eligible", "requests", "others_requests", "overlap_blocks", "cost", *terms)
     plain = {k: v for k, v in asdict(record).items() if k not in ("seen", "blocks")}
     plain["best"], plain["best_overlap"] = record.best
     plain["locality_text"], plain["terms"] = record.locality.text, terms
@@ -114,13 +118,18 @@ def _scored(record: DecisionRecord) -> tuple[list[list[Any]], list[str]]:
             worker,
             bool(seen.eligible[i]),
             int(candidates.active_requests[i]),
+            round(candidates.others_requests[i]),
             int(overlap[i]),
             float(costs.cost[i]),
             *(float(values[i]) for values in costs.terms.values()),
         ]
         for i, worker in enumerate(seen.workers)
     ]
-    return sorted(rows, key=lambda row: row[4]), list(costs.terms)
+    return sorted(rows, key=lambda row: row[COST]), list(costs.terms)
+
+
+def _without(row: list[Any], place: int) -> list[Any]:
+    return [*row[:place], *row[place + 1 :]]
 
 
 def _short(cell: Any) -> str:
@@ -186,16 +195,14 @@ async def whatif(
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
     if as_json:
-        click.echo(json_text(found.means()))
+        say(json_text(found.means()))
         return
-    click.echo(
-        f"{counted(found.decisions, 'decision')}; {found.changed:,} would have gone elsewhere"
-    )
+    say(f"{counted(found.decisions, 'decision')}; {found.changed:,} would have gone elsewhere")
     rows = [
         (name, _short(mean["were"]), _short(mean["would be"]))
         for name, mean in found.means()["mean"].items()
     ]
-    click.echo(text_table(("mean", "were", "would be"), rows))
+    say(*text_table(("mean", "were", "would be"), rows))
 
 
 async def _with_workers(
@@ -210,7 +217,7 @@ async def _with_workers(
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision of the last minutes is kept")
     if as_json:
-        click.echo(json_text([asdict(one) for one in found]))
+        say(json_text([asdict(one) for one in found]))
         return
     head = ("workers", "requests", "within the SLO", "p99 TTFT, s", "from cache")
     rows = [
@@ -223,7 +230,7 @@ async def _with_workers(
         )
         for one in found
     ]
-    click.echo(text_table(head, rows))
+    say(*text_table(head, rows))
 
 
 async def _num_workers_now(redis: RedisClient, keyspace: Keyspace) -> int:

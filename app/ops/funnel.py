@@ -11,7 +11,7 @@ import click
 from app.core.keys import Keyspace
 from app.core.sketch import ERROR
 from app.ops import namespaces
-from app.ops.terminal import COMMON, json_option, json_text, on_redis
+from app.ops.terminal import COMMON, json_option, json_text, on_redis, say
 from app.options import Command
 from app.policy.decision import Step
 from app.policy.reuse import PROMPT, UNFORESEEN
@@ -75,14 +75,14 @@ async def command(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None
     said = await replicas.present(redis, keyspace)
     found = funnel(said.values())
     if as_json:
-        click.echo(json_text(found))
+        say(json_text(found))
     elif ALL in found["models"]:
         whole = found["models"][ALL]
         for model, steps in found["models"].items():
             if model == ALL or steps != whole:
-                click.echo("\n".join(_picture(model, steps)))
+                say(*_picture(model, steps))
     else:
-        click.echo(f"no prompt was routed in the last hour by the {len(said)} replicas that tell")
+        say(f"no prompt was routed in the last hour by the {len(said)} replicas that tell")
 
 
 def _picture(model: str, steps: Mapping[str, Any]) -> Iterable[str]:

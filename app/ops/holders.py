@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from app.core.chains import parse_owners, shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.resume import Resume
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, parse_incarnation
+from app.core.worker_report import decode_info
 from app.state import overlap
 from app.state.client import RedisClient
 from app.state.connect import deadline
@@ -43,10 +46,17 @@ async def owners_of(
     return found
 
 
+class Holding(NamedTuple):
+    """Leading blocks of a prompt that a worker holds, and how many of them its engine reuses."""
+
+    held: TierOverlap
+    reused: int
+
+
 async def prefix(
-    redis: RedisClient, keyspace: Keyspace, chain: list[SequenceHash]
-) -> dict[str, TierOverlap]:
-    """Worker key → leading blocks of `chain` that it holds, for live workers.
+    redis: RedisClient, keyspace: Keyspace, chain: list[SequenceHash], num_tokens: int
+) -> dict[str, Holding]:
+    """Worker key → what it holds of a prompt of so many tokens, for live workers.
 
     Raises RedisUnavailable, even if only the index cannot be read.
     """
@@ -60,11 +70,23 @@ async def prefix(
         shard = keyspace.of_shard(shard_of(chain[0], shards))
         raise RedisUnavailable(f"the index cannot be read in {shard.tag!r}: {error}") from error
     found = {}
-    for name, inc in control.current.items():
-        held = overlaps.get(parse_incarnation(inc) or Incarnation(0))
-        if held and control.leases.get(inc, 0) > control.now_ms:
-            found[readable(name)] = held
+    for name, number in control.current.items():
+        inc = parse_incarnation(number) or Incarnation(0)
+        held = overlaps.get(inc)
+        if held and control.leases.get(number, 0) > control.now_ms:
+            resume, info = overlaps.resumes.get(inc), control.workers.get(number)
+            found[readable(name)] = Holding(held, _reused(held, resume, info, num_tokens))
     return found
+
+
+def _reused(held: TierOverlap, resume: Resume | None, text: bytes | None, num_tokens: int) -> int:
+    """text: the worker's entry."""
+    try:
+        info = decode_info(text or b"")
+    except ValueError:
+        return held.total  # `verify` tells
+    most = (num_tokens - 1) // info.block_size
+    return resume.reused(most) if resume else info.reuse_rule.reused(held.total, most)
 
 
 async def held_blocks(

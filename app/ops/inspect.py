@@ -15,13 +15,13 @@ from app.core.types import Incarnation, SequenceHash, Tier
 from app.core.worker_report import GPU, INFO, NO_READINGS, Item
 from app.ops import funnel, holders, namespaces, workers
 from app.ops import verify as verification
-from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, text_table
+from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, say, text_table
 from app.ops.usage import usages
-from app.ops.waiting import flows
 from app.options import POSITIVE, POSITIVE_SECONDS, Command
 from app.policy.record import DecisionRecord
-from app.state import decisions, planner
+from app.state import decisions, last_errors, planner
 from app.state.client import RedisClient
+from app.state.flows import flows
 
 MAX_SHOWN = 20
 
@@ -59,22 +59,23 @@ async def summary(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None
     found = await namespaces.summary(redis, keyspace)
     if as_json:
         plain = found and asdict(found) | {"workers": [_worker_dict(w) for w in found.workers]}
-        click.echo(json_text({"namespaces": names, "summary": plain}))
+        say(json_text({"namespaces": names, "summary": plain}))
     else:
-        click.echo(f"namespaces  {', '.join(names) or 'none'}")
+        say(f"namespaces  {', '.join(names) or 'none'}")
     if found is None:
         raise click.ClickException(f"namespace {keyspace.namespace!r} does not exist")
     if as_json:
         return
-    click.echo(
+    say(
         f"namespace   {found.namespace}: blocks of {counted(found.block_size, 'token')}, "
-        f"{counted(found.shards, 'shard')}\n"
+        f"{counted(found.shards, 'shard')}",
         f"index       {counted(found.unique_blocks, 'unique block')}, "
         f"laid out for {found.laid_out_blocks:,}"
-        + (" (overfull: changes are slower)" if found.overfull else "")
-        + f"\nmemory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis\n"
+        + (" (overfull: changes are slower)" if found.overfull else ""),
+        f"memory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis",
+        "",
+        *_workers_table(found.workers),
     )
-    click.echo(_workers_table(found.workers))
 
 
 def _worker_dict(worker: workers.WorkerStatus) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def _worker_dict(worker: workers.WorkerStatus) -> dict[str, Any]:
     return asdict(worker) | {"blocks": by_tier}
 
 
-def _workers_table(rows: list[workers.WorkerStatus]) -> str:
+def _workers_table(rows: list[workers.WorkerStatus]) -> list[str]:
     return text_table(
         (
             "worker",
@@ -111,6 +112,32 @@ def _workers_table(rows: list[workers.WorkerStatus]) -> str:
 
 
 @inspect.command(cls=Command)
+@COMMON
+@json_option
+@on_redis
+async def errors(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
+    """Show what requests failed of lately, in the engines' own words, the latest first."""
+    await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
+    now_ms, found = await last_errors.read(redis, keyspace)
+    if as_json:
+        say(json_text([one.as_dict() for one in found]))
+        return
+    head = ("last", "first", "requests", "model", "worker", "cause", "words", "request")
+    rows = [
+        (
+            *(_ago(now_ms - one.last_ms), _ago(now_ms - one.first_ms), f"{one.requests:,}"),
+            *(text or "-" for text in one.error),
+        )
+        for one in found
+    ]
+    say(*(text_table(head, rows) if rows else ["no request failed lately"]))
+
+
+def _ago(ms: int) -> str:
+    return f"{max(0, ms) / 1000:,.0f} s ago"
+
+
+@inspect.command(cls=Command)
 @click.argument("block", metavar="HASH", type=_Hash())
 @COMMON
 @json_option
@@ -126,9 +153,9 @@ async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash, as_
     ]
     head = ("worker", "incarnation", "tier", "key")
     if as_json:
-        click.echo(json_text([dict(zip(head, row, strict=True)) for row in rows]))
+        say(json_text([dict(zip(head, row, strict=True)) for row in rows]))
     else:
-        click.echo(text_table(head, rows) if rows else "no worker holds it")
+        say(*(text_table(head, rows) if rows else ["no worker holds it"]))
 
 
 def _name(names: dict[Incarnation, workers.WorkerStatus], inc: Incarnation) -> str:
@@ -163,26 +190,24 @@ async def worker(redis: RedisClient, keyspace: Keyspace, name: str, as_json: boo
             | {"reserved": requests[w.incarnation], "unique_value_s": _value(w, values)}
             for w in found
         ]
-        click.echo(json_text(rows))
+        say(json_text(rows))
         return
-    click.echo(_workers_table(found))
+    say(*_workers_table(found))
     for w in found:
         if w.info:
-            click.echo(f"\n{w.info.key} {_said(INFO, w.info)}")
+            say("", f"{w.info.key} {_said(INFO, w.info)}")
         value_s = _value(w, values)
         if value_s is not None:
-            click.echo(
-                f"  worth: without it, {value_s:.2f} s of recent prefills would be done again"
-            )
+            say(f"  worth: without it, {value_s:.2f} s of recent prefills would be done again")
         if w.gpu != NO_READINGS:
-            click.echo(f"  GPU: {_said(GPU, w.gpu)}")
+            say(f"  GPU: {_said(GPU, w.gpu)}")
         reserved = requests[w.incarnation]
         if reserved:
-            click.echo(RESERVED_TEXT)
+            say(RESERVED_TEXT)
         for request, record in list(reserved.items())[:MAX_SHOWN]:
-            click.echo(f"  {request}  {record}")
+            say(f"  {request}  {record}")
         if len(reserved) > MAX_SHOWN:
-            click.echo(f"  ... and {len(reserved) - MAX_SHOWN} more")
+            say(f"  ... and {len(reserved) - MAX_SHOWN} more")
 
 
 def _value(worker: workers.WorkerStatus, values: Mapping[str, float]) -> float | None:
@@ -229,14 +254,14 @@ async def prefix(
     tokens = list(file.read()) if text else _tokens(file)
     block_size = await namespaces.block_size(redis, keyspace)
     _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora_name, cache_namespace))
-    found = await holders.prefix(redis, keyspace, chain) if chain else {}
+    found = await holders.prefix(redis, keyspace, chain, len(tokens)) if chain else {}
     rows = sorted(
-        ((name, o.device, o.host, o.disk, o.total) for name, o in found.items()),
+        ((name, *_row(one)) for name, one in found.items()),
         key=lambda row: -row[4],
     )
-    head = ("worker", *[t.name.lower() for t in Tier], "blocks")
+    head = ("worker", *[t.name.lower() for t in Tier], "blocks", "reused")
     if as_json:
-        click.echo(
+        say(
             json_text(
                 {
                     "full_blocks": len(chain),
@@ -245,10 +270,13 @@ async def prefix(
             )
         )
         return
-    click.echo(
-        f"{counted(len(tokens), 'token')}, {counted(len(chain), 'full block')} of {block_size}"
-    )
-    click.echo(text_table(head, rows) if rows else "no worker holds its first block")
+    say(f"{counted(len(tokens), 'token')}, {counted(len(chain), 'full block')} of {block_size}")
+    say(*(text_table(head, rows) if rows else ["no worker holds its first block"]))
+
+
+def _row(one: holders.Holding) -> tuple[int, int, int, int, int]:
+    held = one.held
+    return held.device, held.host, held.disk, held.total, one.reused
 
 
 def _tokens(file: BinaryIO) -> list[int]:
@@ -281,16 +309,16 @@ async def verify(redis: RedisClient, keyspace: Keyspace, max_buckets: int, as_js
         # Raises if there is no such namespace: then nothing can be wrong with it.
         await namespaces.block_size(redis, keyspace)
     if as_json:
-        click.echo(json_text(asdict(extent) | {"findings": [asdict(f) for f in findings]}))
+        say(json_text(asdict(extent) | {"findings": [asdict(f) for f in findings]}))
     else:
-        click.echo(f"checked all reservations and {extent}")
-        click.echo("closure under prefix is not checked: Redis does not know a block's parent")
+        say(f"checked all reservations and {extent}")
+        say("closure under prefix is not checked: Redis does not know a block's parent")
         for finding in findings:
-            click.echo(f"{counted(finding.count, 'time')}: {finding.what}")
+            say(f"{counted(finding.count, 'time')}: {finding.what}")
             for example in finding.examples:
-                click.echo(f"    {example}")
+                say(f"    {example}")
         if not findings:
-            click.echo("no contradictions found")
+            say("no contradictions found")
     if findings:
         click.get_current_context().exit(1)
 
@@ -304,16 +332,13 @@ async def waiting(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     found = await flows(redis, keyspace)
     if as_json:
-        click.echo(json_text([asdict(flow) for flow in found]))
+        say(json_text([asdict(flow) for flow in found]))
         return
     rows = [
         (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in found
     ]
-    click.echo(
-        text_table(("tenant", "priority", "requests", "oldest"), rows)
-        if rows
-        else "no requests are waiting"
-    )
+    head = ("tenant", "priority", "requests", "oldest")
+    say(*(text_table(head, rows) if rows else ["no requests are waiting"]))
 
 
 @inspect.command(cls=Command)
@@ -338,13 +363,12 @@ async def usage(redis: RedisClient, keyspace: Keyspace, window_s: float, as_json
     found = list(usages(records))
     if as_json:
         prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
-        click.echo(json_text({"decisions": len(records), "prefixes": prefixes}))
+        say(json_text({"decisions": len(records), "prefixes": prefixes}))
         return
-    click.echo(
+    say(
         f"{counted(len(records), 'decision')}; "
         "a prefix is left out if a longer one was requested as often"
     )
     rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]
-    click.echo(
-        text_table(("last block", "blocks", "requests"), rows) if rows else "no prefixes are kept"
-    )
+    head = ("last block", "blocks", "requests")
+    say(*(text_table(head, rows) if rows else ["no prefixes are kept"]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from app.core.outcomes import NEVER_CAME, matching
 from app.ops.dashboard import Row, chart, most, of_all, quantile, rate, share, stack, tile
 
 HIGH_IS_GOOD = {None: "red", 0.95: "orange", 0.99: "green"}
 NONE_IS_GOOD = {None: "green", 0.001: "red"}
 REQUESTS = rate("door_requests_total")
+NEVER = rate("door_requests_total", outcome=matching(*NEVER_CAME))
 PROMPTS = rate("reuse_tokens_total", step="prompt")
 ENGINES = "$workers"
 PLANNERS = "$planners"
@@ -23,9 +25,13 @@ def median_and_p95(metric: str, by: str) -> list[tuple[str, str]]:
 GLANCE = [
     tile(
         "First token in time",
-        "Share of the requests whose first token came within the target, a variable.",
+        "Share of the requests whose first token came within the target, a variable; of all that "
+        "got one, were failed, or left before it.",
         "percentunit",
-        share(rate("door_ttft_seconds_bucket", le="$target_s"), rate("door_ttft_seconds_count")),
+        share(
+            rate("door_ttft_seconds_bucket", le="$target_s"),
+            f"({rate('door_ttft_seconds_count')} + ({NEVER} or vector(0)))",
+        ),
         HIGH_IS_GOOD,
     ),
     tile(
@@ -299,6 +305,23 @@ FLEET = [
         (most("index_fill"), "index fill"),
         (most("metrics_stream_lag_seconds"), "lag, s"),
         (f"sum({most('worker_stale', 'worker')})", "stale workers"),
+        (f"count({most('worker_agent_away_seconds', 'worker')})", "agents away"),
+    ),
+    chart(
+        "KV between workers",
+        "In a minute, what workers fetched, and failed to; and leases on what they kept for others "
+        "that ended, and fetches after that. Tainted workers get no requests.",
+        "short",
+        *(
+            (f"60 * deriv({most(f'worker_kv_{name}', 'worker')}[5m:15s])", f"{{{{worker}}}} {what}")
+            for name, what in (
+                ("transfers", "fetched"),
+                ("transfers_failed", "failed"),
+                ("leases_ended", "leases ended"),
+                ("fetched_late", "fetched late"),
+            )
+        ),
+        (most("worker_tainted", "worker"), "{{worker}} tainted"),
     ),
 ]
 ONE = "$worker"
@@ -345,7 +368,7 @@ WORKER = [
                 "door_worker_requests_total",
                 "outcome",
                 worker=ONE,
-                outcome="failed|full|worker_failed|error_event",
+                outcome="failed|full|error_event|cut|engine_error",
             ),
             "{{outcome}}",
         ),

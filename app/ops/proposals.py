@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from app.core.keys import Keyspace
-from app.ops.terminal import COMMON, TIMEOUT_S, json_option, json_text, on_redis, text_table
+from app.ops.terminal import COMMON, TIMEOUT_S, json_option, json_text, on_redis, say, text_table
 from app.options import POSITIVE, Command
 from app.state import planner
 from app.state.client import RedisClient
@@ -23,7 +23,7 @@ async def explain(redis: RedisClient, keyspace: Keyspace, last: int, as_json: bo
     """Show the last proposals of the planner, and what they were made from, the newest first."""
     found = await planner.proposals(redis, keyspace, last)
     if as_json:
-        click.echo(json_text(found))
+        say(json_text(found))
         return
     if not found:
         raise click.ClickException(f"no planner has proposed anything in {keyspace.namespace!r}")
@@ -31,7 +31,7 @@ async def explain(redis: RedisClient, keyspace: Keyspace, last: int, as_json: bo
         now_s, _ = await redis.time()
     ages = [f"{max(0, round(now_s - proposal['at_s']))} s" for proposal in found]
     head = ("ago", "policy", "workers", "desired", "reason", "leaves", "from")
-    click.echo(text_table(head, [(age, *_row(one)) for age, one in zip(ages, found, strict=True)]))
+    say(*text_table(head, [(age, *_row(one)) for age, one in zip(ages, found, strict=True)]))
     rows = [
         (
             age,
@@ -46,8 +46,8 @@ async def explain(redis: RedisClient, keyspace: Keyspace, last: int, as_json: bo
     ]
     if rows:
         titles = ("ago", "with workers", "requests", "within the SLO", "p99 TTFT, s", "from cache")
-        click.echo("\nWhat the recorded decisions would have come to:\n")
-        click.echo(text_table(titles, rows))
+        say("", "What the recorded decisions would have come to:", "")
+        say(*text_table(titles, rows))
 
 
 def _row(proposal: dict[str, Any]) -> tuple[Any, ...]:

@@ -24,6 +24,11 @@ JSON = "application/json"
 
 FRAMEWORK_ERRORS = (
     ("bad_request", 400, "The request is not valid HTTP."),
+    (
+        "forbidden",
+        403,
+        "The console is for its own page, and changes nothing without `x-kvroute-console`.",
+    ),
     ("not_found", 404, "There is no such path."),
     ("method_not_allowed", 405, "The path has no such method."),
     ("url_too_long", 414, "The URL has more than 32 KiB."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from app.core.keys import KEYSPACE, Keyspace
-from app.ops.terminal import COMMON, counted, on_redis
+from app.ops.terminal import COMMON, counted, on_redis, say
 from app.options import Command
 from app.state.client import RedisClient
 from app.state.connect import deadline
@@ -22,7 +22,7 @@ async def reset(redis: RedisClient, keyspace: Keyspace, yes: bool) -> None:
     if not yes:
         text = f"Delete {counted(keys, 'key')} of namespace {keyspace.namespace!r}?"
         click.confirm(text, abort=True)
-    click.echo(f"{counted(await delete_namespace(redis, keyspace), 'key')} deleted")
+    say(f"{counted(await delete_namespace(redis, keyspace), 'key')} deleted")
 
 
 async def delete_namespace(redis: RedisClient, keyspace: Keyspace) -> int:

@@ -20,7 +20,7 @@ from app.core.rate_limit import RateLimit
 from app.core.types import Incarnation, WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.ops.dump import Dump
-from app.ops.terminal import COMMON, counted, on_redis
+from app.ops.terminal import COMMON, counted, on_redis, say
 from app.options import POSITIVE_SECONDS, Command
 from app.state import index, leases
 from app.state.client import RedisClient
@@ -55,7 +55,7 @@ async def restore(
     """
     with _rewindable(source) as file:
         restored = await publish(redis, keyspace, file, round(lease_ttl_s * 1000))
-    click.echo(f"{counted(restored, 'entry', 'entries')} restored", err=True)
+    say(f"{counted(restored, 'entry', 'entries')} restored", err=True)
 
 
 @contextmanager

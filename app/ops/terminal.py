@@ -11,6 +11,7 @@ import click
 import orjson
 
 from app.core.keys import Keyspace
+from app.core.printable import printable
 from app.core.settings import CommonSettings
 from app.options import options
 from app.state.connect import connect, deadline, naming
@@ -43,18 +44,24 @@ def counted(number: int, noun: str, nouns: str = "") -> str:
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
+def say(*lines: str, err: bool = False) -> None:
+    """Print lines, whatever is in them. err: to standard error."""
+    for line in lines:
+        click.echo(printable(line), err=err)
+
+
 def json_text(value: Any) -> str:
     return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
-def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Columns as wide as their widest cell; all but the first right-aligned."""
-    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Lines, with columns as wide as their widest cell; all but the first right-aligned."""
+    cells = [list(head), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
+    return [
         "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells
-    )
+    ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from app.core.check import Check
 from app.core.documents import page
+from app.core.errors import cut
 from app.core.worker_report import Role, WorkerInfo
+from app.policy.pairing import differences, group_of, unknown_of
 
 MIN_LEASE_S = 120.0
 MINUTES = f"{MIN_LEASE_S:g} s or more"
@@ -27,23 +29,34 @@ def of_transfers(infos: Sequence[WorkerInfo]) -> Iterator[Check]:
         "give two workers or more the same --kv-transfer: KV travels in one way, between those",
     )
     yield _roles(able)
-    engines = sorted({info.engine for info in able})
-    yield Check(
-        "kv transfer engines",
-        len(engines) <= 1,
-        ", ".join(engines) or "none",
-        "run one version on both sides: what one sends the other must read",
-    )
+    yield _pairs(able)
     yield from _leases(able)
     if "nixl" in ways:
         yield Check(
             "kv transfer settings",
             None,
-            f"engines do not tell them: kv_lease_duration of {MINUTES} and kv_load_failure_policy "
-            "recompute belong in each --kv-transfer-config, and the same seconds in --kv-lease-s "
-            "of agents and routers; dtype and layout must be alike, and each must reach the "
-            f"other's side channel: see {page('disaggregation.md')}",
+            "engines do not tell them: kv_load_failure_policy recompute belongs in each "
+            "--kv-transfer-config, kv_lease_duration in --kv-lease-s of agents and routers, and "
+            f"each must reach the other's side channel: see {page('vllm-pairs.md')}",
         )
+
+
+def _pairs(able: Sequence[WorkerInfo]) -> Check:
+    """Whether all may use each other's KV."""
+    told = [f"{name}: {_by_value(values)}" for name, values in differences(able)]
+    silent = {str(info.key): unknown_of(info) for info in able if group_of(info) is None}
+    told += [f"{key} does not tell its {', '.join(names)}" for key, names in silent.items()]
+    return Check(
+        "kv transfer pairs",
+        not told,
+        cut("; ".join(told)) or "all are equal in what decides whether KV is right elsewhere",
+        "KV travels between equals alone: start engines alike. Where one does not tell, give its "
+        "agent --side-channel-port, or all agents of engines that are alike one --kv-compatible",
+    )
+
+
+def _by_value(values: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{value or 'none'} ({', '.join(keys)})" for value, keys in values.items())
 
 
 def _leases(able: Sequence[WorkerInfo]) -> Iterator[Check]:
@@ -55,9 +68,9 @@ def _leases(able: Sequence[WorkerInfo]) -> Iterator[Check]:
     is_short = any(i.kv_transfer == "nixl" and 0 < i.kv_lease_s < MIN_LEASE_S for i in able)
     yield Check(
         "kv transfer lease",
-        not is_short,
-        f"{shown}; routers take the least of these and their own --kv-lease-s",
-        f"set kv_lease_duration to {MINUTES}: what is fetched later belongs to other prompts",
+        None if is_short else True,
+        f"{shown}; routers take the least of these and their own --kv-lease-s"
+        + (f"; {MINUTES} lose less where engines stand still" if is_short else ""),
     )
 
 

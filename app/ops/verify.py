@@ -16,10 +16,13 @@ from redis.asyncio.client import Pipeline
 
 from app.core.chains import parse_owners
 from app.core.errors import RedisUnavailable, cut
-from app.core.keys import KEYSPACE, MODELS, NAMESPACE, Keyspace
+from app.core.failures import AWAY, ENTRY
+from app.core.keys import KEYSPACE, MODELS, Keyspace
+from app.core.resume import parse_backs, parse_field
 from app.core.settings import LONGEST_S
 from app.core.types import Incarnation, parse_incarnation
 from app.core.worker_report import decode_info
+from app.ops.names import names_of
 from app.ops.terminal import counted
 from app.state import models
 from app.state.client import RedisClient
@@ -40,9 +43,12 @@ from app.state.reading import (
     scan,
 )
 
-OWNERS = re.compile(rb"(?:[1-9]\d{0,9}[dhk])+")
+BACKS = re.compile(rb"[1-9]\d{0,9}[-=][1-9]\d{0,8}")
+OWNERS = re.compile(rb"(?:(?:%b,)*%b )?(?:[1-9]\d{0,9}[dhk])+" % (BACKS.pattern, BACKS.pattern))
 REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pdh]) \S+( s)?")
-FAILURE = re.compile(rb"\d \d{1,15}|draining \d{1,15}|undone")
+FAILURE = re.compile(ENTRY.pattern.encode() + rb"|draining \d{1,15}|undone")
+AWAY_MARK = re.compile(rb"\d{1,15} \d{1,15}")
+TAINT = re.compile(rb"\d{1,15} \S*")
 NUMBER = re.compile(rb"[1-9]\d{0,9}")
 MAX_SHARDS = 1024
 LONGEST_LEASE_S = 3600
@@ -149,12 +155,11 @@ async def _look(
     for text in control.workers.values():
         with suppress(ValueError):
             infos.append(decode_info(text))
-    try:
-        holders = await models.directory(redis)
-    except RedisUnavailable:
-        holders = {}  # of another type, which is said above
-    for name in models.taken(holders, keyspace.namespace, infos):
-        found.append(("a model's name that another namespace has", name))
+    # If their list is of another type, that is said above.
+    with suppress(RedisUnavailable):
+        names = await names_of(redis, keyspace.namespace, infos)
+        for name in names.taken(keyspace.namespace, infos):
+            found.append(("a model's name that another namespace has", name))
     found += [*_unreadable(control, promised), *_contradictions(control, promised)]
     return found, unusable
 
@@ -202,10 +207,11 @@ async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
         reply: Any = await redis.hscan(MODELS, 0, count=models.MOST)
     found = []
     for member, entry in reply[1].items():
-        namespace, _, at_s = readable(entry).partition(" ")
-        if not at_s.isdecimal() or not NAMESPACE.fullmatch(namespace):
+        words = readable(entry).split(" ")
+        spoke_s = [int(word) if word.isdecimal() else None for word in words[1::2]]
+        if len(words) % 2 or None in spoke_s or len(models.claims_in(entry)) < len(spoke_s):
             found.append(("an entry in the list of models that cannot be read", readable(member)))
-        elif int(at_s) > seconds + 1:
+        elif max(at_s or 0 for at_s in spoke_s) > seconds + 1:
             found.append(("a model announced later than now", readable(member)))
     return found
 
@@ -279,7 +285,12 @@ def _unreadable(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
         if c.leases.get(inc, 0) > c.now_ms + ttl_ms:
             yield "a lease that ends later than its worker asks for", readable(inc)
     for name, text in c.failures.items():
-        if not FAILURE.fullmatch(text):
+        wanted = FAILURE
+        if name.startswith(b"tainted "):
+            wanted = TAINT
+        elif name.startswith(AWAY):
+            wanted = AWAY_MARK
+        if not wanted.fullmatch(text):
             yield "a worker's failures that cannot be read", readable(name)
     for request, expires_ms in promised.expiry.items():
         if expires_ms > c.now_ms + 1000 * LONGEST_S:
@@ -408,4 +419,6 @@ async def _bad_entries(
                 found.append((key, "owners that cannot be read", where))
             elif set(incs) - known[shard]:
                 found.append((key, "an unknown owner that no sweep removes", where))
+            elif parse_backs(parse_field(owners)[0]).keys() - set(incs):
+                found.append((key, "where the engine of no owner goes on", where))
     return found

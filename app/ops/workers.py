@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.core import worker_report
+from app.core.failures import AWAY, parse_away
 from app.core.keys import Keyspace
 from app.core.loads import Load
 from app.core.types import Incarnation, Tier, parse_incarnation
@@ -34,7 +35,7 @@ LATEST_MS = 1e15
 class WorkerStatus:
     """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
     its newest entry in the metrics stream, which gpu, cache_usage, hit_rate (0-1) and
-    events_silent_s are of."""
+    events_silent_s are of. away_s: for how long its agent has been away; None: it is not."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -45,17 +46,27 @@ class WorkerStatus:
     gpu: GpuReadings
     blocks: dict[Tier, int]
     drains: bool = False
+    away_s: float | None = None
+    tainted: bool = False
     cache_usage: float = 0.0
     hit_rate: float = 0.0
     events_silent_s: float | None = None
 
     @property
     def state(self) -> str:
+        if self.tainted:
+            return "tainted"
         if self.drains:
             return "draining"
         if self.lease_ms is None or self.lease_ms <= 0:
-            return "lapsed"
-        return "live" if self.current else "staged"
+            return "ill" if self.info and self.info.ill else "lapsed"
+        if not self.current:
+            return "staged"
+        return "live" if self.away_s is None else "degraded"
+
+    @property
+    def is_routed_to(self) -> bool:
+        return self.state in ("live", "degraded")
 
 
 async def everyone(redis: RedisClient, keyspace: Keyspace) -> list[WorkerStatus]:
@@ -96,6 +107,9 @@ async def with_blocks(
         for worker, inc in control.current.items()
         if control.failures.get(worker, b"").startswith(b"draining")
     }
+    tainted = {
+        inc for worker, inc in control.current.items() if b"tainted " + worker in control.failures
+    }
     found = []
     for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
         expiry = control.leases.get(inc)
@@ -103,6 +117,7 @@ async def with_blocks(
         number = _number(inc)
         at_ms, entry = newest.get(inc, (None, {}))
         measured, _, gpu = _readable_report(entry)
+        since_ms = parse_away(control.failures.get(AWAY + inc, b""), control.now_ms)
         found.append(
             WorkerStatus(
                 incarnation=number,
@@ -114,6 +129,8 @@ async def with_blocks(
                 gpu=gpu,
                 blocks={tier: held[number, tier] for tier in Tier},
                 drains=inc in draining,
+                away_s=None if since_ms is None else (control.now_ms - since_ms) / 1000,
+                tainted=inc in tainted,
                 cache_usage=measured.gpu_cache_usage_perc,
                 hit_rate=measured.gpu_prefix_cache_hit_rate,
                 events_silent_s=measured.events_silent_s,

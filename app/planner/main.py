@@ -20,6 +20,7 @@ from app.core.planner_settings import PlannerSettings
 from app.core.settings import base_url
 from app.http.server import listen
 from app.http.server import serve as serve_http
+from app.http.supervisor import supervised
 from app.planner.connectors.base import Advise, Connector
 from app.planner.connectors.command import ExecConnector
 from app.planner.connectors.local import Local
@@ -58,7 +59,10 @@ async def serve(settings: PlannerSettings) -> None:
         planner = Planner(settings, observer, runner, connector, metrics)
         log.info("planner listening on %s", base_url(*listening.getsockname()[:2]))
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(fleet.follow()), tasks.create_task(planner.run())]
+            running = [
+                tasks.create_task(supervised(task, run, metrics.task_failures))
+                for task, run in (("measurements", fleet.follow), ("planner", planner.run))
+            ]
 
             async def leave() -> None:
                 for task in running:

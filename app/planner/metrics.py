@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from app.core.worker_report import Role
 from app.http.metrics import Table, counter, gauge
+from app.http.supervisor import TASK_FAILURES
 from app.planner.rules.state import Proposal
 
 
@@ -28,6 +29,7 @@ class PlannerMetrics(Table):
         "worker",
     )
     proposals = counter("planner_proposals", "Proposals by reason.", "namespace", "reason")
+    task_failures = TASK_FAILURES
     failed_changes = counter(
         "planner_failed_changes",
         "Changes of the fleet that the connector refused or that never happened.",

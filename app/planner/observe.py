@@ -34,6 +34,7 @@ from app.state import decisions, endings, reservations
 from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.endings import Ending
+from app.state.flows import flows
 from app.state.scripts import ScriptRunner
 
 MOST_DECISIONS = 4096
@@ -45,6 +46,9 @@ USUAL_BLOCK_SIZE = 16
 TOLD_LATE_MS = 1000
 """By so much the clocks of those who tell of an end may differ from what Redis sees of it."""
 TIMEOUT_S = 2.0
+WAKES_AFTER_S = 2.0
+"""A request that waits for so long wakes a fleet that sleeps; not one whose client hangs up at
+once."""
 
 
 @dataclass(slots=True)
@@ -74,7 +78,7 @@ class Observer:
         """When it last looked, by the Redis clock, by which decisions are dated; seconds since
         1970."""
         self.somebody_waits = False
-        """Whether any request waits at a router."""
+        """Whether any request waits at a router; where no worker is live, for WAKES_AFTER_S."""
         self.unreplayable = 0
         """Of the decisions that `recent` last found, those that no worker could have answered as
         their records say."""
@@ -96,9 +100,12 @@ class Observer:
             self.workers_seen.clear()
             self.is_new, self.somebody_waits = True, False
             return
-        self.is_new, self.somebody_waits = False, snapshot.somebody_waits
+        self.is_new = False
         view = await self._fleet.view(snapshot)
         infos = dict(zip(view.incarnations, view.infos, strict=True)) | dict(view.paused)
+        self.somebody_waits = snapshot.somebody_waits and (
+            bool(infos) or await self._longest_wait_s() >= WAKES_AFTER_S
+        )
         found: dict[str, list[tuple[WorkerInfo, Load | None, Measured, bool]]] = {}
         for inc, info in infos.items():
             measured = self._fleet.measured(inc)
@@ -106,12 +113,18 @@ class Observer:
             load = snapshot.loads.get(inc) or (Load() if failing else None)
             if measured.is_stale(snapshot.now_ms, len(infos)):
                 load = None
-            drains = failing is not None and failing.drains
+            drains = failing is not None and (failing.drains or failing.is_tainted)
             found.setdefault(info.key.worker_id, []).append((info, load, measured, drains))
         for name in self.workers_seen.keys() - found.keys():
             del self.workers_seen[name]
         for name, ranks in found.items():
             self._take(name, ranks, snapshot)
+
+    async def _longest_wait_s(self) -> float:
+        """Raises RedisUnavailable."""
+        return max(
+            (flow.oldest_s for flow in await flows(self._redis, self._keyspace)), default=0.0
+        )
 
     def _take(
         self,

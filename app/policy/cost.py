@@ -26,6 +26,12 @@ QUEUE_LONG_S = 16.0
 TRANSFER_WEIGHT = 2.0
 """Of the wait for a link, or for what is on its way: the request's own, and that of those that will
 wait behind it, as more will come where some wait."""
+FAILED = "failed"
+"""The term of what failures cost, which any policy's costs may have."""
+AWAY = "agent_away"
+"""The one of a worker of which less is known, as its agent is away."""
+LATE = "late_s"
+"""The one that says for how long an engine keeps others waiting."""
 REUSE_WITHIN_S = 300.0
 """A block unused for this long is assumed to be asked for again one time in two."""
 CHANCES_ALIKE = 0.25
@@ -81,6 +87,9 @@ class Candidates:
     """Predicted seconds for which KV that it hands on to others keeps its link busy."""
     receiving_s: Floats
     """Predicted seconds until what is on its way from others has come."""
+    others_requests: Floats
+    """Those of active_requests that no router reserved, and max_requests allows besides: all that
+    they need is part of the six fields from prefill_tokens on."""
     kv_active_blocks: Floats
     """This and the next six: as the worker last reported."""
     kv_total_blocks: Floats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -33,13 +34,17 @@ Lost = dict[tuple[str, str], int]
 class RouteRequest:
     """chain: sequence hashes of the prompt's full blocks. exclude: worker ids or worker keys.
 
+    context_tokens: that its engine must take, of the prompt and what is asked for together; 0: that
+    is not known. output_tokens: of these, what is asked for.
     began_ms: when it was sent, or else came in, by the Redis clock; None: that is not known yet.
-    session: "" for none. tenant, priority: used if it has to wait. retry: it takes the place of
-    what earlier tries with its id hold. balancer_id: the same if a balancer sends a request again;
-    "" for none.
+    session: "" for none. keeps_session: where it went is remembered in any case, as other
+    namespaces have the same model. tenant, priority: used if it has to wait; holder: who takes
+    places in the line by that. retry: it takes the place of what earlier tries with its id hold.
+    balancer_id: the same if a balancer sends a request again; "" for none.
     local_only: no other worker computes its prompt, or hands any of it on.
-    is_blind: its tokens are not known, and isl_tokens is a guess.
-    model: or adapter, that was asked for; "": whichever there is.
+    is_blind: its tokens are not known, and isl_tokens is a guess. trail: then, names of its
+    text's prefixes, the longest first: it follows its session, or else the longest of these.
+    model: or adapter, that was asked for; "": whichever there is. path: of its engine; "": any.
     carried: until it ends, its router's door carries it, and keeps extending what is reserved.
     Like everything that each decision creates, it is not frozen: that would take three times as
     long.
@@ -54,14 +59,20 @@ class RouteRequest:
     explain: bool = False
     exclude: frozenset[str] = frozenset()
     session: str = ""
+    keeps_session: bool = False
     tenant: str = ""
     priority: str = "normal"
+    holder: str = ""
     retry: bool = False
     balancer_id: str = ""
     carried: bool = False
     local_only: bool = False
     is_blind: bool = False
+    trail: Sequence[str] = ()
     model: str = ""
+    path: str = ""
+    context_tokens: int = 0
+    output_tokens: int = 1
     asked_blocks: int | None = None
     """Leading blocks that were asked before, as its first decision found; None: there was none."""
 
@@ -88,7 +99,9 @@ class Query:
     trust: Trust = Trust.EXACT
     """In what it told."""
     session_at: Incarnation | None = None
-    """Where its session last went."""
+    """Where its session last went, or what else it follows."""
+    followed: float = 0.0
+    """How much of it that was, from 0 to 1; 0: as the settings say."""
     tries: int = 0
     """This one included."""
     waited_ms: int = 0
@@ -115,11 +128,15 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One worker as a decision saw it. terms: see the policy's cost function."""
+    """One worker as a decision saw it. terms: see the policy's cost function.
+
+    load: what is reserved. others_requests: in its engine beyond those. queue_s: of all.
+    """
 
     info: WorkerInfo
     overlap: TierOverlap
     load: Load
+    others_requests: float
     queue_s: float
     eligible: bool
     cost: float
@@ -153,6 +170,7 @@ class Decision:
     overlaps.
     reservation: what is promised to the request until that is released or expires; None: nothing.
     reservation_id: that of the promise, which nobody else can guess.
+    expected_s: predicted until the prompt is computed, with what is computed before it.
     """
 
     request_id: str
@@ -172,6 +190,7 @@ class Decision:
     locality: Locality
     best: Best
     waited_ms: int
+    expected_s: float
     source: Source | None
     """None: the worker computes itself what it lacks."""
     forms: dict[Form, float]

@@ -26,6 +26,7 @@ class Locality(StrEnum):
     SESSION = "session", "another worker was cheaper, because the session had gone there before"
     FULL = "full", "the worker with the longest overlap was full or too small"
     EXCLUDED = "excluded", "the request excluded the worker with the longest overlap"
+    FAILING = "failing", "the worker with the longest overlap had failed requests lately"
     LEASE = "lease", "the lease of the worker with the longest overlap had lapsed"
     DEGRADED = "degraded", "Redis was unreachable, so overlap was not known"
 
@@ -50,11 +51,13 @@ def locality_of(
     candidates: Candidates,
     size: RequestSize,
     overlaps: Overlaps,
+    allowed: NDArray[np.bool_],
     eligible: NDArray[np.bool_],
     choice: Choice,
     affinity: Affinity | None,
 ) -> tuple[Locality, Best]:
-    """What became of the longest overlap, unless DEGRADED, and whose it is."""
+    """What became of the longest overlap, unless DEGRADED, and whose it is. eligible: of those that
+    the request allows, those whose engines take it."""
     chosen = overlaps.get(view.incarnations[choice.index])
     overlap = chosen.total if chosen is not None else 0
     holder: Incarnation | None = None
@@ -68,20 +71,23 @@ def locality_of(
     best = Best(str(view.infos[position].key) if longest else "", longest)
     if position == choice.index:
         return (Locality.KEPT if overlap else Locality.NONE), best
-    return _reason(candidates, size, eligible, choice, affinity, position), best
+    if not allowed[position]:
+        return Locality.EXCLUDED, best
+    if not eligible[position]:
+        return Locality.FULL, best
+    if view.failed_shares is not None and view.failed_shares[position]:
+        return Locality.FAILING, best
+    return _reason(candidates, size, choice, affinity, position), best
 
 
 def _reason(
     candidates: Candidates,
     size: RequestSize,
-    eligible: NDArray[np.bool_],
     choice: Choice,
     affinity: Affinity | None,
     best: int,
 ) -> Locality:
-    """Why the worker at `best`, which is routed to, was not chosen."""
-    if not eligible[best]:
-        return Locality.EXCLUDED
+    """Why the worker at `best`, which could take the request, was not chosen."""
     is_full = candidates.active_requests[best] >= candidates.max_requests[best]
     if is_full or 0 < candidates.kv_total_blocks[best] < size.isl_blocks:
         return Locality.FULL

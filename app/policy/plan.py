@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -16,8 +17,17 @@ from app.core.router_settings import RouterSettings
 from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose, has_room
-from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted_prefill_s
+from app.policy.cost import (
+    POLICIES,
+    Candidates,
+    CostFunction,
+    Floats,
+    RequestSize,
+    predicted_prefill_s,
+)
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
+from app.policy.health import avoided, avoiding, late, unheard, without_avoided
+from app.policy.lengths import fitting
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
 from app.policy.sources import Form, Owed, Roles, Route, awaited_s, owed, routes_with_source
@@ -146,13 +156,28 @@ class WorkerSelector:
         if np.count_nonzero(candidates.receiving_s):
             candidates.receiving_s = awaited_s(candidates, published)
         affinity = self._affinity(query, view)
-        eligible = _eligible(view, request)
-        targets = eligible if view.roles is None else _targets(eligible, view.roles)
+        allowed = _eligible(view, request)
+        targets = allowed if view.roles is None else _targets(allowed, view.roles)
+        eligible = allowed
+        if request.context_tokens > view.contexts.least:
+            targets = fitting(view, targets, request.context_tokens)
+            # A source computes the prompt and one token.
+            alone = request.context_tokens - request.output_tokens + 1
+            eligible = targets if view.roles is None else fitting(view, allowed, alone)
+        able = eligible
+        avoid = avoided(view, (request.model, request.path)) if view.knows_failures else None
+        if avoid is not None:
+            room = has_room(candidates, size)
+            roles = () if view.roles is None else (targets, view.roles.prefill)
+            eligible = without_avoided(able, room, avoid, roles)
+            targets = targets & eligible
         max_queue_s = math.inf if degraded or not request.reserve else self._max_queue_s
-        choice = self._choose(policy, candidates, size, targets, affinity, max_queue_s)
+        cost = _cost(policy, view, affinity)
+        choice = self._choose(policy, candidates, size, targets, cost, max_queue_s)
         self._decisions += request.reserve
         routes = self._routes(
-            query, view, policy, candidates, size, choice, eligible, published, degraded
+            *(query, view, policy, candidates, size, choice),
+            *(eligible, targets, published, degraded),
         )
         route = min(routes, key=_cost_of) if len(routes) > 1 else routes[0]
         wish = _wish(query, view, size, route, candidates, choice)
@@ -160,7 +185,7 @@ class WorkerSelector:
             # What matters is what the worker holds that computes the prompt, or hands it on.
             choice = Choice(route.source, choice.costs, choice.tied)
         locality, best = locality_of(
-            view, candidates, size, query.overlaps, eligible, choice, affinity
+            view, candidates, size, query.overlaps, allowed, able, choice, affinity
         )
         if degraded:
             locality = Locality.DEGRADED
@@ -170,9 +195,10 @@ class WorkerSelector:
             degraded=degraded,
             locality=locality,
             best=best,
+            queue_s=float(candidates.prefill_s[route.source]),
         )
         if request.explain:
-            decision.candidates = _explained(query, view, eligible, choice)
+            decision.candidates = _explained(query, view, eligible, choice, candidates)
             if view.roles is not None:
                 decision.forms = {one.form: float(one.cost) for one in routes}
         source = None if wish.source is None else route.source
@@ -186,7 +212,7 @@ class WorkerSelector:
         candidates: Candidates,
         size: RequestSize,
         targets: NDArray[np.bool_],
-        affinity: Affinity | None,
+        cost: CostFunction,
         max_queue_s: float,
     ) -> Choice:
         """The worker for a request that stays where it is decoded."""
@@ -198,7 +224,7 @@ class WorkerSelector:
             rng=self._rng,
             nth=self._decisions,
             temperature=self._temperature,
-            cost=None if affinity is None else discounted(POLICIES[policy].cost, affinity),
+            cost=cost,
             max_queue_s=max_queue_s,
         )
 
@@ -211,6 +237,7 @@ class WorkerSelector:
         size: RequestSize,
         choice: Choice,
         eligible: NDArray[np.bool_],
+        targets: NDArray[np.bool_],
         published: Floats,
         degraded: bool,
     ) -> list[Route]:
@@ -221,12 +248,28 @@ class WorkerSelector:
         may_be_alone = degraded or query.request.local_only
         if roles is None or (may_be_alone and not roles.together):
             return [local]
+        if size.isl_tokens <= 1 and not roles.together:
+            return [local]  # engines compute the last token themselves, so nothing travels
         must_split = roles.together or bool(self._strict_roles and roles.decode[at])
         prices_all = must_split or policy != "latency" or query.request.explain
+        room = has_room(candidates, size)
+        below = math.inf if prices_all else local.cost
         routes = routes_with_source(
-            *(policy, candidates, size, choice.costs, eligible, has_room(candidates, size), roles),
-            *(published, self._rng, math.inf if prices_all else local.cost),
+            *(policy, candidates, size, choice.costs, eligible, room, targets, roles),
+            *(published, self._rng, below),
         )
+        shut = _shut(routes, view)
+        if shut and not roles.together:
+            others = eligible.copy()
+            others[[route.source for route in shut]] = False
+            found = routes_with_source(
+                *(policy, candidates, size, choice.costs, others, room, targets, roles),
+                *(published, self._rng, below),
+            )
+            still_shut = _shut(found, view)
+            routes = [r for r in routes if r not in shut] + [
+                r for r in found if r not in still_shut
+            ]
         # Other policies do not count in seconds: where a request can be split, it is.
         if not must_split and (policy == "latency" or not routes):
             routes.insert(0, local)
@@ -241,7 +284,21 @@ class WorkerSelector:
         position = view.position(query.session_at)
         if position is None:
             return None
-        return Affinity(position, self._session_affinity, self._max_queue_s)
+        fraction = query.followed or self._session_affinity
+        return Affinity(position, fraction, self._max_queue_s)
+
+
+def _cost(policy: str, view: View, affinity: Affinity | None) -> CostFunction:
+    """The policy's, with what the session is worth, and what slowness, failures and absent agents
+    cost."""
+    cost = POLICIES[policy].cost
+    if affinity is not None:
+        cost = discounted(cost, affinity)
+    if view.late_s is not None:
+        cost = late(cost, view.late_s, in_seconds=policy == "latency")
+    if (away := view.away_ones) is not None:
+        cost = unheard(cost, away)
+    return cost if view.failed_shares is None else avoiding(cost, view.failed_shares)
 
 
 def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
@@ -264,14 +321,17 @@ def _decision(
     degraded: bool,
     locality: Locality,
     best: Best,
+    queue_s: float,
 ) -> Decision:
-    """What is answered of a route, without an explanation."""
+    """What is answered of a route, without an explanation. queue_s: of prefills, where the prompt
+    is computed."""
     reserves = query.request.reserve and not degraded
     source = view.incarnations[route.source]
     overlap = query.overlaps.get(source, NO_OVERLAP)
     if route.form is Form.FETCH:
         overlap = overlap.first(route.held)
     bound = min(overlap.total, query.bound.get(source, 0))
+    is_away = not view.away.keys().isdisjoint((source, view.incarnations[route.target]))
     return Decision(
         request_id=query.request.request_id,
         worker=view.infos[route.target],
@@ -283,13 +343,14 @@ def _decision(
         policy=policy,
         tied=tied,
         tries=query.tries,
-        degraded=degraded or query.is_short,
-        trust=_trust(query, bound, degraded=degraded),
+        degraded=degraded or query.is_short or is_away,
+        trust=_trust(query, bound, degraded=degraded, is_away=is_away),
         reservation=wish.reservation if reserves else None,
         reservation_id=query.reservation_id,
         locality=locality,
         best=best,
         waited_ms=query.waited_ms,
+        expected_s=queue_s + (wish.source or wish).reservation.prefill_us / 1e6,
         source=_source(view, route, overlap, wish, reserves=reserves),
         forms={},
         lost={},
@@ -297,11 +358,13 @@ def _decision(
     )
 
 
-def _trust(query: Query, bound: int, *, degraded: bool) -> Trust:
+def _trust(query: Query, bound: int, *, degraded: bool, is_away: bool) -> Trust:
     if degraded:
         return Trust.DEGRADED
     if query.request.is_blind:
         return Trust.BLIND
+    if is_away:
+        return Trust.APPROXIMATE
     return Trust.BOUND if bound and query.trust is Trust.EXACT else query.trust
 
 
@@ -310,6 +373,14 @@ def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:
     if not np.count_nonzero(targets) and np.count_nonzero(eligible):
         raise NoWorkers("no worker that decodes is alive: all have the role prefill")
     return targets
+
+
+def _shut(routes: Sequence[Route], view: View) -> list[Route]:
+    """Those between pairs of which one's KV does not arrive at the other."""
+    if not view.pairs_left_alone:
+        return []
+    keys = [info.key for info in view.infos]
+    return [r for r in routes if (keys[r.source], keys[r.target]) in view.pairs_left_alone]
 
 
 def _wish(
@@ -364,7 +435,11 @@ def _source_text(source: Source | None) -> str:
 
 
 def _explained(
-    query: Query, view: View, eligible: NDArray[np.bool_], choice: Choice
+    query: Query,
+    view: View,
+    eligible: NDArray[np.bool_],
+    choice: Choice,
+    candidates: Candidates,
 ) -> list[Candidate]:
     """The candidates of a decision, copied out of the arrays it was made from."""
     return [
@@ -372,7 +447,8 @@ def _explained(
             info=info,
             overlap=query.overlaps.get(inc, NO_OVERLAP),
             load=replace(load),
-            queue_s=load.queue_s(view.now_ms),
+            others_requests=float(candidates.others_requests[i]),
+            queue_s=float(candidates.prefill_s[i]),
             eligible=ok,
             cost=float(choice.costs.cost[i]),
             terms={name: float(values[i]) for name, values in choice.costs.terms.items()},

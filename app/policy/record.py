@@ -125,8 +125,9 @@ def _seen_of(text: str) -> ChoiceInputs | None:
     if not text:
         return None
     values = orjson.loads(text)
-    matrix = np.array([values[name] for name in ROWS], dtype=np.float64)
     block_size, places = values["block_size"], range(len(values["workers"]))
+    values.setdefault("others_requests", [0.0] * len(places))  # releases before did not know any
+    matrix = np.array([values[name] for name in ROWS], dtype=np.float64)
     if matrix.shape != (len(ROWS), len(places)) or len(values["eligible"]) != len(places):
         raise ValueError(f"seen: {matrix.shape} does not fit {len(places)} workers")
     if block_size < 1:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from app.policy.decision import Decision, Lost, Query, Step
 from app.policy.locality import Locality
 from app.policy.sources import Form
-from app.policy.trust import Trust
 
 if TYPE_CHECKING:
     from app.policy.plan import Plan
 
 PROMPT, UNFORESEEN = "prompt", "unforeseen"
 """Beside steps: all tokens of prompts, and those that an engine had cached and nobody knew of."""
-NO_ROOM = (Locality.FULL, Locality.EXCLUDED, Locality.LEASE)
+NO_ROOM = (Locality.FULL, Locality.EXCLUDED, Locality.FAILING, Locality.LEASE)
 CHOSEN_INSTEAD = (Locality.LOAD, Locality.SESSION, Locality.TIE)
 
 
@@ -25,7 +24,7 @@ def lost_by_decision(query: Query, plan: Plan, asked: int, held_once: int) -> Lo
     """
     decision, full = plan.decision, len(plan.request.chain)
     block, tokens = decision.worker.block_size, decision.isl_tokens
-    knows = decision.trust not in (Trust.DEGRADED, Trust.BLIND)
+    knows = decision.trust.predicts
     held, best, chosen = _reached(query, plan) if knows else (0, 0, 0)
     seen = min(full, max(asked, held))
     held_once = min(seen, max(held_once, held))
@@ -54,7 +53,10 @@ def lost_by_engine(decision: Decision, cached: int | None) -> Lost:
     chosen = held_tokens(decision)
     # The last token is always computed, and with it the block of the engine that it is in.
     most = min(chosen, decision.isl_tokens - 1) // info.block_size
-    whole = most // info.reuse_blocks * info.reuse_blocks
+    whole = max(0, most - info.lookahead_blocks) // info.reuse_blocks * info.reuse_blocks
+    if decision.source is None:
+        # Where the index says that its engine goes on, that is less than the numbers tell.
+        whole = min(whole, decision.overlap.total + info.recomputed_blocks)
     reusable = max(0, whole - info.recomputed_blocks) * info.block_size
     left = chosen - min(chosen, reusable if cached is None else cached)
     lost: Lost = {}

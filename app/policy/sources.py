@@ -7,6 +7,7 @@ three have one price, in the seconds of `app.policy.cost.latency`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +20,9 @@ from numpy.typing import NDArray
 
 from app.core.worker_report import Role, WorkerInfo
 from app.policy.cost import (
+    AWAY,
+    FAILED,
+    LATE,
     TRANSFER_WEIGHT,
     Candidates,
     Costs,
@@ -27,6 +31,7 @@ from app.policy.cost import (
     least,
     predicted_prefill_s,
 )
+from app.policy.pairing import group_of
 
 Mask = NDArray[np.bool_]
 OWN_TRANSFER = "kvroute"
@@ -56,7 +61,7 @@ class Form(StrEnum):
 class Roles:
     """Which of the workers may be what, (workers,) each.
 
-    prefill, decode: those that do nothing else. transfers: those between which KV can travel.
+    prefill, decode: those that do nothing else. groups: of those within which KV can travel.
     fetches: whether a target may fetch a prefix, and compute the rest; then a source hands it on
     without a request in its queue. (A vLLM that is told of fewer tokens than its prompt has dies.)
     together: none answers a request alone.
@@ -64,7 +69,7 @@ class Roles:
 
     prefill: Mask
     decode: Mask
-    transfers: Mask
+    groups: tuple[Mask, ...]
     fetches: bool
     together: bool = False
     targets: Mask = field(init=False)
@@ -74,24 +79,28 @@ class Roles:
     def __post_init__(self) -> None:
         # Once for all decisions among the same workers.
         object.__setattr__(self, "targets", ~self.prefill)
-        object.__setattr__(self, "sources", self.transfers & ~self.decode)
-        object.__setattr__(self, "receivers", self.transfers & ~self.prefill)
+        transfers = np.logical_or.reduce((np.zeros_like(self.prefill), *self.groups))
+        object.__setattr__(self, "sources", transfers & ~self.decode)
+        object.__setattr__(self, "receivers", transfers & ~self.prefill)
 
 
 def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
     """None: every worker does both, and no KV can travel between any two.
 
-    KV travels between workers with one way of transfer: the first that any of them names.
+    KV travels between workers with one way of transfer, the first that any of them names, and
+    within groups of `app.policy.pairing`.
     """
-    ways = [info.kv_transfer for info in infos]
-    way = next(filter(None, ways), "")
+    way = next((info.kv_transfer for info in infos if info.kv_transfer), "")
     roles = [info.role for info in infos]
-    if set(roles) <= {Role.BOTH} and (not way or ways.count(way) < 2):
+    groups = [group_of(info) for info in infos]
+    number = Counter(group for group in groups if group is not None and group.way == way)
+    pairing = [group for group, members in number.items() if members > 1]
+    if set(roles) <= {Role.BOTH} and not pairing:
         return None
     return Roles(
         prefill=np.array([role is Role.PREFILL for role in roles]),
         decode=np.array([role is Role.DECODE for role in roles]),
-        transfers=np.array([bool(way) and one == way for one in ways]),
+        groups=tuple(np.array([one == group for one in groups]) for group in pairing),
         fetches=way == OWN_TRANSFER,
         together=way == TOGETHER,
     )
@@ -132,6 +141,7 @@ def routes_with_source(
     costs: Costs,
     eligible: Mask,
     room: Mask,
+    targets: Mask,
     roles: Roles,
     published: Floats,
     rng: Generator,
@@ -140,13 +150,42 @@ def routes_with_source(
     """The cheapest route of each form but LOCAL; forms without a pair of workers are left out, and
     so are those of which no pair can cost as little as `below`.
 
-    eligible: those that the request allows. room: those that can take it. costs: the policy's.
+    eligible: those that the request allows to compute its prompt, and targets: to decode it. room:
+    those that can take it. costs: the policy's.
     published: leading blocks that each has on its device, (workers,), without those that it is only
     foreseen to have. Policies other than `latency` do not count in seconds: by them a request is
     split wherever there is a worker for nothing but prefill, between the cheapest of those and of
     the others.
     """
-    owners, targets = eligible & roles.sources, eligible & room & roles.receivers
+    found = [
+        route
+        for group in roles.groups
+        for route in _routes_within(
+            *(policy, candidates, size, costs, eligible & group, room, targets & group),
+            *(roles, published, rng, below),
+        )
+    ]
+    if len(roles.groups) < 2:
+        return found
+    forms = dict.fromkeys(route.form for route in found)
+    return [min((r for r in found if r.form is form), key=lambda r: r.cost) for form in forms]
+
+
+def _routes_within(
+    policy: str,
+    candidates: Candidates,
+    size: RequestSize,
+    costs: Costs,
+    eligible: Mask,
+    room: Mask,
+    targets: Mask,
+    roles: Roles,
+    published: Floats,
+    rng: Generator,
+    below: float,
+) -> list[Route]:
+    """As `routes_with_source`, among the members of one group."""
+    owners, targets = eligible & roles.sources, targets & room & roles.receivers
     if policy != "latency":
         source = _cheapest(costs.cost, owners & room & roles.prefill, rng)
         target = _cheapest(costs.cost, targets, rng)
@@ -205,6 +244,9 @@ def _split(
     decoding += candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * size.isl_tokens
     for name in ("queue_s", "memory_wait_s", "eviction_s", "decode_s"):
         decoding += terms[name]
+    for name in (FAILED, LATE, AWAY):
+        if name in terms:
+            decoding += terms[name]
     if "arrival_s" in terms:
         decoding += terms["arrival_s"]
         sources = sources & (candidates.receiving_s == 0.0)

@@ -8,8 +8,14 @@ from enum import StrEnum
 class Trust(StrEnum):
     EXACT = "exact"
     BOUND = "bound"
+    APPROXIMATE = "approximate"
     DEGRADED = "degraded"
     BLIND = "blind"
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the overlap says what the worker will find cached; else nobody could tell."""
+        return self in (Trust.EXACT, Trust.BOUND)
 
     @property
     def text(self) -> str:
@@ -20,6 +26,8 @@ class Trust(StrEnum):
 _TEXTS = {
     Trust.EXACT: "overlap is what engines had published",
     Trust.BOUND: "overlap is what was proved or foreseen, and workers may hold more",
+    Trust.APPROXIMATE: "the worker's agent is away: overlap is what it had published by then, and "
+    "what was routed there since",
     Trust.DEGRADED: "Redis was unreachable, so no overlap was known",
     Trust.BLIND: "the prompt's tokens were not known, or its shard of the index was unreachable",
 }

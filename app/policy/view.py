@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
+from functools import cached_property
 from operator import attrgetter
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.failures import FailingByWorker
 from app.core.keys import metrics_interval_s
 from app.core.loads import (
     LOAD_FIELDS,
@@ -24,6 +26,7 @@ from app.core.loads import (
     fading,
 )
 from app.core.overlaps import Overlaps
+from app.core.resume import EVERY_BLOCK
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -33,7 +36,10 @@ from app.core.worker_report import (
     Speed,
     WorkerInfo,
 )
+from app.policy import reported
 from app.policy.cost import Candidates, Floats
+from app.policy.pair_failures import Pair
+from app.policy.reported import Others
 from app.policy.sources import roles_of
 
 STALE_AFTER_INTERVALS = 10
@@ -51,9 +57,10 @@ LOAD_ROWS = (
     "routed_s",
     "sending_s",
     "receiving_s",
+    "others_requests",
 )
-QUEUE, REQUESTS, ROUTED = (
-    len(OVERLAP_ROWS) + LOAD_ROWS.index(row) for row in ("prefill_s", "active_requests", "routed_s")
+PREFILL_TOKENS, QUEUE, BLOCKS, REQUESTS, DECODES, MOST_REQUESTS, ROUTED, *_, OTHERS = range(
+    len(OVERLAP_ROWS), len(OVERLAP_ROWS) + len(LOAD_ROWS)
 )
 METRICS_ROWS = {
     "kv_active_blocks": "kv_active_blocks",
@@ -65,7 +72,7 @@ METRICS_ROWS = {
     "kv_idle_before_evict_s": "kv_idle_before_evict_s",
 }
 """Rows of Candidates, and the fields of ForwardPassMetrics that they show."""
-TOTAL = LOAD_FIELDS.index("total")
+TOTAL, RESERVED, DECODING = map(LOAD_FIELDS.index, ("total", "requests", "decoding"))
 KV_TOTAL = list(METRICS_ROWS).index("kv_total_blocks")
 SPEED_ROWS = tuple(f.name for f in fields(Speed))
 
@@ -78,7 +85,7 @@ if tuple(f.name for f in fields(Candidates)) != ROWS:
 
 
 def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[float, ...]:
-    """LOAD_ROWS of one worker. rounds: as of a Snapshot."""
+    """LOAD_ROWS of one worker that nobody else uses. rounds: as of a Snapshot."""
     return (
         load.prefill_tokens,
         load.queue_s(now_ms),
@@ -89,6 +96,7 @@ def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[
         load.routed_s(rounds),
         load.sending_s(now_ms),
         load.receiving_s(now_ms),
+        0.0,
     )
 
 
@@ -103,7 +111,7 @@ def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Flo
     routed_s = routed_us / 1e6 * fading
     transfers_s = [np.maximum(until_ms - now_ms, 0.0) / 1000.0 for until_ms in transfers_until_ms]
     of_load = tokens, queue_s, blocks, requests, decoding, max_requests, routed_s, *transfers_s
-    return np.array((none, none, none, *of_load))
+    return np.array((none, none, none, *of_load, none))
 
 
 def measured_rows(metrics: ForwardPassMetrics, speed: Speed) -> tuple[float, ...]:
@@ -128,6 +136,15 @@ class Measured:
 UNMEASURED = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
 
 
+class Contexts:
+    """tokens: that each engine takes of a prompt and its answer together, (workers,); inf: it does
+    not say. least: of those."""
+
+    def __init__(self, infos: Sequence[WorkerInfo]) -> None:
+        self.tokens = np.array([info.max_model_len or math.inf for info in infos], np.float64)
+        self.least = float(self.tokens.min()) if infos else math.inf
+
+
 class Workers:
     """What is known about the live workers apart from their load; many views share it."""
 
@@ -139,16 +156,22 @@ class Workers:
         self.position = {inc: i for i, inc in enumerate(self.incarnations)}
         self._places: dict[frozenset[Incarnation], NDArray[np.intp]] = {}
         self.roles = roles_of(self.infos)
+        self.contexts = Contexts(self.infos)
         self.are_publishing = any(info.publishing for info in self.infos)
         self.reuse_less = {
-            inc: info for inc, info, _ in workers if info.reuse_blocks > 1 or info.recomputed_blocks
+            inc: rule for inc, info, _ in workers if (rule := info.reuse_rule) != EVERY_BLOCK
         }
         """Those whose engines do not reuse each block that they hold."""
         self.rows = np.empty((len(METRICS_ROWS) + len(SPEED_ROWS), len(workers)))
+        self.reports = np.empty((len(reported.ROWS), len(workers)))
+        """What each says of what is in its engine: see app.policy.reported."""
         self._show(range(len(workers)))
         self.reported = tuple(self.rows)
         """Its rows, one by one: to take a matrix apart takes time for each of them."""
         self.max_requests = np.array([info.max_requests for info in self.infos], dtype=np.float64)
+        self.late_s = _beyond_least([m.metrics.late_s for m in self.measured])
+        """For how long each keeps others waiting beyond the one that does least, (workers,); None:
+        all alike. What befalls all says nothing of any."""
 
     @property
     def kv_total_blocks(self) -> Floats:
@@ -169,11 +192,13 @@ class Workers:
         """The same workers, of which some have been measured anew."""
         workers = copy(self)
         workers.measured, workers.rows = self.measured.copy(), self.rows.copy()
+        workers.reports = self.reports.copy()
         places = [self.position[inc] for inc in measured if inc in self.position]
         for place in places:
             workers.measured[place] = measured[self.incarnations[place]]
         workers._show(places)
         workers.reported = tuple(workers.rows)
+        workers.late_s = _beyond_least([m.metrics.late_s for m in workers.measured])
         return workers
 
     def _show(self, places: Sequence[int]) -> None:
@@ -184,6 +209,16 @@ class Workers:
         registered = np.array([self.infos[place].kv_total_blocks for place in places], np.float64)
         np.copyto(rows[KV_TOTAL], registered, where=rows[KV_TOTAL] == 0)
         self.rows[:, places] = rows
+        totals = rows[KV_TOTAL].tolist()
+        said = [
+            reported.row_of(m.metrics, total, m.speed, m.at_ms)
+            for m, total in zip(some, totals, strict=True)
+        ]
+        self.reports[:, places] = _matrix(said, len(self.reports))
+        self.may_have_others = bool(self.infos) and reported.may_exceed(
+            self.reports, self.infos[0].block_size
+        )
+        """Whether any of their engines may have what no router reserved."""
 
 
 class View:
@@ -194,27 +229,111 @@ class View:
         snapshot: Snapshot,
         workers: Workers,
         paused: Mapping[Incarnation, WorkerInfo] = MappingProxyType({}),
+        lapsed: Mapping[Incarnation, WorkerInfo] = MappingProxyType({}),
     ) -> None:
-        """paused: workers that are live, but get no requests because they failed some or drain."""
+        """paused: workers that are live, but get no requests because they failed some, are ill or
+        drain. lapsed: those of which nothing is heard."""
         self.now_ms = snapshot.now_ms
         self.rounds = snapshot.rounds
-        self.failing = snapshot.failing
-        self.paused = paused
+        self.failing = FailingByWorker(snapshot.failing)
+        self.lacking = snapshot.lacking
+        self.paused, self.lapsed = paused, lapsed
+        self.pairs_left_alone: frozenset[Pair] = frozenset()
+        """Sources and targets between which KV does not arrive."""
+        self.away = snapshot.away
         self.somebody_waits = snapshot.somebody_waits
         self.incarnations = workers.incarnations
         self.infos = workers.infos
         self.measured = workers.measured
         self.everybody = workers.everybody
+        self.contexts = workers.contexts
         self.roles = workers.roles
         """None: each worker does all of a request, and KV travels between none."""
+        self.late_s = workers.late_s
         self._loads = snapshot.loads
         self._workers = workers
+        self.failed_shares: Floats | None = None
+        """Of each worker's tries lately, (workers,); None: of nobody's."""
+        self._on_trial: NDArray[np.bool_] | None = None
+        if self.failing:
+            self._heed_failing()
         self._rows = rows_of(self._loads, self.now_ms, workers.max_requests, self.rounds)
+
+        self._others: Floats | None = None
+        """Rows of what no router reserved, to be added to `_rows`; None: there is nothing."""
+        if workers.may_have_others:
+            columns, block_size = self._loads.columns, workers.infos[0].block_size
+            self._others = _others_rows(
+                reported.others_of(workers.reports, columns, self.now_ms, block_size)
+            )
+            self._rows += self._others
+
+    def _heed_failing(self) -> None:
+        """Those on trial have their usual price, so that they get a request."""
+        shares, on_trial = np.zeros(len(self.infos)), np.zeros(len(self.infos), np.bool_)
+        for inc, failing in self.failing.items():
+            position = self.position(inc)
+            if position is None:
+                continue
+            on_trial[position] = failing.is_on_trial
+            if not failing.is_on_trial:
+                shares[position] = failing.share_at(self.now_ms)
+        self.failed_shares = shares if shares.any() else None
+        self._on_trial = on_trial if on_trial.any() else None
+
+    @property
+    def away_s(self) -> list[float | None]:
+        """For how long each worker's agent has been away; None: it is not."""
+        since = map(self.away.get, self.incarnations)
+        return [None if ms is None else max(0, self.now_ms - ms) / 1000 for ms in since]
+
+    @cached_property
+    def away_ones(self) -> NDArray[np.bool_] | None:
+        """Whose agents are away, (workers,); None: nobody's, or all of them: what befalls all says
+        nothing of any."""
+        if not self.away:
+            return None
+        ones = np.array([inc in self.away for inc in self.incarnations])
+        return ones if ones.any() and not ones.all() else None
+
+    @property
+    def knows_failures(self) -> bool:
+        """Whether any worker is known to have failed lately."""
+        has_any = self.failed_shares is not None or self._on_trial is not None
+        return has_any or bool(self.lacking)
+
+    def tried(self) -> NDArray[np.bool_] | None:
+        """Which workers on trial have the one request that they get until they answer it,
+        (workers,); None: there is none."""
+        if self._on_trial is None:
+            return None
+        columns = self._loads.columns
+        tried: NDArray[np.bool_] = self._on_trial & (columns[RESERVED] > columns[DECODING])
+        return tried
+
+    def lack(self, subjects: Iterable[str]) -> NDArray[np.bool_] | None:
+        """Which workers do not have a model or path, and are to be left alone for it, (workers,);
+        None: there is none."""
+        if not self.lacking:
+            return None
+        lacking = np.zeros(len(self.infos), np.bool_)
+        for subject in subjects:
+            for inc, failing in self.lacking.get(subject, {}).items():
+                position = self.position(inc)
+                if position is not None and failing.until_ms > self.now_ms:
+                    lacking[position] = True
+        return lacking
 
     @property
     def loads(self) -> list[Load]:
         """Of each worker, in a copy."""
         return list(map(self._loads.at, range(len(self.incarnations))))
+
+    @property
+    def others_requests(self) -> list[float]:
+        """In each worker's engine, beyond those that routers reserved."""
+        others: list[float] = self._rows[OTHERS].tolist()
+        return others
 
     def total(self, position: int) -> int:
         """Reservations ever made on the worker at `position`."""
@@ -241,14 +360,15 @@ class View:
         If that is finite, any request may be the last that its worker takes, so each worker counts
         as one opening.
         """
-        free = self._workers.max_requests - self._rows[REQUESTS]
+        free = self._rows[MOST_REQUESTS] - self._rows[REQUESTS]
         free = free[(free > 0) & (self._rows[QUEUE] <= max_queue_s)]
         return int(free.sum()) if math.isinf(max_queue_s) else free.size
 
-    def all_hold(self, num_blocks: int) -> bool:
-        """Whether no worker reports fewer KV blocks than this in total."""
+    def all_hold(self, num_blocks: int, context_tokens: int = 0) -> bool:
+        """Whether no worker reports fewer KV blocks than this in total, or a shorter context."""
         totals = self._workers.kv_total_blocks
-        return not ((totals > 0) & (totals < num_blocks)).any()
+        is_too_small = bool(((totals > 0) & (totals < num_blocks)).any())
+        return not is_too_small and context_tokens <= self.contexts.least
 
     def candidates(self, overlaps: Overlaps) -> Candidates:
         """The workers as a cost function sees them, for a prompt with these overlaps."""
@@ -267,10 +387,17 @@ class View:
 
     def reusable(self, overlaps: Overlaps, isl_tokens: int) -> Overlaps:
         """What the engines would reuse of `overlaps`, those of a prompt of `isl_tokens`."""
+        # The last token is always computed, and with it the block that it is in.
+        most = (isl_tokens - 1) // (self.block_size or 1)
         reused: dict[Incarnation, TierOverlap] = {}
-        for inc, info in self._workers.reuse_less.items():
+        for inc, rule in self._workers.reuse_less.items():
             if inc in overlaps:
-                reused[inc] = _reused(overlaps[inc], info, isl_tokens)
+                held = overlaps[inc]
+                reused[inc] = held.first(rule.reused(held.total, most))
+        for inc, resume in overlaps.resumes.items():
+            # Where more is foreseen than held, what its engine will hold is not known so well.
+            if inc in overlaps and overlaps[inc].total == resume.held:
+                reused[inc] = overlaps[inc].first(resume.reused(most))
         if not reused:
             return overlaps
         return Overlaps({inc: o for inc, o in (overlaps.flat() | reused).items() if o.total})
@@ -290,13 +417,25 @@ class View:
         max_requests = self.infos[position].max_requests
         rows = load_rows(load, self.now_ms, max_requests, self.rounds)
         self._rows[len(OVERLAP_ROWS) :, position] = rows
+        if self._others is not None:
+            self._rows[:, position] += self._others[:, position]
 
 
-def _reused(overlap: TierOverlap, info: WorkerInfo, isl_tokens: int) -> TierOverlap:
-    # The last token is always computed, and with it the block of the engine that it is in.
-    most = (isl_tokens - 1) // info.block_size
-    whole = min(overlap.total, most) // info.reuse_blocks * info.reuse_blocks
-    return overlap.first(max(whole - info.recomputed_blocks, 0))
+def _others_rows(others: Others) -> Floats:
+    """What is added to the rows of a view. A worker is full of reservations alone: that others use
+    it makes it dear, and refuses nobody."""
+    rows = np.zeros((len(OVERLAP_ROWS) + len(LOAD_ROWS), others.running.size))
+    rows[PREFILL_TOKENS], rows[QUEUE] = others.prefill_tokens, others.prefill_s
+    rows[BLOCKS], rows[DECODES] = others.blocks, others.running
+    rows[[REQUESTS, MOST_REQUESTS, OTHERS]] = others.requests
+    return rows
+
+
+def _beyond_least(late_s: list[float]) -> Floats | None:
+    if not any(late_s):
+        return None
+    beyond: Floats = np.array(late_s) - min(late_s)
+    return beyond if beyond.any() else None
 
 
 def load_statistics(view: View) -> tuple[float, float]:

@@ -35,6 +35,9 @@ class Carried:
     def __contains__(self, reservation_id: str) -> bool:
         return reservation_id in self._requests
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def add(self, decision: Decision, now_s: float) -> None:
         """A request is carried to where it was decided to go, if anything is reserved there."""
         if decision.reservation is not None:

@@ -19,6 +19,7 @@ from app.core.errors import (
 from app.core.loads import Refused, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.rate_limit import RateLimit
+from app.http.supervisor import supervised
 from app.policy.decision import Query
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import View
@@ -77,10 +78,10 @@ class Decider:
 
     async def run(self) -> None:
         """Run until cancelled."""
+        failures = self._replica.telemetry.task_failures
         async with asyncio.TaskGroup() as tasks:
-            if self._waiting is not None:
-                tasks.create_task(self._give_turns(self._waiting))
-            tasks.create_task(self._decide_forever())
+            tasks.create_task(supervised("turns", self._give_turns, failures))
+            tasks.create_task(supervised("decisions", self._decide_forever, failures))
 
     def submit(self, pending: Pending) -> bool:
         """Queue a request for its decision; False: the queue is full."""
@@ -90,10 +91,12 @@ class Decider:
             return False
         return True
 
-    async def _give_turns(self, waiting: Waiting) -> None:
-        async with waiting:
+    async def _give_turns(self) -> None:
+        if self._waiting is None:
+            return
+        async with self._waiting:
             while True:
-                for pending in await waiting.next_turns():
+                for pending in await self._waiting.next_turns():
                     if not self.submit(pending):
                         _wait_on(pending)
 
@@ -275,7 +278,8 @@ class Decider:
             pending,
             # What is cached somewhere costs the fleet little; at least one block must be computed.
             tokens=max(request.isl_tokens - longest * block_size, block_size),
-            picky=bool(request.exclude) or not view.all_hold(-(-request.isl_tokens // block_size)),
+            picky=bool(request.exclude)
+            or not view.all_hold(-(-request.isl_tokens // block_size), request.context_tokens),
             now_ms=view.now_ms,
         )
 

@@ -9,17 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from redis.asyncio import Redis
 
 from app.core import worker_report
-from app.core.errors import KvrouteError, RedisRecovering, RedisUnavailable, WrongVersion
+from app.core.errors import (
+    KvrouteError,
+    NamespaceMissing,
+    RedisRecovering,
+    RedisUnavailable,
+    WrongVersion,
+)
+from app.core.failures import IS_TAINTED
 from app.core.keys import DATA_VERSION, METRICS_INTERVAL_S, Keyspace, metrics_interval_s
 from app.core.loads import Snapshot
-from app.core.types import Incarnation
-from app.core.worker_report import Role, WorkerInfo
+from app.core.types import Incarnation, WorkerKey
+from app.core.worker_report import Role, WorkerInfo, process_of
+from app.policy.kv_lease import LeaseBooks, Transfers
+from app.policy.pair_failures import Pair
 from app.policy.view import UNMEASURED, Measured, View, Workers
 from app.state.connect import deadline
 from app.state.streams import id_ms, pages_backwards
@@ -47,6 +56,8 @@ class Fleet:
         self.last_view: View | None = None
         self.wrong_version: WrongVersion | None = None
         """Why nothing may be written in the namespace; None: nothing speaks against it."""
+        self.is_missing = False
+        """Whether Redis had no such namespace when it was last asked."""
         self.strangers: dict[Incarnation, str] = {}
         """Incarnations of workers that another release runs, and what is wrong with each: they are
         not routed to."""
@@ -83,6 +94,11 @@ class Fleet:
         self._recovers_until = 0.0
         self._failure = ""
         """How Redis failed last."""
+        self._snapshot: Snapshot | None = None
+        """That of the last view."""
+        self.pairs_left_alone: frozenset[Pair] = frozenset()
+        self._left_out: set[Incarnation] = set()
+        """Workers that are tainted, of which Redis has yet to be told."""
 
     @property
     def block_size(self) -> int | None:
@@ -95,6 +111,99 @@ class Fleet:
         requests for a while."""
         view = self.last_view
         return (*view.infos, *view.paused.values()) if view else ()
+
+    def incarnation_of(self, key: WorkerKey) -> Incarnation | None:
+        """Of the worker that is routed to, or paused; None: there is none of that key."""
+        view = self.last_view
+        live = (
+            []
+            if view is None
+            else [*zip(view.incarnations, view.infos, strict=True), *view.paused.items()]
+        )
+        return next((inc for inc, info in live if info.key == key), None)
+
+    def failed_shares(self, *subjects: str) -> dict[WorkerKey, float]:
+        """What of its tries each worker failed lately, from 0 to 1; 1 while it is paused, or lacks
+        one of the models or paths that are asked for. Others failed none."""
+        view = self.last_view
+        if view is None:
+            return {}
+        shares = {
+            self._infos[inc].key: failing.share_at(view.now_ms)
+            for inc, failing in view.failing.items()
+            if inc in self._infos
+        }
+        lacking = view.lack(subjects)
+        if lacking is not None:
+            shares |= {view.infos[place].key: 1.0 for place in lacking.nonzero()[0]}
+        return shares | {info.key: 1.0 for info in view.paused.values()}
+
+    def lacking(self, subject: str) -> frozenset[WorkerKey]:
+        """Whom that model or path was asked of in vain lately, be it that they are left alone for
+        it, or to be tried again."""
+        view = self.last_view
+        known = {} if view is None else view.lacking.get(subject, {})
+        return frozenset(self._infos[inc].key for inc in known if inc in self._infos)
+
+    def lease_books(self, info: WorkerInfo) -> LeaseBooks | None:
+        """What that worker's engine has counted of the leases on its KV; None: it does not say."""
+        inc = self.incarnation_of(info.key)
+        known = None if inc is None else self._infos.get(inc)
+        if inc is None or known is None:
+            return None
+        measured = self.measured(inc)
+        said = measured.metrics
+        counts = said.kv_leases_ended, said.kv_fetched_late, said.engine_steps
+        if None in counts or said.read_s_ago is None:
+            return None
+        life = known.engine_life or f"of incarnation {inc}"
+        read_ms = measured.at_ms - 1000 * said.read_s_ago
+        return LeaseBooks(life, *counts, read_ms)  # type: ignore[arg-type]
+
+    def transfers(self, info: WorkerInfo) -> Transfers | None:
+        """What that worker's engine has counted of KV that it fetched; None: it does not say."""
+        inc = self.incarnation_of(info.key)
+        if inc is None:
+            return None
+        measured = self.measured(inc)
+        said = measured.metrics
+        arrived, failed = said.kv_transfers, said.kv_transfers_failed
+        if arrived is None or failed is None or said.read_s_ago is None:
+            return None
+        life = process_of(self.engine_life(info.key) or str(inc))
+        return Transfers(life, arrived, failed, measured.at_ms - 1000 * said.read_s_ago)
+
+    def engine_life(self, key: WorkerKey) -> str | None:
+        """As that worker registers it; None: it does not say, or is not there."""
+        inc = self.incarnation_of(key)
+        info = None if inc is None else self._infos.get(inc)
+        return (info and info.engine_life) or None
+
+    def is_tainted(self, key: WorkerKey) -> bool:
+        """Whether that worker's engine may hold KV of one prompt as another's."""
+        view = self.last_view
+        failing = view.failing if view is not None else {}
+        if not self._left_out and not any(one.is_tainted for one in failing.values()):
+            return False
+        inc = self.incarnation_of(key)
+        return inc in self._left_out or (inc in failing and failing[inc].is_tainted)
+
+    def leave_out(self, inc: Incarnation) -> None:
+        """Until `let_in`, route nothing to a worker of which Redis has yet to be told that it is
+        tainted."""
+        self._left_out.add(inc)
+        if self.last_view is not None and self._snapshot is not None:
+            self._show(self._snapshot)
+
+    def let_in(self, inc: Incarnation) -> None:
+        """From now on what Redis says of it counts."""
+        self._left_out.discard(inc)
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether Redis was ever asked for the workers, be there an answer or not."""
+        has_answer = self.last_view is not None or self.is_missing
+        return has_answer or self.wrong_version is not None or bool(self._failure)
 
     @property
     def recovers(self) -> bool:
@@ -147,6 +256,9 @@ class Fleet:
             # Nothing that was known of the namespace still holds.
             self.wrong_version, self.last_view, self.shards = error, None, None
             return
+        self.is_missing = isinstance(error, NamespaceMissing) or (
+            self.is_missing and isinstance(error, RedisUnavailable)
+        )
         if not isinstance(error, RedisUnavailable) or isinstance(error, RedisRecovering):
             return
         self._recovers_until = time.monotonic() + RECOVERY_S
@@ -159,18 +271,32 @@ class Fleet:
 
         Raises RedisUnavailable, and RedisRecovering while the last view is the better one.
         """
-        self._changed.update(snapshot.changed)
+        self._changed |= snapshot.changed
+        snapshot.changed.clear()
+        if snapshot.workers_ms is None and self.last_view is not None:
+            # A reservation that is refused tells of loads alone.
+            known = self.last_view
+            snapshot = replace(
+                snapshot, failing=known.failing, lacking=known.lacking, away=known.away
+            )
         if self.recovers and self._missed & snapshot.lapsed:
             raise RedisRecovering(
                 f"leases lapsed while Redis failed: {len(snapshot.lapsed)} ({self._failure})"
             )
         self._missed = frozenset()
-        self.wrong_version = None
+        self.wrong_version, self.is_missing = None, False
         self._redis_ahead_ms = self._ahead_ms(snapshot.now_ms - time.monotonic() * 1000)
         self.shards = snapshot.shards or self.shards
         await self._meet(snapshot)
         if snapshot.loads.incarnations is not self._met:
             snapshot = replace(snapshot, loads=snapshot.loads.of_those(self._infos))
+        self.seen_s = time.monotonic()
+        self._snapshot = snapshot
+        return self._show(snapshot)
+
+    def _show(self, snapshot: Snapshot) -> View:
+        if self._left_out:
+            snapshot = self._without_tainted(snapshot)
         loads = snapshot.loads
         if self._workers is None or not _same(self._workers.incarnations, loads.incarnations):
             self._workers = Workers(
@@ -179,16 +305,30 @@ class Fleet:
         elif self._unshown:
             self._workers = self._workers.with_measured(self._unshown)
         self._unshown = {}
-        paused = {inc: self._infos[inc] for inc in snapshot.paused if inc in self._infos}
-        self.last_view = View(snapshot, self._workers, paused)
-        self.seen_s = time.monotonic()
+        lapsed = {inc: self._infos[inc] for inc in snapshot.lapsed if inc in self._infos}
+        are_there = {*snapshot.paused, *(inc for inc, info in lapsed.items() if info.ill)}
+        paused = {inc: lapsed.pop(inc) for inc in are_there & lapsed.keys()}
+        self.last_view = View(snapshot, self._workers, paused, lapsed)
+        self.last_view.pairs_left_alone = self.pairs_left_alone
         return self.last_view
+
+    def _without_tainted(self, snapshot: Snapshot) -> Snapshot:
+        left_out = self._left_out.intersection(snapshot.loads.incarnations)
+        if not left_out:
+            return snapshot
+        others = {inc: info for inc, info in self._infos.items() if inc not in left_out}
+        return replace(
+            snapshot,
+            loads=snapshot.loads.of_those(others),
+            failing=snapshot.failing | dict.fromkeys(left_out, IS_TAINTED),
+            lapsed=snapshot.lapsed | left_out,
+        )
 
     async def _meet(self, snapshot: Snapshot) -> None:
         """Learn what is not known of the incarnations in a snapshot."""
         live = snapshot.loads.incarnations
         # The unreadable as well: theirs may be workers of another release, to be named.
-        others = [*snapshot.paused, *snapshot.unreadable]
+        others = [*snapshot.lapsed, *snapshot.unreadable]
         if snapshot.workers_ms not in (None, self._workers_ms):
             changed, self._changed = self._changed, set()
             try:
@@ -239,6 +379,15 @@ class Fleet:
         self._texts.pop(inc, None)
         self._workers = self._met = None
 
+    @property
+    def away(self) -> Mapping[Incarnation, int]:
+        """Those whose agents were away when Redis was last asked, and since when, in ms."""
+        return self.last_view.away if self.last_view else {}
+
+    def info_of(self, incarnation: Incarnation) -> WorkerInfo | None:
+        """None: it is not known."""
+        return self._infos.get(incarnation)
+
     def name_of(self, incarnation: Incarnation) -> str:
         """The worker it is of, for a log."""
         info = self._infos.get(incarnation)
@@ -251,6 +400,7 @@ class Fleet:
         self.strangers = {inc: what for inc, what in self.strangers.items() if inc in keep}
         self._texts = {inc: text for inc, text in self._texts.items() if inc in keep}
         self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
+        self._left_out &= keep
 
     def measured(self, incarnation: Incarnation) -> Measured:
         return self._measured.get(incarnation, UNMEASURED)
@@ -273,7 +423,7 @@ class Fleet:
 
     def _pause_s(self, every: int) -> float:
         live = self.last_view.incarnations if self.last_view else []
-        if every == 1 or any(inc not in self._measured for inc in live):
+        if every == 1 or any(inc not in self._measured and inc not in self.away for inc in live):
             return METRICS_INTERVAL_S
         return every * metrics_interval_s(len(live))
 

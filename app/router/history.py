@@ -9,12 +9,16 @@ import asyncio
 import logging
 import time
 from collections import deque
+from itertools import islice
 
 from app.core.chains import shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.rate_limit import RateLimit
+from app.core.text_trail import marks_of
 from app.core.types import Incarnation, SequenceHash, request_id_of
+from app.http.supervisor import supervised
+from app.policy.decision import Query, RouteRequest
 from app.policy.plan import Plan
 from app.router.replica import Replica
 from app.state import decisions, endings, predictions, sessions
@@ -34,12 +38,11 @@ class History:
 
     def __init__(self, replica: Replica) -> None:
         settings = replica.settings
-        self.predictions = (
-            predictions.PredictionSettings(settings.prediction_ttl_s, settings.prediction_entries)
-            if settings.count_in_flight or not settings.kv_events
-            else None
+        self.predictions = predictions.PredictionSettings(
+            settings.prediction_ttl_s, settings.prediction_entries
         )
-        """None: not kept."""
+        self.predicts_all = settings.count_in_flight or not settings.kv_events
+        """Else only of workers whose agents are away."""
         self._replica = replica
         self._reservation_ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._session_affinity = settings.session_affinity
@@ -52,23 +55,45 @@ class History:
         self._ended: deque[tuple[str, Ending]] = deque(maxlen=MAX_UNWRITTEN)
         self._has_unrecorded = asyncio.Event()
 
-    def recall(self, asked: list[str]) -> list[Call[list[sessions.Visit | None]]]:
-        """At most one call, which returns where each session last went; "" stands for none."""
-        if not self._session_affinity or not any(asked):
-            return []
-        return [sessions.recall(self._replica.keyspace, asked)]
+    @property
+    def predicts(self) -> bool:
+        """Whether predictions are kept of any worker now."""
+        return self.predicts_all or bool(self._replica.fleet.away)
 
-    def session_at(self, visit: sessions.Visit | None, now_ms: int) -> Incarnation | None:
-        """Where a session still is, if its last visit was not too long ago."""
-        if visit is None or visit.at_ms <= now_ms - self._session_ttl_ms:
-            return None
-        return visit.incarnation
+    def recall(self, queries: list[Query]) -> list[Call[list[sessions.Visit | None]]]:
+        """At most one call, which returns where what they follow last went: see `follow`."""
+        names = [name for query in queries for name in self._followed(query.request)]
+        return [sessions.recall(self._replica.keyspace, names)] if names else []
+
+    def follow(
+        self, queries: list[Query], visits: list[sessions.Visit | None], now_ms: int
+    ) -> None:
+        """Have each query know where the first of what it follows is, if that visit was not too
+        long ago. visits: as `recall` returns them."""
+        came = iter(visits)
+        oldest_ms = now_ms - self._session_ttl_ms
+        for query in queries:
+            request = query.request
+            names = self._followed(request)
+            of_session = len(names) - len(request.trail) if request.is_blind else 1
+            for place, visit in enumerate(islice(came, len(names))):
+                if query.session_at is None and visit is not None and visit.at_ms > oldest_ms:
+                    query.session_at = visit.incarnation
+                    if request.is_blind:
+                        query.followed = 1.0 - max(0, place - of_session) / len(names)
+
+    def _followed(self, request: RouteRequest) -> list[str]:
+        """What may tell where a request's cache is, the best first: its session; of one that is
+        blind, also where texts went that begin alike."""
+        if not request.is_blind:
+            return [request.session] if self._session_affinity and request.session else []
+        return [*([request.session] if request.session else ()), *request.trail]
 
     def foresee(
         self, chains: list[list[SequenceHash]], shards: int
     ) -> list[Call[dict[Incarnation, int]]]:
         """No calls, or one for each chain: the leading blocks that workers will hold."""
-        if self.predictions is None:
+        if not self.predicts:
             return []
         return [
             predictions.predicted(self._shard_of(chain, shards), chain, self.predictions)
@@ -80,7 +105,9 @@ class History:
         request, incarnation = plan.request, plan.wish.incarnation
         # Of a split, events tell once it has arrived; without them, nothing else tells.
         holder = plan.holder if self._replica.settings.kv_events else incarnation
-        if self.predictions is not None and request.chain:
+        if incarnation in plan.view.away:
+            holder = incarnation  # no events tell
+        if request.chain and (self.predicts_all or holder in plan.view.away):
             shard = self._shard_of(request.chain, shards)
             self._write(
                 predictions.predict(
@@ -92,21 +119,24 @@ class History:
                     self._reservation_ttl_ms,
                 )
             )
-        if self._session_affinity and request.session:
-            keyspace = self._replica.keyspace
-            self._write(
-                sessions.remember(keyspace, request.session, incarnation, self._session_ttl_ms)
-            )
+        keyspace, ttl_ms = self._replica.keyspace, self._session_ttl_ms
+        names = [request.session] if request.session else []
+        if request.is_blind:
+            names += marks_of(request.trail)
+        elif not (self._session_affinity or request.keeps_session):
+            names = []
+        for name in names:
+            self._write(sessions.remember(keyspace, name, incarnation, ttl_ms))
 
     def confirm(self, attempt: str) -> None:
         """Write down that the first token of a request is out."""
-        if self.predictions is not None:
+        if self.predicts:
             for shard in self._shards:
                 self._write(predictions.confirm_predicted(shard, attempt, self.predictions))
 
     def withdraw(self, attempt: str) -> None:
         """Take back what was foreseen for a request that ended before its first token."""
-        if self.predictions is not None:
+        if self.predicts:
             for shard in self._shards:
                 self._write(predictions.withdraw_predicted(shard, attempt))
 
@@ -125,8 +155,9 @@ class History:
     async def run(self) -> None:
         """Write what was added, until cancelled; all that is pending goes together."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._write_forever())
-            tasks.create_task(self._record_forever())
+            failures = self._replica.telemetry.task_failures
+            tasks.create_task(supervised("predictions", self._write_forever, failures))
+            tasks.create_task(supervised("records", self._record_forever, failures))
 
     def _write(self, call: Call[int]) -> None:
         self._unwritten.append(call)

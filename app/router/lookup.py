@@ -55,10 +55,9 @@ class LookUp:
         """
         runner, fleet, keyspace = self._replica.runner, self._replica.fleet, self._replica.keyspace
         chains = [query.request.chain for query in queries]
-        sessions = [query.request.session for query in queries]
         while True:
             shards = fleet.shards or (await runner.one(self._loads)).shards or 1
-            recall = self._history.recall(sessions)
+            recall = self._history.recall(queries)
             foresee = self._history.foresee(chains, shards)
             with (
                 self._replica.telemetry.seconds_of("look_up").time(),
@@ -92,8 +91,7 @@ class LookUp:
             self._tell(query, view, found, ahead if isinstance(ahead, dict) else {})
         for visits in recalled:
             if isinstance(visits, list):
-                for query, visit in zip(queries, visits, strict=True):
-                    query.session_at = self._history.session_at(visit, snapshot.now_ms)
+                self._history.follow(queries, visits, snapshot.now_ms)
         return view
 
     def _tell(
@@ -106,13 +104,17 @@ class LookUp:
         """Set what the query knows of its prompt. found: as `overlap.match` tells. foreseen: blocks
         that are to come, by those who will hold them."""
         has_index = self._replica.settings.kv_events
+        if not self._history.predicts_all:
+            # Of others, those who publish what they hold say more.
+            foreseen = {inc: blocks for inc, blocks in foreseen.items() if inc in view.away}
         query.is_short = isinstance(found, overlap.LowerBound) or (
             has_index and (found is None or view.is_short)
         )
         overlaps = Overlaps() if found is None else found
         query.published = overlaps if foreseen else None
         overlaps = with_predicted(overlaps, foreseen)
-        query.trust = _trust(found, query.is_short, bool(foreseen))
+        is_foreseen = not view.away.keys() >= foreseen.keys()
+        query.trust = _trust(found, query.is_short, is_foreseen)
         if has_index:
             held = self._recent.held(query.request.chain, overlaps, time.monotonic())
             query.bound = {
@@ -140,4 +142,4 @@ def with_predicted(overlaps: Overlaps, foreseen: dict[Incarnation, int]) -> Over
         known = overlaps.get(inc, NO_OVERLAP)
         if blocks > known.total:
             own[inc] = replace(known, device=known.device + blocks - known.total)
-    return Overlaps(own, overlaps.shared)
+    return Overlaps(own, overlaps.shared, overlaps.resumes)

@@ -15,13 +15,14 @@ from itertools import islice
 from typing import Any
 
 from app.core.errors import KvrouteError, NamespaceMissing, RedisUnavailable, WrongVersion
-from app.core.types import Incarnation
+from app.core.types import Incarnation, WorkerKey
+from app.core.worker_report import WorkerInfo
+from app.http.supervisor import supervised
 from app.router.history import History
 from app.router.replica import Replica
 from app.state import index, leases, planner, predictions, reading, reservations
 from app.state.columns import Columns
-from app.state.connect import danger_of_eviction
-from app.state.predictions import PredictionSettings
+from app.state.connect import memory_of
 from app.state.reservations import Release
 from app.state.scripts import Call
 
@@ -43,6 +44,8 @@ PLANNER_INTERVAL_S = 1.0
 PRUNE_BUCKETS = 64
 """All of 8,192 buckets are then searched every 32 s, or more often if that is too slow for the
 lifetime of predictions."""
+UNPREDICTED_INTERVAL_S = 2.0
+"""While no predictions are kept: some may be left from when an agent was away."""
 SCRUB_INTERVAL_MS = 300_000
 """How often to look for entries that no death explains: about 8 µs of Redis's time per bucket."""
 EXPIRE_LIMIT = 64
@@ -61,6 +64,9 @@ class Maintenance:
         self._columns = Columns()
         # Beyond the limit, the oldest are left to expire.
         self._reports: deque[Call[list[str | None]]] = deque(maxlen=MAX_REPORTS)
+        self._taints: dict[WorkerKey, tuple[WorkerInfo, str]] = {}
+        """Workers that Redis has yet to be told are tainted, and why."""
+        self._has_taints = asyncio.Event()
         self.danger_of_eviction = ""
         """What is wrong with the eviction policy of Redis; "": nothing."""
 
@@ -68,13 +74,16 @@ class Maintenance:
         """Run until cancelled; what is to be told soon still is then."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._maintain_workers())
-                tasks.create_task(self._maintain_index())
-                tasks.create_task(self._watch_fill())
-                tasks.create_task(self._watch_eviction_policy())
-                tasks.create_task(self._watch_planner())
-                if self._history.predictions is not None:
-                    tasks.create_task(self._prune(self._history.predictions))
+                for task, run in {
+                    "workers": self._maintain_workers,
+                    "index": self._maintain_index,
+                    "fill": self._watch_fill,
+                    "eviction_policy": self._watch_memory,
+                    "planner": self._watch_planner,
+                    "prune": self._prune,
+                    "taints": self._keep_tainting,
+                }.items():
+                    tasks.create_task(supervised(task, run, self._telemetry.task_failures))
         finally:
             if self._reports:
                 with suppress(RedisUnavailable):
@@ -90,6 +99,37 @@ class Maintenance:
     def tell_soon(self, report: Call[list[str | None]]) -> None:
         """Tell Redis of a first token or an end, which it could not be told of at once."""
         self._reports.append(report)
+
+    async def taint(self, info: WorkerInfo, why: str) -> None:
+        """Route nothing to a worker whose engine may hold KV of one prompt as another's, here from
+        now on, and elsewhere once Redis is told, which goes on until it is."""
+        inc = self._fleet.incarnation_of(info.key)
+        if inc is not None:
+            self._fleet.leave_out(inc)
+        self._taints[info.key] = info, why
+        await self._tell_taints()
+        if self._taints:
+            self._has_taints.set()
+
+    async def _keep_tainting(self) -> None:
+        while True:
+            await self._has_taints.wait()
+            self._has_taints.clear()
+            while self._taints:
+                await asyncio.sleep(MAINTENANCE_INTERVAL_S)
+                await self._tell_taints()
+
+    async def _tell_taints(self) -> None:
+        for key, (info, why) in list(self._taints.items()):
+            try:
+                await self._runner.one(leases.taint(self._keyspace, info, why))
+            except RedisUnavailable as error:
+                log.debug("%s: not told that it is tainted: %s", key, error)
+                return
+            self._taints.pop(key, None)
+            inc = self._fleet.incarnation_of(key)
+            if inc is not None:
+                self._fleet.let_in(inc)
 
     async def _maintain_workers(self) -> None:
         expire = reservations.expire(self._keyspace, EXPIRE_LIMIT)
@@ -130,7 +170,7 @@ class Maintenance:
                 log.debug("maintenance: %s", error)
             if self._fleet.last_view is not None:
                 view = self._fleet.last_view
-                self._fleet.forget_except([*view.incarnations, *view.paused])
+                self._fleet.forget_except([*view.incarnations, *view.paused, *view.lapsed])
             await asyncio.sleep(pause)
 
     def _settle(
@@ -179,21 +219,23 @@ class Maintenance:
                 self._fleet.wakes_until_ms = await self._runner.one(wakes_until)
             await asyncio.sleep(PLANNER_INTERVAL_S)
 
-    async def _watch_eviction_policy(self) -> None:
+    async def _watch_memory(self) -> None:
         """As at the start, when a dangerous one is refused: it may be changed at any time."""
         while True:
             with suppress(RedisUnavailable):
-                danger = await danger_of_eviction(self._runner.redis, POLICY_TIMEOUT_S)
+                danger, fill = await memory_of(self._runner.redis, POLICY_TIMEOUT_S)
                 if danger != self.danger_of_eviction:
                     log.warning("%s", danger or "Redis drops no keys any more when it is full")
                 self.danger_of_eviction = danger
                 self._telemetry.evicting.set(bool(danger))
+                self._telemetry.memory_fill.set(fill)
             await asyncio.sleep(POLICY_INTERVAL_S)
 
-    async def _prune(self, settings: PredictionSettings) -> None:
+    async def _prune(self) -> None:
         """Go through all predictions in steps, endlessly, and remove those that have expired."""
+        settings = self._history.predictions
         while True:
-            pause = MAINTENANCE_INTERVAL_S
+            pause = MAINTENANCE_INTERVAL_S if self._history.predicts else UNPREDICTED_INTERVAL_S
             try:
                 steps = await self._runner.run(
                     [

@@ -11,8 +11,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from app.core.types import Incarnation, TierOverlap
-from app.core.worker_report import GPU, METRICS, Item
+from app.core.worker_report import GPU, METRICS, Item, WorkerInfo
 from app.http.metrics import Family, Sampled, Scraped, Table, counter, gauge, histogram
+from app.http.supervisor import TASK_FAILURES
 from app.policy.view import View
 from app.router.reuse import Reuse
 
@@ -43,10 +44,28 @@ WORKER_FAMILIES = {
     "queue_seconds": _of_worker(
         "queue_seconds", "Predicted length of a worker's queue of prefills."
     ),
-    "failures": _of_worker(
-        "failures", "Requests that a worker failed, minus those answered since; 7 at most."
+    "others_requests": _of_worker(
+        "others_requests",
+        "Requests in a worker's engine that no router reserved, if there are any.",
+    ),
+    "failures": _of_worker("failures", "Requests that a worker failed in a row; 7 at most."),
+    "failed_share": _of_worker(
+        "failed_share", "Of a worker's tries lately, the share that failed; it fades in seconds."
+    ),
+    "ill": _of_worker(
+        "ill",
+        "1 if a worker's agent takes its engine to be ill: it gets no requests, if it can be.",
+    ),
+    "agent_away_seconds": _of_worker(
+        "agent_away_seconds",
+        "For so long a worker's agent has been away, while its engine answers and is routed to.",
     ),
     "draining": _of_worker("draining", "1 if a worker gets no requests any more, as it drains."),
+    "tainted": _of_worker(
+        "tainted",
+        "1 if a worker gets no requests, as it may hold KV of one prompt as another's: restart its "
+        "engine.",
+    ),
     "pause_seconds": _of_worker(
         "pause_seconds", "Seconds until a worker that failed requests gets new ones."
     ),
@@ -59,7 +78,7 @@ WORKER_FAMILIES = {
     **_reported(GPU),
 }
 """By their names in what `_shown` yields. What a GPU does not report, or not lately, has no
-sample; nor do failures without any."""
+sample; nor do failures and requests of others without any."""
 
 
 def _samples(view: View | None) -> Iterator[Sampled]:
@@ -73,9 +92,11 @@ def _samples(view: View | None) -> Iterator[Sampled]:
 def _shown(view: View) -> Iterator[tuple[str, dict[str, float | None]]]:
     """Each worker with its values, by the names of WORKER_FAMILIES."""
     for inc, info in view.paused.items():
-        yield str(info.key), _failures(view, inc)
-    for inc, info, load, measured in zip(
-        view.incarnations, view.infos, view.loads, view.measured, strict=True
+        yield str(info.key), {**_failures(view, inc), **_illness(info)}
+    for inc, info, load, measured, others, away_s in zip(
+        *(view.incarnations, view.infos, view.loads, view.measured, view.others_requests),
+        view.away_s,
+        strict=True,
     ):
         is_stale = measured.is_stale(view.now_ms, len(view.infos))
         values = {
@@ -83,7 +104,10 @@ def _shown(view: View) -> Iterator[tuple[str, dict[str, float | None]]]:
             "blocks": load.blocks,
             "prefill_tokens": load.prefill_tokens,
             "queue_seconds": load.queue_s(view.now_ms),
+            "others_requests": others or None,
+            "agent_away_seconds": away_s,
             **_failures(view, inc),
+            **_illness(info),
             **_values(METRICS, measured.metrics),
             "stale": is_stale,
         }
@@ -96,9 +120,19 @@ def _failures(view: View, inc: Incarnation) -> dict[str, float | None]:
     failing = view.failing.get(inc)
     if failing is None:
         return {}
+    if failing.is_tainted:
+        return {"tainted": 1.0}
     if failing.drains:
         return {"draining": 1.0}
-    return {"failures": failing.failures, "pause_seconds": failing.pause_s(view.now_ms)}
+    return {
+        "failures": failing.failures,
+        "failed_share": failing.share_at(view.now_ms),
+        "pause_seconds": failing.pause_s(view.now_ms),
+    }
+
+
+def _illness(info: WorkerInfo) -> dict[str, float]:
+    return {"ill": 1.0} if info.ill else {}
 
 
 def _values(items: Iterable[Item], report: object) -> dict[str, float | None]:
@@ -182,8 +216,17 @@ class Telemetry(Table):
     )
     suspensions = counter(
         "worker_suspensions",
-        "Workers that got no requests until they renewed their lease, because a request that "
-        "they had failed was released with worker_failed.",
+        "Workers that got no requests until they renewed their lease, or for longer, because they "
+        "had failed some, or took no more for now.",
+    )
+    pairs_left_alone = counter(
+        "pairs_left_alone",
+        "Pairs of workers between which nothing is split for a while, as KV did not arrive.",
+    )
+    taints = counter(
+        "worker_taints",
+        "Workers that may hold KV of one prompt as another's, and get no requests until their "
+        "engine has begun anew, or dropped what it holds.",
     )
     refusals = counter(
         "invalid_requests",
@@ -218,6 +261,11 @@ class Telemetry(Table):
         "redis_may_evict",
         "1 if Redis may drop any key once it is full, by its maxmemory-policy, else 0.",
     )
+    memory_fill = gauge(
+        "redis_memory_fill",
+        "Used share of Redis's maxmemory, or without one of its machine's memory; 0: not known.",
+    )
+    task_failures = TASK_FAILURES
     workers = gauge(
         "workers", "Live workers that can take requests; also 0 while Redis is unreachable."
     )

@@ -65,3 +65,7 @@ class Queued:
     """Whether its turn has come and a worker is being looked for."""
     outcome: str = ""
     """What it counts as in the metrics; "" while it waits."""
+
+    @property
+    def holder(self) -> str:
+        return self.pending.request.holder

@@ -50,7 +50,8 @@ class _Event(StrEnum):
 @dataclass(slots=True)
 class _Report:
     """began_by_ms: see `reservations.Release`. answer: whether there was such a reservation; None:
-    nobody waits for that. ending: what came of the request; None: nobody says. is_whole: of an end:
+    nobody waits for that. ending: what came of the request; None: nobody says. answered: of an end:
+    whether the worker has answered all of it, as far as anybody says. is_whole: of an end:
     it tells of the first token as well. is_late: the same id may have been promised something else
     since. source_ttl_ms: how long a source keeps its blocks."""
 
@@ -59,6 +60,7 @@ class _Report:
     began_by_ms: int | None
     answer: asyncio.Future[bool] | None
     ending: Ending | None = None
+    answered: bool = True
     is_whole: bool = False
     is_late: bool = False
     source_ttl_ms: int = 0
@@ -137,18 +139,25 @@ class Reports:
         reservation_id: str,
         answer: asyncio.Future[bool] | None = None,
         ending: Ending | None = None,
+        *,
+        answered: bool = True,
     ) -> None:
-        """A request has ended, and its worker did not fail it.
+        """A request has ended. answered: its worker has answered it; else nothing is known.
 
         If Redis cannot be reached, the reservation is released once it is back.
         """
         self._carried.end(reservation_id)
         now_ms = self._replica.fleet.redis_now_ms
-        self._add(_Report(reservation_id, _Event.END, now_ms, answer, ending))
+        self._add(_Report(reservation_id, _Event.END, now_ms, answer, ending, answered))
 
     def carry(self, decision: Decision) -> None:
         """Keep reserved what the door carries, until it ends."""
         self._carried.add(decision, asyncio.get_running_loop().time())
+
+    @property
+    def carries(self) -> bool:
+        """Whether anything is kept reserved."""
+        return bool(self._carried)
 
     def forget(self, reservation_id: str) -> None:
         """It is carried no longer; somebody else releases what is reserved."""
@@ -301,7 +310,7 @@ class Reports:
                 Release(
                     report.reservation_id,
                     began_by_ms=report.began_by_ms if report.is_late else None,
-                    answered=True,
+                    answered=report.answered,
                     whole=report.is_whole,
                 )
                 for report in reports

@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Iterable
+from functools import partial
 
 from app.core.errors import (
     AllWorkersBusy,
@@ -15,9 +17,12 @@ from app.core.errors import (
     RouterOverloaded,
     RoutingError,
 )
+from app.core.failures import Failure
 from app.core.keys import Keyspace
 from app.core.router_settings import RouterSettings
-from app.core.types import random_hex
+from app.core.types import Incarnation, random_hex
+from app.core.worker_report import WorkerInfo
+from app.http.supervisor import supervised
 from app.policy.cost import POLICIES
 from app.policy.decision import Decision, Query, RouteRequest
 from app.policy.view import View
@@ -33,6 +38,7 @@ from app.router.prompt import Prompt
 from app.router.recent import Recent
 from app.router.replica import Replica
 from app.router.reports import Reports
+from app.router.vouching import Signs, Vouching
 from app.router.waiting import Waiting
 from app.state import leases, reservations
 from app.state.endings import Ending
@@ -58,11 +64,15 @@ class Router:
         settings: RouterSettings,
         fleet: Fleet,
         telemetry: Telemetry,
+        signs: Signs | None = None,
     ) -> None:
+        """signs: None: a worker whose agent is away is as good as gone."""
         replica = Replica(runner, keyspace, settings, fleet, telemetry)
         self.fleet = fleet
         self.telemetry = telemetry
         self._policy = settings.policy
+        self._undecided: set[Pending] = set()
+        self._has_ended = False
         # rate() does not see the first failures in a series that begins with them.
         telemetry.decisions_of(settings.policy, RoutingError.outcome)
         for outcome in (GONE, *(error.outcome for error in RoutingError.__subclasses__())):
@@ -76,6 +86,7 @@ class Router:
         self._recent = Recent()
         self._known_chains = KnownChains()
         self._maintenance = Maintenance(replica, self._history)
+        self._vouching = Vouching(replica, signs) if signs is not None else None
         self._waiting = Waiting(replica) if settings.wait_queue else None
         self._reports = Reports(replica, self._history, self._maintenance, self._look_again)
         self._look_up = LookUp(replica, self._history, self._recent, self._reports)
@@ -84,15 +95,22 @@ class Router:
         )
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run until cancelled. Whoever waits for a decision then, or asks for one later, gets
+        NoWorkers."""
+        self._has_ended = False
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._decider.run())
                 tasks.create_task(self._maintenance.run())
                 tasks.create_task(self._history.run())
-                tasks.create_task(self._reports.run())
-                tasks.create_task(self.fleet.follow(self._reports_every))
+                failures = self.telemetry.task_failures
+                tasks.create_task(supervised("reports", self._reports.run, failures))
+                if self._vouching is not None:
+                    tasks.create_task(supervised("vouching", self._vouching.run, failures))
+                measurements = partial(self.fleet.follow, self._reports_every)
+                tasks.create_task(supervised("measurements", measurements, failures))
         finally:
+            self._end()
             await self._reports.finish()
             await self._history.finish()
 
@@ -115,9 +133,7 @@ class Router:
         query = Query(request, _tag(request.balancer_id), began_ms, nonce=nonce)
         pending = Pending(query, answer)
         try:
-            if not self._decider.submit(pending):
-                raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
-            decision = await answer
+            decision = await self._decided(pending)
             outcome = "routed"
             if request.carried:
                 self._reports.carry(decision)
@@ -140,6 +156,31 @@ class Router:
             del answer, pending
         return decision
 
+    async def _decided(self, pending: Pending) -> Decision:
+        if self._has_ended:
+            raise self._not_served()
+        if not self._decider.submit(pending):
+            raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
+        self._undecided.add(pending)
+        try:
+            return await pending.answer
+        finally:
+            self._undecided.discard(pending)
+            del pending  # an error would keep it, as in `route`
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for a decision, and nothing is carried."""
+        return not self._undecided and not self._reports.carries
+
+    def _end(self) -> None:
+        self._has_ended = True
+        for pending in self._undecided:
+            pending.fail(self._not_served())
+
+    def _not_served(self) -> NoWorkers:
+        return NoWorkers(f"namespace {self.namespace} is not served here any more")
+
     async def stop(self) -> None:
         """Let no request wait any longer: the replica is about to stop."""
         if self._waiting is not None:
@@ -154,9 +195,9 @@ class Router:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
         return await self._look_up.workers()
 
-    async def awake(self, tenant: str = "", priority: str = "normal") -> None:
+    async def awake(self, asks: RouteRequest) -> None:
         """Returns once there is a worker; where a planner starts one for those that wait, waits for
-        that, in the line as others of that tenant and priority. Raises NoWorkers, AllWorkersBusy if
+        that, in the line as that request would. Raises NoWorkers, AllWorkersBusy if
         too many wait, and RouterOverloaded."""
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         tag = _tag("")
@@ -166,14 +207,13 @@ class Router:
             1,
             self._policy,
             reserve=False,
-            tenant=tenant,
-            priority=priority,
+            tenant=asks.tenant,
+            priority=asks.priority,
+            holder=asks.holder,
         )
         pending = Pending(Query(request, tag), answer, for_any=True)
-        if not self._decider.submit(pending):
-            raise RouterOverloaded(f"{MAX_QUEUED} requests are already waiting for a decision")
         try:
-            await answer
+            await self._decided(pending)
         except AllWorkersBusy:
             if self.fleet.is_asleep:
                 raise
@@ -183,8 +223,8 @@ class Router:
         try:
             if self.fleet.block_size is None:
                 await self.refresh()
-            if self.fleet.block_size is None:
-                await self.awake(request.tenant, request.priority)
+            if self.fleet.block_size is None and request.reserve:
+                await self.awake(request)
             size = self.fleet.block_size
             if size is None:
                 raise NoWorkers("no worker is alive")
@@ -216,9 +256,11 @@ class Router:
         """As `prefill_complete`, without waiting for it."""
         self._reports.first_token(reservation_id)
 
-    def end(self, reservation_id: str, ending: Ending | None = None) -> None:
-        """As `release`, without waiting for it."""
-        self._reports.end(reservation_id, ending=ending)
+    def end(
+        self, reservation_id: str, ending: Ending | None = None, *, answered: bool = True
+    ) -> None:
+        """As `release`, without waiting for it. answered: whether the worker has, to the end."""
+        self._reports.end(reservation_id, ending=ending, answered=answered)
 
     def answered(self, decision: Decision, request: RouteRequest) -> None:
         """The worker has answered all of the request as decided: it holds the prompt."""
@@ -235,20 +277,19 @@ class Router:
         self,
         request_id: str,
         *,
-        worker_failed: bool = False,
-        of_source: bool = False,
+        failure: Failure | None = None,
+        sent_ms: int | None = None,
         ending: Ending | None = None,
     ) -> bool:
         """False if there is no such reservation (any more).
 
         ending: what came of the request, to be recorded; None: nobody says.
-        worker_failed: no request goes to the worker until it has renewed its lease; longer if it
-        failed others. of_source: it was its source.
+        failure: how its worker failed it; None: it did not. sent_ms: as for `leases.suspend`.
         Raises RedisUnavailable; the release then follows once Redis is back, if this router lives,
         and so it does if it is cancelled. Raises WrongVersion.
         """
         self._refuse_wrong_version()
-        if not worker_failed:
+        if failure is None:
             answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._reports.end(request_id, answer, ending)
             return await answer
@@ -257,7 +298,7 @@ class Router:
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it
             # would come second if Redis had yet to be sent this script, but not the other.
-            await self._suspend_worker_of(request_id, of_source=of_source)
+            await self.worker_failed(failure, request_id, sent_ms=sent_ms)
             (attempt,) = await self._runner.one(
                 reservations.release(self._keyspace, [Release(request_id)])
             )
@@ -277,18 +318,51 @@ class Router:
         if self.fleet.wrong_version is not None:
             raise self.fleet.wrong_version
 
-    async def _suspend_worker_of(self, request_id: str, *, of_source: bool) -> None:
+    async def worker_failed(
+        self,
+        failure: Failure,
+        request_id: str = "",
+        *,
+        incarnation: Incarnation | None = None,
+        sent_ms: int | None = None,
+    ) -> None:
+        """Count a failure against a worker, for all replicas; see `leases.suspend`. Raises
+        RedisUnavailable."""
         suspended = await self._runner.one(
-            leases.suspend(self._keyspace, request_id, of_source=of_source)
+            leases.suspend(
+                self._keyspace, failure, request_id, incarnation=incarnation, sent_ms=sent_ms
+            )
         )
-        if suspended is not None:
+        for one in suspended:
             self.telemetry.suspensions.inc()
             log.warning(
-                "%s failed request %s: nothing is routed there until it renews its lease, or "
-                "longer, if it failed others before",
-                self.fleet.name_of(suspended),
-                request_id,
+                "%s failed request %s (%s): nothing is routed there until it renews its lease, or "
+                "longer, if it fails more in a row",
+                *(self.fleet.name_of(one), request_id, failure.cause),
             )
+
+    async def taint(self, info: WorkerInfo, why: str) -> None:
+        """A worker's engine may hold KV of one prompt as another's: see `leases.taint`. If Redis
+        cannot be reached, it is told later."""
+        self.telemetry.taints.inc()
+        log.error(
+            "worker %s %s: nothing is routed there until its engine has begun anew, or dropped "
+            "what it holds",
+            *(info.key, why),
+        )
+        await self._maintenance.taint(info, why)
+
+    async def pardon(self, failures: Iterable[tuple[Incarnation, Failure]]) -> None:
+        """Take back what was counted against workers: their request was at fault. Raises
+        RedisUnavailable."""
+        calls = [leases.pardon(self._keyspace, inc, failure) for inc, failure in failures]
+        if calls:
+            await self._runner.run(calls)
+
+    async def answers_again(self, incarnation: Incarnation, subject: str) -> None:
+        """A worker answers for a model or path that it was left alone for. Raises
+        RedisUnavailable."""
+        await self._runner.one(leases.answers_again(self._keyspace, incarnation, subject))
 
     def _look_again(self) -> None:
         if self._waiting is not None:

@@ -4,53 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from app.core.shares import Shares
 from app.router.pending import Queued
+
+_Place = tuple[str, str]
+"""A holder, and one of its flows."""
 
 
 class WaitQueue:
     """The requests that wait at one replica, never more than `capacity`.
 
-    When it is full, the flow with the most requests for its weight loses its latest one, so a flow
-    that floods a replica takes no places from others.
+    When it is full, the holder with most requests for their weights makes room: of its flows, the
+    one with the most for its weight loses its latest one. So neither a caller that floods a
+    replica, however many tenants it names, nor one of several flows takes places from others.
     """
 
     def __init__(self, capacity: int) -> None:
-        assert capacity > 0
-        self._capacity = capacity
-        self._flows: dict[str, dict[str, Queued]] = {}
-        self._size = 0
+        self._shares = Shares(capacity)
+        self._flows: dict[_Place, dict[str, Queued]] = {}
+        self._by_name: dict[str, Queued] = {}
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._by_name)
 
     def __iter__(self) -> Iterator[Queued]:
-        for requests in list(self._flows.values()):
-            yield from list(requests.values())
+        yield from list(self._by_name.values())
 
     def get(self, flow: str, name: str) -> Queued | None:
         """The request with this ticket, if it is here."""
-        return self._flows.get(flow, {}).get(name)
+        queued = self._by_name.get(name)
+        return queued if queued is not None and queued.ticket.flow == flow else None
 
     def enter(self, queued: Queued) -> Queued | None:
         """Add a request. Returns the one that had to make room for it, which may be itself."""
-        own = self._flows.setdefault(queued.ticket.flow, {})
-        own[queued.ticket.name] = queued
-        self._size += 1
-        if self._size <= self._capacity:
+        place = _place_of(queued)
+        self._flows.setdefault(place, {})[queued.ticket.name] = queued
+        self._by_name[queued.ticket.name] = queued
+        self._shares.take(queued.holder, 1 / queued.weight)
+        if len(self) <= self._shares.capacity:
             return None
-        most = max(self._flows.values(), key=lambda flow: (_crowding(flow), flow is own))
-        gone = most[next(reversed(most))]
+        greediest = self._shares.greediest(queued.holder)
+        most = max(
+            (each for each in self._flows if each[0] == greediest),
+            key=lambda each: (_crowding(self._flows[each]), each == place),
+        )
+        gone = self._flows[most][next(reversed(self._flows[most]))]
         self.remove(gone)
         return gone
 
     def remove(self, queued: Queued) -> None:
         """Remove a request; harmless if it is not here."""
-        flow, name = queued.ticket.flow, queued.ticket.name
-        if self._flows.get(flow, {}).pop(name, None) is None:
+        place, name = _place_of(queued), queued.ticket.name
+        if self._by_name.get(name) is not queued:
             return
-        self._size -= 1
-        if not self._flows[flow]:
-            del self._flows[flow]
+        del self._by_name[name], self._flows[place][name]
+        self._shares.give_back(queued.holder, 1 / queued.weight)
+        if not self._flows[place]:
+            del self._flows[place]
+
+
+def _place_of(queued: Queued) -> _Place:
+    return queued.holder, queued.ticket.flow
 
 
 def _crowding(requests: dict[str, Queued]) -> float:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.core.events import CacheEvent, Cleared, Stored
+from app.core.events import CacheEvent, Removed, Stored
 from app.core.loads import ROUND, Load, Reservation
 from app.core.types import SequenceHash, Tier
 from app.simulation.steps import SimRequest
@@ -164,7 +164,9 @@ class Holdings:
         return device, held - device
 
     def _apply(self, event: CacheEvent) -> None:
-        assert not isinstance(event, Cleared), "simulated engines never clear"
+        assert isinstance(event, Stored | Removed), (
+            "simulated engines never clear, and have no ends"
+        )
         tiers = self._tiers
         bit = self.DEVICE if event.tier is Tier.DEVICE else self.HOST
         if isinstance(event, Stored):

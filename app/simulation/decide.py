@@ -143,7 +143,7 @@ class Decider:
         return Roles(
             prefill=np.array([role is Role.PREFILL for role in roles]),
             decode=np.array([role is Role.DECODE for role in roles]),
-            transfers=np.ones(len(roles), dtype=bool),
+            groups=(np.ones(len(roles), dtype=bool),),
             fetches=self._setting.kv_transfer == OWN_TRANSFER,
         )
 
@@ -168,8 +168,9 @@ class Decider:
             candidates,
             size,
             choice.costs,
-            np.ones(len(room), dtype=bool),
+            everybody := np.ones(len(room), dtype=bool),
             room,
+            everybody,
             roles,
             published,
             self._rng,

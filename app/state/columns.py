@@ -54,6 +54,9 @@ class Columns:
         """The last answer, while it still is right about who is live."""
         self._since = 0
         self._everything_s = 0.0
+        self._changed: set[bytes] = set()
+        """Whose change no one has taken from a snapshot yet: an answer may be refused here, or lost
+        with others of its round trip, but what it told of is told by the next one, too."""
 
     def ask(self) -> int:
         """The version since when changes are to be told; 0: everything is."""
@@ -66,13 +69,13 @@ class Columns:
         """What a snapshot of lua/lib/snapshot.lua says, with what is known; None: ask again."""
         now_ms, rounds, leases, loads, versions, *rest = reply
         if not rest:
-            changed = self._take_everything(leases, loads, versions)
-        elif not self._take_changes(leases, loads, versions, *rest):
-            self._since = 0
-            return None
+            self._changed.update(self._take_everything(leases, loads, versions))
         else:
-            changed = versions[::2]
-        return self._snapshot(now_ms, rounds, changed)
+            self._changed.update(versions[::2])
+            if not self._take_changes(leases, loads, versions, *rest):
+                self._since = 0
+                return None
+        return self._snapshot(now_ms, rounds)
 
     def _take_everything(
         self, live: Collection[bytes], pairs: list[bytes], versions: list[bytes]
@@ -173,7 +176,7 @@ class Columns:
         self._is_readable[rows] = is_readable
         self._has_load[rows] = [text is not None for text in texts]
 
-    def _snapshot(self, now_ms: int, rounds: int, changed: list[bytes]) -> Snapshot:
+    def _snapshot(self, now_ms: int, rounds: int) -> Snapshot:
         shown = self._shown
         if shown is None:
             live = self._is_alive & self._is_readable
@@ -188,7 +191,7 @@ class Columns:
         is_all = len(incarnations) == len(self._incarnations)
         loads = self._loads.copy() if is_all else self._loads[:, self._live]
         known = Loads(incarnations, loads)
-        return replace(shown, now_ms=now_ms, rounds=rounds, loads=known, changed=changed)
+        return replace(shown, now_ms=now_ms, rounds=rounds, loads=known, changed=self._changed)
 
     def _of(self, rows: NDArray[np.bool_]) -> list[Incarnation]:
         return [self._incarnations[row] for row in rows.nonzero()[0].tolist()]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import unquote
 
 from redis.asyncio.connection import SSLConnection, parse_url
@@ -248,17 +248,27 @@ async def check_server(redis: RedisClient, timeout_s: float) -> None:
                 raise ConfigError(danger)
 
 
-async def danger_of_eviction(redis: RedisClient, timeout_s: float) -> str:
-    """What is wrong with the eviction policy of a master; "" if nothing is, or none will say.
-
-    Raises RedisUnavailable.
+class Memory(NamedTuple):
+    """danger: what is wrong with the eviction policy of a master; "": nothing is, or none will say.
+    fill: of the fullest, the used share of its maxmemory, or else of its machine; 0.0: none says.
     """
+
+    danger: str = ""
+    fill: float = 0.0
+
+
+async def memory_of(redis: RedisClient, timeout_s: float) -> Memory:
+    """Raises RedisUnavailable."""
+    found = Memory()
     async with deadline(timeout_s):
         for master in await redis.masters():
             with suppress(NoPermissionError):
-                if danger := _danger_of_eviction(await master.info("memory")):
-                    return danger
-    return ""
+                info: dict[str, Any] = await master.info("memory")
+                most = info.get("maxmemory") or info.get("total_system_memory") or 0
+                fill = info.get("used_memory", 0) / most if most else 0.0
+                danger = found.danger or _danger_of_eviction(info)
+                found = Memory(danger, max(found.fill, fill))
+    return found
 
 
 def _danger_of_eviction(info: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from app.core.chains import GROUP_BLOCKS, TIER_LETTER, TIER_OF_LETTER
 from app.core.keys import Keyspace
+from app.core.resume import Back, back_text
 from app.core.types import Incarnation, SequenceHash, Tier, parse_incarnation
 from app.state.scripts import Call, call
 
@@ -21,12 +22,13 @@ _HASH = re.compile(rb"[0-9a-f]{16}")
 class Change(NamedTuple):
     """A block and the tier it is published in from now on; None: no tier.
 
-    leader: the first block of its group.
+    leader: the first block of its group. back: where the engine goes on after it.
     """
 
     block: SequenceHash
     tier: Tier | None
     leader: SequenceHash
+    back: Back = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +144,21 @@ def _hash_of(field: bytes) -> SequenceHash | None:
 def _groups(changes: Iterable[Change]) -> list[str]:
     """One string for each stretch of changes in the same group."""
     return [
-        f"{leader:016x}"
-        + "".join([f"{_LETTER_OR_DASH[tier]}{block:016x}" for block, tier, _ in members])
+        _group(leader, list(members))
         for leader, members in groupby(changes, key=attrgetter("leader"))
     ]
+
+
+def _group(leader: SequenceHash, changes: list[Change]) -> str:
+    text = f"{leader:016x}" + "".join(
+        [f"{_LETTER_OR_DASH[tier]}{block:016x}" for block, tier, _, _ in changes]
+    )
+    backs = [
+        f" {number}{back_text(back)}"
+        for number, (_, tier, _, back) in enumerate(changes, 1)
+        if back and tier is not None
+    ]
+    return text + "".join(backs)
 
 
 def sweep(

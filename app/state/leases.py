@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from app.core.errors import NamespaceMismatch, WorkerReplaced, WrongVersion
+from app.core.failures import Failure
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.types import Incarnation, WorkerKey, parse_incarnation
 from app.core.worker_report import WorkerInfo, encode_info
 from app.state.scripts import Call, call, command
+
+AWAY_GRACE_MS = 60_000
+"""A worker whose agent is away is kept for so long after its engine last answered: no agent
+registers it again, and an engine that starts anew, or cannot be reached, takes a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +93,27 @@ def activate(
     *,
     previous: Incarnation | None = None,
     drains: bool = False,
+    tainted: bool = False,
 ) -> Call[bool]:
     """Route to `inc` from now on, and no longer to the worker's last incarnation.
 
-    previous: as for `register`; if given, requests in flight move along. drains: what the agent
-    last heard of that. False: `inc` is lost, or another process has taken over `key`; register
-    again.
+    previous: as for `register`; if given, requests in flight move along. drains, tainted: what the
+    agent last heard of that. False: `inc` is lost, or another process has taken over `key`;
+    register again.
     """
-    args = (str(key), inc, nonce, previous or "", int(drains))
+    args = (str(key), inc, nonce, previous or "", int(drains), int(tainted))
     return call("activate", keyspace, *args, parse=bool)
 
 
 class Renewed(NamedTuple):
     """num_leases: how many incarnations have one; 0: it is not renewed, so register again. drains:
-    whether the worker is out of service."""
+    whether the worker is out of service. is_out: whether it is as its engine is ill. tainted:
+    whether it is as its engine is tainted; see `taint`."""
 
     num_leases: int
     drains: bool = False
+    is_out: bool = False
+    tainted: bool = False
 
     def __bool__(self) -> bool:
         return self.num_leases > 0
@@ -121,16 +130,18 @@ def renew(
     staged: bool = False,
     thorough: bool = True,
     drains: bool = False,
+    tainted: bool = False,
 ) -> Call[Renewed]:
-    """Extend a lease, or revive a lapsed one, and restore what Redis has lost of the worker.
+    """Extend a lease, or revive a lapsed one, and restore what Redis has lost of the worker. One
+    whose engine is ill, as `info` says, stays lapsed, unless too many others are.
 
-    shards: how many `inc` publishes in. thorough: recount its load as well. drains: what the agent
-    last heard of that. Not renewed: `inc` is retired or replaced, or the index has another number
-    of shards, or the namespace another version.
+    shards: how many `inc` publishes in. thorough: recount its load as well. drains, tainted: what
+    the agent last heard of that. Not renewed: `inc` is retired or replaced, or the index has
+    another number of shards, or the namespace another version.
     """
 
     def parse(reply: list[int]) -> Renewed:
-        return Renewed(reply[0], reply[1:] == [1])
+        return Renewed(reply[0], *map(bool, reply[1:]))
 
     return call(
         "renew",
@@ -146,6 +157,8 @@ def renew(
         int(thorough),
         DATA_VERSION,
         int(drains),
+        info.ill,
+        int(tainted),
         parse=parse,
     )
 
@@ -155,27 +168,90 @@ def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> 
     return call("retire", keyspace, str(key), inc, nonce, parse=bool)
 
 
-def retire_lapsed(keyspace: Keyspace, grace_ms: int, heard_ms: int) -> Call[int]:
+def retire_lapsed(
+    keyspace: Keyspace, grace_ms: int, heard_ms: int, away_grace_ms: int = AWAY_GRACE_MS
+) -> Call[int]:
     """Retire incarnations whose lease lapsed `grace_ms` before Redis was last heard from.
 
-    heard_ms: when that was, by the Redis clock, as in a Snapshot. Returns how many were retired, a
-    few at most.
+    heard_ms: when that was, by the Redis clock, as in a Snapshot. away_grace_ms: for those that
+    routers vouched for. Returns how many were retired, a few at most.
     """
-    return call("retire_lapsed", keyspace, grace_ms, heard_ms, parse=int)
+    return call("retire_lapsed", keyspace, grace_ms, heard_ms, away_grace_ms, parse=int)
+
+
+def ending(keyspace: Keyspace, by_ms: int) -> Call[dict[Incarnation, float]]:
+    """When leases end, or have ended, that do so by `by_ms`; in ms, by the Redis clock."""
+
+    def parse(reply: list[bytes]) -> dict[Incarnation, float]:
+        pairs = zip(reply[::2], reply[1::2], strict=True)
+        return {inc: float(ms) for text, ms in pairs if (inc := parse_incarnation(text))}
+
+    args = ("-inf", by_ms, "WITHSCORES")
+    return command("ending", "ZRANGEBYSCORE", keyspace["leases"], *args, parse=parse)
+
+
+def vouch(
+    keyspace: Keyspace, incarnations: Sequence[Incarnation], *, most_ms: int
+) -> Call[list[bool]]:
+    """Extend the leases of workers whose agents do not, as their engines answer.
+
+    most_ms: for how long an agent may be away. Returns of each whether that was done; else its
+    agent has the lease in hand, or it has been away for too long, or the worker is gone.
+    """
+
+    def parse(vouched: list[int]) -> list[bool]:
+        return [bool(one) for one in vouched]
+
+    return call("vouch", keyspace, most_ms, *incarnations, parse=parse)
 
 
 def suspend(
-    keyspace: Keyspace, request_id: str, *, of_source: bool = False
-) -> Call[Incarnation | None]:
-    """Let the lease of the incarnation that failed a request lapse until it is renewed, and longer
-    if it failed others before.
+    keyspace: Keyspace,
+    failure: Failure,
+    request_id: str = "",
+    *,
+    incarnation: Incarnation | None = None,
+    sent_ms: int | None = None,
+) -> Call[list[Incarnation]]:
+    """Count a failure against the worker of a request, and let its lease lapse if that is due.
 
-    of_source: the request's source failed it, not the worker that decodes.
-    Returns that incarnation. None: nothing has changed, as the request has no reservation, or the
-    lease had lapsed, or too many have.
+    incarnation: the worker's; None: as the request's reservation and `failure.whose` say.
+    sent_ms: when the request was sent there, by the Redis clock; None: as it was reserved.
+    Returns those whose leases lapse. None: it is too few failures, or too many workers have lapsed;
+    or the request has no reservation, or the lease had lapsed.
     """
-    args = (request_id, int(of_source))
-    return call("suspend", keyspace, *args, parse=lambda inc: parse_incarnation(inc or b""))
+
+    def parse(suspended: list[bytes]) -> list[Incarnation]:
+        return [inc for text in suspended if (inc := parse_incarnation(text))]
+
+    args = (
+        *(incarnation or "", request_id, failure.whose, -1 if sent_ms is None else sent_ms),
+        *(failure.cause, round(1000 * failure.weight), failure.in_a_row),
+        *(round(1000 * failure.most_s), round(1000 * failure.pause_s), failure.subject),
+    )
+    return call("suspend", keyspace, *args, parse=parse)
+
+
+def pardon(keyspace: Keyspace, incarnation: Incarnation, failure: Failure) -> Call[bool]:
+    """Take back what was counted against a worker: its request was at fault. False: nothing is
+    known of its failures any more."""
+    weight = round(1000 * failure.weight)
+    return call("pardon", keyspace, incarnation, weight, failure.subject, parse=bool)
+
+
+def answers_again(keyspace: Keyspace, incarnation: Incarnation, subject: str) -> Call[bool]:
+    """Forget that a worker lacks a model or path. False: nothing is known of that."""
+    field = f"{incarnation} {subject}"
+    return command("answers_again", "HDEL", keyspace["failures"], field, parse=bool)
+
+
+def taint(keyspace: Keyspace, info: WorkerInfo, why: str) -> Call[bool]:
+    """A worker's engine may hold KV of one prompt as another's: route nothing to it any more, until
+    it has begun anew or dropped what it holds. False: that is known, or it has begun anew since.
+
+    info: as of when it was given what tainted it.
+    """
+    return call("taint", keyspace, str(info.key), info.engine_life, why, parse=bool)
 
 
 def drain(keyspace: Keyspace, key: WorkerKey, *, undo: bool = False) -> Call[int | None]:

@@ -1,4 +1,4 @@
-"""The names of models that workers announce, and which namespace has each: a directory that
+"""The names of models that workers announce, and which namespaces claim each: a directory that
 outlives them."""
 
 from __future__ import annotations
@@ -7,63 +7,59 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from app.core.keys import MODELS, NAMESPACE, Keyspace
-from app.core.worker_report import WorkerInfo
 from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.scripts import Call, command
 
 TIMEOUT_S = 1.0
 GONE_S = 600
-"""How long a namespace has a name after it was last announced there: longer than a restart of all
-its workers takes."""
+"""How long a namespace's claim comes before later ones, after the name was last announced there:
+longer than a restart of all its workers takes."""
 KEPT_S = 24 * 3600
 """How long a name is known that nobody announces any more."""
 MOST = 10_000
 """Names that are kept, and read: anybody may write there."""
+MOST_EACH = 32
+"""Namespaces that may claim one name."""
 PAGE = 1000
+
+Claims = Mapping[str, tuple[str, ...]]
+"""Name -> the namespaces that claim it, the first to do so first."""
 
 
 def announce(namespace: str, names: Iterable[str]) -> Call[dict[str, str]]:
     """Say that workers of `namespace` serve models and adapters of these names.
 
-    Returns which of them are not its own, and the namespace that has each; "": none, as MOST names
-    are known already.
+    Returns those that another namespace claimed first, and which; "": its claim is not kept, as
+    MOST names are known already, or MOST_EACH namespaces claim that one.
     """
 
     def parse(reply: list[bytes]) -> dict[str, str]:
         texts = [text.decode() for text in reply]
         return dict(zip(texts[::2], texts[1::2], strict=True))
 
-    args = (namespace, GONE_S, KEPT_S, MOST, *names)
+    args = (namespace, GONE_S, KEPT_S, MOST, MOST_EACH, *names)
     return Call("announce", (MODELS,), args, parse)
 
 
-async def directory(redis: RedisClient) -> dict[str, str]:
-    """Name -> the namespace that has it. Raises RedisUnavailable."""
-    found: dict[str, str] = {}
+async def directory(redis: RedisClient) -> dict[str, tuple[str, ...]]:
+    """Who claims which name. Raises RedisUnavailable."""
+    found: dict[str, tuple[str, ...]] = {}
     cursor = -1
     while cursor != 0 and len(found) < MOST:
         async with deadline(TIMEOUT_S):
             reply: Any = await redis.hscan(MODELS, max(cursor, 0), count=PAGE)
         cursor, page = reply
         for name, entry in page.items():
-            namespace = entry.partition(b" ")[0].decode(errors="replace")
-            if NAMESPACE.fullmatch(namespace):
-                found[name.decode(errors="replace")] = namespace
+            if namespaces := claims_in(entry):
+                found[name.decode(errors="replace")] = namespaces
     return found
 
 
-def taken(holders: Mapping[str, str], namespace: str, infos: Iterable[WorkerInfo]) -> list[str]:
-    """Names under which workers of `namespace` get no requests, as another one has them.
-
-    holders: as `directory` returns them. Each: `<name> is namespace <holder>'s (<worker>)`.
-    """
-    return [
-        f"{name} is namespace {holder}'s ({info.key})"
-        for info in infos
-        for name in (*info.models, *info.adapters)
-        if (holder := holders.get(name, namespace)) != namespace
-    ]
+def claims_in(entry: bytes) -> tuple[str, ...]:
+    """The namespaces that claim a name, from its entry in Redis; what is none is left out."""
+    words = entry.decode(errors="replace").split(" ")
+    return tuple(dict.fromkeys(filter(NAMESPACE.fullmatch, words[::2])))[:MOST_EACH]
 
 
 def exists(namespace: str) -> Call[bool]:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain as concatenated
 from itertools import groupby, zip_longest
 from math import isqrt
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from app.core.chains import (
@@ -33,6 +34,7 @@ from app.core.chains import (
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.overlaps import Overlaps
+from app.core.resume import Back, Resume, parse_backs, parse_field
 from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
 from app.state.reading import parse_bucket_bits
 from app.state.scripts import Call, ScriptRunner, call, command
@@ -62,11 +64,14 @@ NOBODY = b""
 
 
 class Run(NamedTuple):
-    """`owners` hold the positions `start` to `end` of a chain, counted from 0, `end` excluded."""
+    """`owners` hold the positions `start` to `end` of a chain, counted from 0, `end` excluded.
+
+    backs: what the field of the last one says of where engines go on."""
 
     start: int
     end: int
     owners: bytes
+    backs: bytes = b""
 
 
 class Gap(NamedTuple):
@@ -308,7 +313,8 @@ def _living(dead: Sequence[bytes], owners: list[bytes | None]) -> list[bytes | N
     def unless_dead(entry: re.Match[bytes]) -> bytes:
         return NOBODY if entry[1] in dead else entry[0]
 
-    return [held and OWNER.sub(unless_dead, held) for held in owners]
+    living = [held and OWNER.sub(unless_dead, held) for held in owners]
+    return [None if held and held.endswith(b" ") else held for held in living]
 
 
 def _placed(runs: list[Any], positions: Sequence[int], rough_to: int = 0) -> list[Run]:
@@ -321,7 +327,8 @@ def _placed(runs: list[Any], positions: Sequence[int], rough_to: int = 0) -> lis
     start = 0
     for end, owners in zip(runs[::2], runs[1::2], strict=True):
         first = placed[-1].end if 0 < start <= rough_to else positions[start]
-        placed.append(Run(first, positions[end - 1] + 1, owners))
+        backs, owners = parse_field(owners)
+        placed.append(Run(first, positions[end - 1] + 1, owners, backs))
         start = end
     return placed
 
@@ -350,11 +357,16 @@ def _within(gap: Gap, owners: list[bytes | None] | RedisUnavailable) -> Iterator
     if isinstance(owners, RedisUnavailable):
         owners = [None] * (gap.end - gap.start)
     start = gap.start
-    for held, same in groupby(owners):
-        end = start + len(list(same))
+    for held, same in groupby(map(parse_field, map(_or_nobody, owners)), key=itemgetter(1)):
+        fields = list(same)
+        end = start + len(fields)
         if held or gap.owners:
-            yield Run(start, end, held or gap.owners)
+            yield Run(start, end, held or gap.owners, fields[-1][0])
         start = end
+
+
+def _or_nobody(owners: bytes | None) -> bytes:
+    return owners or NOBODY
 
 
 def _overlaps(runs: list[Run], kind: type[Overlaps] = Overlaps) -> Overlaps:
@@ -366,7 +378,8 @@ def _overlaps(runs: list[Run], kind: type[Overlaps] = Overlaps) -> Overlaps:
     shared: list[tuple[frozenset[Incarnation], TierOverlap]] = []
     alive: list[tuple[frozenset[Incarnation], TierOverlap]] = []
     reached = 0
-    for start, end, owners in runs:
+    resumes: dict[Incarnation, Resume] = {}
+    for start, end, owners, backs in runs:
         # A gap ends the overlap: an incarnation absent from a run holds nothing after it.
         if start != reached:
             break
@@ -386,8 +399,25 @@ def _overlaps(runs: list[Run], kind: type[Overlaps] = Overlaps) -> Overlaps:
                 own.update(dict.fromkeys(members, overlap))
             else:
                 shared.append((members, overlap))
+        if backs or resumes:
+            _resume(resumes, end, parse_backs(backs), by_tier)
         reached = end
-    return kind(own, shared)
+    return kind(own, shared, resumes)
+
+
+def _resume(
+    resumes: dict[Incarnation, Resume],
+    end: int,
+    backs: Mapping[Incarnation, Back],
+    by_tier: dict[Tier, frozenset[Incarnation]],
+) -> None:
+    """Note where the engines go on of those who hold a run that ends at `end`."""
+    for inc in [*resumes]:
+        if any(inc in incs for incs in by_tier.values()):
+            del resumes[inc]
+    for inc, back in backs.items():
+        if any(inc in incs for incs in by_tier.values()):
+            resumes[inc] = Resume.of(end, back)
 
 
 def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:

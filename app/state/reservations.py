@@ -8,11 +8,12 @@ from enum import IntEnum
 from typing import Any
 
 from app.core.errors import NamespaceMissing, WrongVersion
+from app.core.failures import AWAY, Failing, parse_away, parse_failing
 from app.core.keys import DATA_VERSION, Keyspace
-from app.core.loads import Failing, Refused, Reservation, Snapshot, Wish
+from app.core.loads import Load, Refused, Reservation, Snapshot, Wish
 from app.core.types import Incarnation, parse_incarnation
-from app.state.columns import Columns
-from app.state.scripts import Call, call
+from app.state.columns import Columns, parse_load
+from app.state.scripts import Call, call, command
 
 CARRIED_MS = 10_000
 """How long what a door carries stays reserved after the door was last heard of."""
@@ -28,6 +29,15 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
         return snapshot
 
     return call("loads", keyspace, DATA_VERSION, 0, parse=parse)
+
+
+def load_of(keyspace: Keyspace, incarnation: Incarnation) -> Call[Load | None]:
+    """The load of one worker; None: there is none that can be read."""
+
+    def parse(reply: bytes | None) -> Load | None:
+        return None if reply is None else parse_load(reply)
+
+    return command("load_of", "HGET", keyspace["load"], incarnation, parse=parse)
 
 
 def changes(keyspace: Keyspace, columns: Columns) -> Call[Snapshot | None]:
@@ -167,9 +177,8 @@ def prefill_complete(
 class Release:
     """Of one reservation. request_id: that, or the reservation's own id. attempt: only if the
     reservation is that attempt's; "": any. began_by_ms: only if the try that made it began by then,
-    by the Redis clock; None: whenever that was. answered: its worker did not fail it, which makes
-    up for a failure, if the first token was reported. whole: it was answered, and its first token
-    is reported with this."""
+    by the Redis clock; None: whenever that was. answered: its worker has answered it, which ends
+    a row of failures, if the first token was reported. whole: that is reported with this."""
 
     request_id: str
     attempt: str = ""
@@ -187,7 +196,7 @@ def release(keyspace: Keyspace, releases: Sequence[Release]) -> Call[list[str | 
     args: list[int | str] = []
     for one in releases:
         by_ms = -1 if one.began_by_ms is None else one.began_by_ms
-        how = 2 if one.whole else int(one.answered)
+        how = (2 if one.answered else 3) if one.whole else int(one.answered)
         args += (one.request_id, one.attempt, by_ms, how)
     return call("release", keyspace, *args, parse=_attempts)
 
@@ -210,15 +219,44 @@ def _snapshot(keyspace: Keyspace, reply: list[Any] | None, columns: Columns) -> 
     snapshot = columns.take(rows)
     if snapshot is None:
         return None
-    failures = {
-        inc: Failing(count, until_ms)
-        for text, count, until_ms in zip(*[iter(failing)] * 3, strict=True)
-        if (inc := parse_incarnation(text))
-    }
+    failures, lacking = _failures(failing)
+    away = _away(failing, snapshot.now_ms) if failing else {}
     return replace(
         snapshot,
         workers_ms=workers_ms,
         shards=shards,
         somebody_waits=bool(waiting),
         failing=failures,
+        lacking=lacking,
+        away=away,
     )
+
+
+def _away(entries: Sequence[bytes], now_ms: int) -> dict[Incarnation, int]:
+    """entries: as for `_failures`."""
+    away: dict[Incarnation, int] = {}
+    for name, text in zip(entries[::2], entries[1::2], strict=True):
+        if name.startswith(AWAY):
+            inc, since_ms = parse_incarnation(name[len(AWAY) :]), parse_away(text, now_ms)
+            if inc is not None and since_ms is not None:
+                away[inc] = since_ms
+    return away
+
+
+def _failures(
+    entries: Sequence[bytes],
+) -> tuple[dict[Incarnation, Failing], dict[str, dict[Incarnation, Failing]]]:
+    """Of workers, and of those that lack something, by that. entries: names and what is kept of
+    each, in turn."""
+    failures: dict[Incarnation, Failing] = {}
+    lacking: dict[str, dict[Incarnation, Failing]] = {}
+    for name, text in zip(entries[::2], entries[1::2], strict=True):
+        worker, _, subject = name.partition(b" ")
+        inc, known = parse_incarnation(worker), parse_failing(text)
+        if inc is None or known is None:
+            continue
+        if subject:
+            lacking.setdefault(subject.decode(errors="replace"), {})[inc] = known
+        else:
+            failures[inc] = known
+    return failures, lacking

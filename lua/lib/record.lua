@@ -3,6 +3,7 @@
 -- began_ms_of(attempt): when that try began, by the Redis clock; 0 if the attempt does not say.
 -- source_of(key): the key of what is reserved on the worker that computes or holds the prompt for
 -- another one. No request id has a space.
+-- target_of(key): the key of which this is the source's; nil if it is no source's.
 -- is_leased(source): whether it has computed blocks, which it keeps until a lease ends.
 -- tag_of(attempt): what tells it from other tries; nil if the attempt does not say.
 -- record_of(key, inc): nil if there is no such reservation, or its record cannot be read.
@@ -27,6 +28,10 @@ end
 
 local function source_of(key)
   return key .. ' source'
+end
+
+local function target_of(key)
+  return string.match(key, '^(.+) source$')
 end
 
 local function began_ms_of(attempt)

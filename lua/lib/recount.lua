@@ -1,6 +1,6 @@
 -- recount(inc, now): rebuilds the load of `inc` and the queue of its prefills from its requests. A
--- request of which Redis has lost the record, the reservation or the expiry is forgotten. Writes
--- only what differs. Bounded by the requests of a worker; by all reservations, if some of them have
+-- request of which Redis has lost the record, the reservation or the expiry is forgotten, and so is
+-- what is promised as the source of a request that is. Writes only what differs. Bounded by the requests of a worker; by all reservations, if some of them have
 -- lost their expiry.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record,
 -- changed.
@@ -23,7 +23,10 @@ local function in_flight(inc)
     local expiries = redis.call('ZMSCORE', expiry, unpack(some))
     for i, id in ipairs(some) do
       local request = parse_request(records[from + i - 1])
-      if request and owners[i] == inc and expiries[i] then
+      local target = target_of(id)
+      local is_orphan = target and request and not is_leased(request)
+        and redis.call('HEXISTS', reservations, target) == 0
+      if request and owners[i] == inc and expiries[i] and not is_orphan then
         found[id] = request
       else
         forget(inc, id, owners[i])

@@ -51,15 +51,20 @@ local function unreserve_one(request_id, now)
   return true, request
 end
 
--- The same, with what its source has promised to it. What that has computed and not yet handed on
+-- Gives back what a request's source has promised to it. What that has computed and not yet handed on
 -- it keeps until its lease ends, whatever becomes of the request.
+local function unreserve_source(request_id, now)
+  local source = record_of(source_of(request_id))
+  if not source or not is_leased(source) then
+    unreserve_one(source_of(request_id), now)
+  end
+end
+
+-- Both of a request and its source.
 local function unreserve(request_id, now)
   local had_one, request = unreserve_one(request_id, now)
   if request and request.has_source then
-    local source = record_of(source_of(request_id))
-    if not source or not is_leased(source) then
-      unreserve_one(source_of(request_id), now)
-    end
+    unreserve_source(request_id, now)
   end
   return had_one
 end

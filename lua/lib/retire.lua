@@ -1,9 +1,10 @@
--- retire(inc, worker): from now on nothing routes to `inc`, which was of `worker`, or reserves on
+-- retire(inc, worker, now): from now on nothing routes to `inc`, which was of `worker`, or reserves on
 -- it; its blocks are left to the sweep. Returns how many requests were on it. Bounded by the
 -- requests a worker may hold.
+-- What the sources of its requests have promised to them is given back, too.
 -- Wants locals: workers, current, leases, writers, load, reservations, expiry, requests_prefix,
--- prefills_prefix, failures, versions.
-local function retire(inc, worker)
+-- prefills_prefix, failures, versions; and libs record, request.
+local function retire(inc, worker, now)
   if worker and redis.call('HGET', current, worker) == inc then
     redis.call('HDEL', current, worker)
   end
@@ -12,10 +13,19 @@ local function retire(inc, worker)
   redis.call('HDEL', writers, inc)
   redis.call('HDEL', load, inc)
   redis.call('ZREM', versions, inc)
-  redis.call('HDEL', failures, inc)
+  redis.call('HDEL', failures, 'away:' .. inc)
+  for _, name in ipairs(redis.call('HKEYS', failures)) do
+    if name == inc or string.find(name, inc .. ' ', 1, true) == 1 then
+      redis.call('HDEL', failures, name)
+    end
+  end
   local request_ids = redis.call('HKEYS', requests_prefix .. inc)
   for _, request_id in ipairs(request_ids) do
     if redis.call('HGET', reservations, request_id) == inc then
+      local request = record_of(request_id, inc)
+      if request and request.has_source then
+        unreserve_source(request_id, now)
+      end
       redis.call('HDEL', reservations, request_id)
       redis.call('ZREM', expiry, request_id)
     end

@@ -1,15 +1,10 @@
--- info_of(inc): what its worker reported about itself; empty if that cannot be read.
 -- serving(worker): the incarnation that is routed to as `worker`; nil if there is none, or if the
 -- one recorded there is retired or another worker's.
 -- predecessor(worker, previous): the incarnation that is serving, else `previous` if it is of this worker.
+-- is_alive(inc, now): whether it has a lease.
 -- is_replaced(worker, previous, nonce, now): whether a live process other than that of `nonce`, which
--- acted as `previous`, has taken over the worker.
--- Wants locals: workers, current, leases; and lib writer.
-local function info_of(inc)
-  local _, info = pcall(cjson.decode, redis.call('HGET', workers, inc))
-  return type(info) == 'table' and info or {}
-end
-
+-- acted as `previous`, has taken over the worker. One for which routers vouch is not heard of.
+-- Wants locals: current, leases; and libs writer, info, away.
 local function serving(worker)
   local inc = redis.call('HGET', current, worker)
   if inc and writer_of(inc) and (info_of(inc).worker or worker) == worker then
@@ -31,5 +26,5 @@ end
 local function is_replaced(worker, previous, nonce, now)
   local other = serving(worker)
   return other and other ~= previous and info_of(other).worker == worker
-    and writer_of(other) ~= nonce and is_alive(other, now)
+    and writer_of(other) ~= nonce and is_alive(other, now) and not away(other)
 end

@@ -23,7 +23,8 @@ from tests.eventually import eventually
 CONNECTIONS = 16
 """Open at once; those on which the server waits for the rest of a request come on top."""
 SLOW_S = 0.5
-LARGEST = 15_000_000
+LARGEST, OTHERS = 15_000_000, 100_000
+"""Bytes of bodies that are never sent to their ends, and of others' beside them."""
 UNFINISHED, UNFINISHED_S = 24, 5.0
 """Uploads at once, and how long they are held."""
 PATIENCE_S = 40.0
@@ -46,6 +47,14 @@ class Answer:
             return str(error.get("code") or error["type"])
         except (ValueError, KeyError, TypeError, AttributeError):  # a response's error is null
             return None
+
+    @property
+    def message(self) -> str:
+        """Of an error, as it is shown to people; "": it is of another shape."""
+        try:
+            return str(json.loads(self.body)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return ""
 
 
 class Answers:
@@ -124,12 +133,13 @@ class Target:
 class Attack:
     """Sends inputs to all targets in turn, and notes what should not have come back.
 
-    codes: of errors; none: any. key: that the targets ask for; "": none.
+    codes: of errors; none: any. key: that the targets ask for; "": none. other_key: another one.
     """
 
     targets: Sequence[Target]
     codes: Collection[str] = ()
     key: str = ""
+    other_key: str = ""
     seed: int = 1
     problems: list[str] = field(default_factory=list)
     tally: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -155,13 +165,14 @@ class Attack:
         """What has been found to hurt some time or other."""
         for target in self.targets:
             if target.surface.model:
-                for sent in named(target.surface.model, self.key):
+                for sent in named(target.surface, self.key):
                     await self._try_one("named", target, sent, SLOW_S)
 
     async def send_unfinished(self) -> None:
-        """Many uploads at once that never end. The target must go on answering others."""
+        """Many uploads at once that never end. The target must go on answering others, and take
+        bodies of theirs."""
         for target in self.targets:
-            path = sorted(target.surface.bodies)[0]
+            path = target.surface.upload_path
             upload = request("POST", path, b" " * LARGEST)[: -LARGEST // 2]
             # 413: the path takes less.
             statuses = (408, 413, 503)
@@ -169,7 +180,17 @@ class Attack:
             tries = [
                 self._try_one("unfinished", target, sent, UNFINISHED_S) for _ in range(UNFINISHED)
             ]
-            await asyncio.gather(*tries)
+            others = replace(self, key=self.other_key or self.key)
+            await asyncio.gather(*tries, others._upload_meanwhile(target, path))
+
+    async def _upload_meanwhile(self, target: Target, path: str) -> None:
+        """Bodies that are not small, while others upload all that they may."""
+        statuses = (200, 400, 404, 422, 429)
+        sent = Hostile((request("POST", path, b" " * OTHERS + b"{}"),), statuses=statuses)
+        sent = replace(sent, kind="a body beside many uploads")
+        for number in range(5):
+            await asyncio.sleep(UNFINISHED_S / 8)
+            await self._try_one(f"other {number}", target, sent, UNFINISHED_S)
 
     async def send_largest(self) -> None:
         """Bodies as large as a router takes."""
@@ -202,13 +223,15 @@ class Attack:
             if sent.statuses and answer.status not in sent.statuses:
                 yield f"instead of {sorted(sent.statuses)}: {shown}"
             excluded = answer.code == "no_workers" and sent.may_exclude_all
-            if answer.status >= 500 and not excluded:
+            if answer.status >= 500 and answer.status not in sent.statuses and not excluded:
                 yield shown
             # HAProxy answers in its own words what it cannot read.
             by_haproxy = answer.body.startswith(b"<html>")
             is_told = by_haproxy or not answer.body or self._is_known(answer.code)
             if answer.status >= 400 and not is_told:
                 yield f"an error of another shape: {shown}"
+            if answer.status >= 400 and not answer.message.isprintable():
+                yield f"an error that terminals obey: {shown}"
 
     def _is_known(self, code: str | None) -> bool:
         return code in self.codes if self.codes else code is not None

@@ -42,7 +42,8 @@ def _whole(usage: object, text: str = "hello") -> bytes:
     choice = {"index": 0, "text": text, "finish_reason": "stop"}
     body = orjson.dumps({"id": "x", "object": "text_completion", "choices": [choice]})
     body = body[:-1] + b',"usage":' + (usage if isinstance(usage, bytes) else orjson.dumps(usage))
-    return _head(b"content-length: %d" % (len(body) + 1)) + body + b"}"
+    length = b"content-length: %d" % (len(body) + 1)
+    return _head(b"content-type: application/json", length) + body + b"}"
 
 
 def _head(*lines: bytes, status: bytes = b"200") -> bytes:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from app.door.members import ONLY_ROUTERS
 from loadtest.bench_bodies import hostile_bodies
 from tests.attack.bodies import COMPLETION, door_schemas, drawn, valid_body
+from tests.attack.costly import costly
 
 JSON_TYPE = b"content-type: application/json\r\n"
 RAW_TYPE = b"content-type: application/octet-stream\r\n"
@@ -47,12 +48,18 @@ class Hostile:
 @dataclass(frozen=True, slots=True)
 class Surface:
     """What a server offers. bodies: path -> what hypothesis would post there. model: of the front
-    door; "": it is another part."""
+    door; "": it is another part. is_worker: routers may say there what clients may not."""
 
     get: Sequence[str]
     bodies: Mapping[str, Sequence[bytes]]
     ids: str = "/v1/requests/{}"
     model: str = ""
+    is_worker: bool = False
+
+    @property
+    def upload_path(self) -> str:
+        """Where any key may send a body."""
+        return min(path for path in self.bodies if not path.startswith("/console/"))
 
     @classmethod
     def of_router(cls, openapi: Mapping[str, Any], count: int, seed: int) -> Surface:
@@ -69,9 +76,10 @@ class Surface:
         )
 
     @classmethod
-    def of_door(cls, model: str, count: int, seed: int) -> Surface:
+    def of_door(cls, model: str, count: int, seed: int, *, is_worker: bool = False) -> Surface:
         bodies = {path: drawn(schema, count, seed) for path, schema in door_schemas(model).items()}
-        return cls(["/v1/models", f"/v1/models/{model}"], bodies, "/v1/models/{}", model)
+        get = ["/v1/models", f"/v1/models/{model}"]
+        return cls(get, bodies, "/v1/models/{}", model, is_worker)
 
     @classmethod
     def of_worker(cls, count: int, seed: int) -> Surface:
@@ -401,10 +409,12 @@ _MANY = 100_000
 _REFUSED = (400, 422)
 
 
-def named(model: str, key: str) -> Iterator[Hostile]:
+def named(surface: Surface, key: str) -> Iterator[Hostile]:
     """What has hurt a front door, or could: whether it still does is looked at each time."""
+    model = surface.model
     chat, old = "/v1/chat/completions", "/v1/completions"
-    fields = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    messages = [{"role": "user", "content": "x"}]
+    fields: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 1}
     text = json.dumps(fields).encode()
 
     def deep(name: str) -> bytes:
@@ -432,14 +442,13 @@ def named(model: str, key: str) -> Iterator[Hostile]:
         "chat_template_kwargs",
     ):
         yield Hostile((request("POST", chat, deep(name)),), kind=f"deep {name}")
-    for name in ONLY_ROUTERS:
-        for path in (chat, "/tokenize"):
-            sent = request("POST", path, json.dumps(fields | {name: {"a": 1}}).encode())
-            yield Hostile((sent,), kind=f"a router's {name}", statuses=_REFUSED)
-    for name, value in _HIDDEN:
-        sent = request("POST", chat, json.dumps(fields | {name: value}).encode())
-        yield Hostile((sent,), kind=f"hidden in {name}", statuses=_REFUSED)
+    for name, path, body in costly(model):
+        yield Hostile((request("POST", path, body),), kind=name)
     yield from _whole(chat, text)
+    yield from _unprintable(chat, fields)
+    if not surface.is_worker:
+        yield from _of_routers(chat, fields)
+        yield from _of_other_pages()
     twice = text[:-1] + b',"model":"other"}'
     yield Hostile((request("POST", chat, twice),), kind="model twice", statuses=_REFUSED)
     upload = request("POST", chat, b" " * 16_000_000)
@@ -450,6 +459,9 @@ def named(model: str, key: str) -> Iterator[Hostile]:
         yield Hostile((sent,), "wait", kind="text of megabytes")
     if not key:
         return
+    for path in _SPELLED:
+        sent = request("GET", path, headers=CLOSE)
+        yield Hostile((sent,), kind=NO_KEY, statuses=(400, 401, 404))
     for given in (b"", b"Bearer", b"Bearer " + key[:-1].encode(), b"Basic " + key.encode()):
         line = b"authorization: %b\r\n" % given if given else b""
         for sent in (
@@ -475,6 +487,57 @@ def _whole(path: str, text: bytes) -> Iterator[Hostile]:
         yield Hostile((sent,), kind="a header that engines obey", statuses=_ANSWERED)
 
 
+def _of_routers(path: str, fields: Mapping[str, Any]) -> Iterator[Hostile]:
+    """What only a router may say to a worker."""
+    for name in ONLY_ROUTERS:
+        for each in (path, "/tokenize"):
+            sent = request("POST", each, json.dumps(fields | {name: {"a": 1}}).encode())
+            yield Hostile((sent,), kind=f"a router's {name}", statuses=_REFUSED)
+    for name, value in _HIDDEN:
+        sent = request("POST", path, json.dumps(fields | {name: value}).encode())
+        yield Hostile((sent,), kind=f"hidden in {name}", statuses=_REFUSED)
+
+
+def _unprintable(path: str, fields: Mapping[str, Any]) -> Iterator[Hostile]:
+    """What changes terminals that it is shown on, in all that is repeated in answers and logs."""
+    text = "\x1b[2J\x9b2J\u202e\u2066\u2028\ud800 "
+    for name in ("model", "user", "tool_choice", "stop", "n", text):
+        sent = request("POST", path, json.dumps({**fields, name: text}).encode())
+        yield Hostile((sent,), kind="unprintable")
+    raw = text.encode(errors="replace").replace(b"\x1b", b"")
+    for name in (b"x-request-id", b"user-agent", b"x-tenant-id", b"x-session-id", b"x-priority"):
+        line = name + b": " + raw + b"\r\n"
+        sent = request("POST", path, json.dumps(fields).encode(), JSON_TYPE + CLOSE + line)
+        yield Hostile((sent,), kind="unprintable")
+    for spelled in (quote(raw), "%1b%5b2J%9b", "%c2%9b%e2%80%ae"):
+        for each in ("/v1/models/", "/v1/", "/console/", "/v1/requests/"):
+            yield Hostile((request("GET", each + spelled, headers=CLOSE),), kind="unprintable")
+
+
+def _of_other_pages() -> Iterator[Hostile]:
+    """What a browser sends for a page of another origin, and forms can."""
+    elsewhere = b"origin: https://elsewhere.example\r\n"
+    ways = (
+        elsewhere + b"x-kvroute-console: 1\r\n",
+        b"sec-fetch-site: cross-site\r\nx-kvroute-console: 1\r\n",
+        b"origin: null\r\nx-kvroute-console: 1\r\n",
+        b"",
+    )
+    for way in ways:
+        body = b'{"worker":"nobody"}'
+        sent = request("POST", "/console/api/drain", body, JSON_TYPE + CLOSE + way)
+        yield Hostile((sent,), kind="drain of another page", statuses=(401, 403))
+        if way:
+            sent = request("GET", "/console/api/overview", headers=CLOSE + way)
+            yield Hostile((sent,), kind="console of another page", statuses=(401, 403))
+
+
+_SPELLED = (
+    *("/consol%65/api/overview", "/%63onsole/api/workers", "//console/api/overview"),
+    *("/console/../v1/models", "/console/%2e%2e/v1/models", "/console//api/overview"),
+    *("/health/../metrics", "/v1/%6dodels", "/%76%31/models", "/metric%73", "/console/api/"),
+)
+"""Paths that need a key, however they are spelled."""
 _ANSWERED = (200, 429, 503)
 _OBEYED = (
     b"x-vllm-priority: -9\r\n",

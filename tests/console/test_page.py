@@ -58,7 +58,10 @@ def explained(cluster: Cluster) -> str:
     return next(row["request_id"] for row in rows if row["explained"])
 
 
-@pytest.mark.parametrize(("scheme", "viewport"), [("light", None), ("dark", PHONE)])
+@pytest.mark.parametrize(
+    ("scheme", "viewport"),
+    [pytest.param("light", None, marks=pytest.mark.slow), ("dark", PHONE)],
+)
 def test_every_view_is_shown_whole_to_everybody(
     cluster: Cluster, load: Load, watch: Any, scheme: str, viewport: dict[str, int] | None
 ) -> None:
@@ -142,13 +145,13 @@ def locked_url(cluster: Cluster) -> Iterator[str]:
 def test_it_asks_for_a_key_and_keeps_it(locked_url: str, watch: Any) -> None:
     with watch(locked_url, failures=True) as seen:
         page = seen.open("overview")
-        page.get_by_label("Key").fill("open")
+        page.get_by_label("Operator's key").fill("open")
         page.get_by_role("button", name="Open").click()
-        expect(page.get_by_role("heading", name="asks for a key")).to_be_visible()
-        page.get_by_label("Key").fill("sesame")
+        expect(page.get_by_role("heading", name="asks for an operator's key")).to_be_visible()
+        page.get_by_label("Operator's key").fill("sesame")
         page.get_by_role("button", name="Open").click()
         expect(page.locator("[data-tile=workers]")).to_have_text(str(NUM_WORKERS))
-        expect(page.get_by_label("Key")).to_have_count(0)
+        expect(page.get_by_label("Operator's key")).to_have_count(0)
         page.reload()
         expect(page.locator("[data-tile=workers]")).to_have_text(str(NUM_WORKERS))
 

@@ -113,13 +113,18 @@ def worker(name: str, **values: Any) -> list[Any]:
 
 def answers(*rows: list[Any]) -> dict[str, Any]:
     tiles = ("workers", "requests_per_s", "refused_per_s", "degraded_per_s", "waiting", "queue_s")
+    endings = ("failed_share", "left_before_per_s", "output_tokens_per_s", "in_time_share")
     times = ("ttft_p50_s", "ttft_p99_s", "decision_p50_s", "decision_p99_s", "cached_share")
     return {
         "overview": {
             "namespace": "n",
-            "tiles": dict.fromkeys((*tiles, *times)),
+            "tiles": dict.fromkeys((*tiles, *endings, *times, "predicted_share")),
             "replicas": {"rows": []},
             "redis": {"version": "7", "used_bytes": 0, "rtt_s": 0.001},
+            "errors": {
+                "columns": ("requests", "worker", "cause", "words"),
+                "rows": [(3, "w1:0", "status_500", "CUDA out of \x1b[2Jmemory " * 9)],
+            },
             "findings": [
                 {"name": "redis", "level": "bad", "detail": "slow " * 40, "remedy": "move it"},
                 {"name": "clocks", "level": "ok", "detail": "alike", "remedy": ""},
@@ -159,6 +164,6 @@ def test_many_workers_are_scrolled_and_all_fits_the_screen() -> None:
 
 def test_text_from_outside_moves_no_cursor_and_is_no_markup() -> None:
     text = drawn(answers(worker("\x1b[2J[red]x")), Choices())
-    assert "?[2J[red]x" in text
+    assert "\\u001b[2J[red]x" in text
     assert "\x1b" not in text
     assert "alike" not in text

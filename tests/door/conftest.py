@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import fields, replace
 from typing import Any
 
 import httpx
@@ -15,7 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from redis.asyncio import Redis
 
+from app.core.keys import Keyspace
 from app.core.router_settings import RouterSettings
+from app.core.worker_report import WorkerInfo
 from app.core.worker_settings import WorkerSettings
 from app.door.tracing import Tracing
 from app.edge.app import create_app
@@ -25,6 +27,7 @@ from app.state.scripts import ScriptRunner
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorker, worker_info
+from tests.sick_engine import SickEngine, sick_engine
 from workers.main import serve as serve_worker
 
 MODEL = "sim-model"
@@ -57,7 +60,8 @@ def worker(redis_url: str, name: str, **options: object) -> Iterator[Process]:
 @asynccontextmanager
 async def worker_here(redis_url: str, name: str, **options: Any) -> AsyncIterator[str]:
     """The URL of a simulated worker in this process, which costs a second of CPU less."""
-    chosen = options_of(redis_url, name) | {"port": free_port(), "drain_s": 0.0} | options
+    here = {"port": free_port(), "drain_s": 0.0, "lease_ttl_s": 60.0}
+    chosen = options_of(redis_url, name) | here | options
     serving = asyncio.create_task(serve_worker(WorkerSettings(**chosen)))
     try:
         yield f"http://127.0.0.1:{chosen['port']}"
@@ -71,8 +75,22 @@ async def replica(
     redis_url: str, tracing: Tracing | None = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a replica that listens on a port."""
+    async with changing_replica(redis_url, tracing, **settings) as (client, _):
+        yield client
+
+
+@asynccontextmanager
+async def changing_replica(
+    redis_url: str, tracing: Tracing | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Callable[..., None]]]:
+    """The same, and what changes some of its settings while it runs."""
     chosen = {"seed": 7, "redis_timeout_ms": 5000, "show_decision": True} | settings
-    app = create_app(RouterSettings(redis_url=redis_url, namespace=NAMESPACE, **chosen), tracing)
+    given = {"redis_url": redis_url, "namespace": NAMESPACE} | chosen
+    app = create_app(RouterSettings(**given), tracing)
+
+    def change(**changed: Any) -> None:
+        app.replica.adopt(replace(app.replica.settings, **changed))
+
     with listen("127.0.0.1", 0) as listening:
         serving = asyncio.create_task(serve(app, listening))
         url = f"http://127.0.0.1:{port_of(listening)}"
@@ -80,7 +98,7 @@ async def replica(
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
             async with httpx.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
-                yield client
+                yield client, change
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
@@ -94,23 +112,44 @@ async def completing(
     engine: str = "",
     path: str = "/v1/completions",
     more: Iterable[web.RouteDef] = (),
+    keys: Keyspace = KEYS,
     **about: Any,
 ) -> AsyncIterator[FakeWorker]:
-    """A worker of model `m` whose engine answers POST `path` by `complete`.
+    """A worker of model `m` in a namespace, whose engine answers POST `path` by `complete`.
 
     more: that the engine answers. about: more of WorkerInfo.
     """
-    app = web.Application(client_max_size=2**20)
+    app = web.Application(client_max_size=2**22)
     app.add_routes([web.post(path, complete), *more])
     async with TestServer(app) as server:
-        info = worker_info(name, kv_total_blocks=100_000)
-        info = replace(
-            info, address=str(server.make_url("")), models=("m",), engine=engine, **about
-        )
-        worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
-        await worker.register()
-        await worker.activate()
-        yield worker
+        address = str(server.make_url(""))
+        yield await registered(redis, name, address, keys, engine=engine, **about)
+
+
+@asynccontextmanager
+async def sick_worker(redis: Redis, name: str, **about: Any) -> AsyncIterator[SickEngine]:
+    """A worker of model `m`, without an agent, whose engine falls ill on demand.
+
+    about: more of WorkerInfo, and options of SickEngine.
+    """
+    of_info = {field.name for field in fields(WorkerInfo)}
+    options = {key: about.pop(key) for key in list(about) if key not in of_info}
+    async with sick_engine(**options) as engine:
+        await registered(redis, name, engine.url, **about)
+        yield engine
+
+
+async def registered(
+    redis: Redis, name: str, address: str, keys: Keyspace = KEYS, **about: Any
+) -> FakeWorker:
+    info = worker_info(name, kv_total_blocks=100_000)
+    if "kv_transfer" in about:
+        about = {"kv_compatible": "fakes"} | about
+    info = replace(info, **({"address": address, "models": ("m",)} | about))
+    worker = FakeWorker(ScriptRunner(redis, 5.0), keys, info)
+    await worker.register()
+    await worker.activate()
+    return worker
 
 
 def port_of(listening: socket.socket) -> int:
@@ -120,6 +159,15 @@ def port_of(listening: socket.socket) -> int:
 
 async def models(client: httpx.AsyncClient) -> list[str]:
     return [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+
+
+async def until_healthy(client: httpx.AsyncClient) -> None:
+    async def healthy() -> bool:
+        with suppress(httpx.TransportError):
+            return (await client.get("/health")).is_success
+        return False
+
+    await eventually(healthy)
 
 
 async def until_serving(client: httpx.AsyncClient, num_workers: int) -> None:

@@ -8,6 +8,7 @@ import socket
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 import pytest
@@ -82,6 +83,7 @@ async def test_a_line_has_all_that_a_request_can_be_billed_and_searched_by(
             "worker": "a:0",
             "tries": 1,
             "failed": [],
+            "causes": [],
             "tokens_from": "client",
             "prompt_tokens": 5,
             "predicted_cached_tokens": 0,
@@ -185,7 +187,7 @@ async def test_a_client_that_goes_while_it_sends_is_counted(
 
         async def gone() -> float:
             found = await scrape(door)
-            return found("door_requests_total", model="", outcome="client_gone", code="499")
+            return found("door_requests_total", model="", outcome="left_before_token", code="499")
 
         await eventually(gone, lambda number: number == 1)
 
@@ -207,7 +209,7 @@ async def test_paths_beside_the_api_itself_are_logged_too(
         ("/v1/models", 200, "ok"),
         ("/v1/models/none", 404, "model_not_found"),
         (PATH, 405, "method_not_allowed"),
-        ("/tokenize", 400, "refused"),  # this engine has no such path
+        ("/tokenize", 502, "worker_failed"),  # this engine has no such path
     ]
 
 
@@ -264,3 +266,25 @@ def test_reasons_repeat_no_value_of_the_callers() -> None:
         Exception.__init__(error, f"prompt: must be text, got {SECRET!r}")
         assert reason_of(error) == "prompt: must be text"
     assert reason_of(LookupError(SECRET)) == "LookupError; see the router's log"
+
+
+async def test_what_a_client_wrote_is_printed_as_escapes(
+    one_redis_server: EmbeddedRedis, redis: Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x9b2J\u202eevil\u2028"
+    async with (
+        completing(redis, "a", complete),
+        replica(one_redis_server.url, access_log=True) as door,
+    ):
+        await until_serving(door, 1)
+        await door.get(f"/v1/models/{quote(hostile)}")
+        await door.post(PATH, json=ASKED | {"user": hostile})
+        headers = {"x-forwarded-for": b"\x9b2J", "x-request-id": "r1"}
+        await door.post(PATH, json=ASKED, headers=headers)
+    OUT.flush()
+    said = capsys.readouterr().out
+    assert said.replace("\n", "").isprintable()
+    *_, one, two, three = [orjson.loads(line) for line in said.split("\n") if line]
+    assert one["path"] == f"/v1/models/{hostile}"
+    assert two["user"] == hostile
+    assert three["forwarded_for"] == "\x9b2J"

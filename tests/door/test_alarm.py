@@ -81,3 +81,14 @@ def test_of_too_many_workers_the_one_heard_of_longest_ago_is_forgotten(
             told.compare("m", worker, 1000, 600, 0)
     told.compare("m", "c", 1000, 600, 0)
     assert [line.partition("worker ")[2][0] for line in told.remarks()] == ["a"]
+
+
+def test_more_than_was_predicted_at_least_is_nothing_to_tell_but_less_is() -> None:
+    """As when agents publish anew, after an outage of Redis."""
+    told = Alarm()
+    for _ in range(MIN_ANSWERS):
+        told.compare("m", "a:0", 1000, 0, 900, at_least=True)
+    assert told.remarks() == []
+    for _ in range(MIN_ANSWERS):
+        told.compare("m", "a:0", 1000, 900, 0, at_least=True)
+    assert told.remarks() != []

@@ -97,12 +97,28 @@ async def divided(
         yield client, halves
 
 
+def rooms_of(body: dict[str, Any]) -> range:
+    """In which the sequences of a request meet, as SGLang numbers them: from one number on."""
+    prompts = len(body["prompt"]) if isinstance(body["prompt"][0], str | list) else 1
+    num = 1 if isinstance(body["prompt"], str) else prompts
+    first: int = body["bootstrap_room"]
+    return range(first, first + num * body.get("n", 1))
+
+
 async def ask(door: httpx.AsyncClient, **more: Any) -> httpx.Response:
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 9, **more}
     return await door.post("/v1/completions", json=body)
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 2}, {"prompt": "text that only engines can read"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n": 3},
+        {"n": 2, "prompt": ["one", "two"]},
+        {"prompt": "text that only engines can read"},
+    ],
+)
 async def test_both_get_the_same_request_at_once_and_the_one_that_decodes_is_heard(
     one_redis_server: EmbeddedRedis, redis: Redis, more: dict[str, Any]
 ) -> None:
@@ -111,9 +127,10 @@ async def test_both_get_the_same_request_at_once_and_the_one_that_decodes_is_hea
         assert [each.json()["choices"][0]["text"] for each in answers] == ["d"] * 5
         asked = {side: sorted(half.asked, key=str) for side, half in halves.items()}
         assert asked["p"] == asked["d"]
-        assert len({one["bootstrap_room"] for one in asked["p"]}) == 5
+        rooms = [room for one in asked["p"] for room in rooms_of(one)]
+        assert len({*rooms}) == len(rooms) >= 5
+        assert 0 <= min(rooms) <= max(rooms) < 1 << 63
         for one in asked["p"]:
-            assert 0 <= one["bootstrap_room"] < 1 << 63
             assert (one["bootstrap_host"], one["bootstrap_port"]) == ("127.0.0.1", PORT)
             assert one["max_tokens"] == 9
         assert halves["p"].aborted == halves["d"].aborted == []

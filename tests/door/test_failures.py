@@ -67,9 +67,9 @@ async def test_a_stream_whose_worker_dies_ends_with_an_error_and_without_done(
                     if not text:
                         only.popen.send_signal(signal.SIGKILL)
                     text += piece
-            assert '"code":"worker_failed"' in text.rpartition("data: ")[2]
-            assert "[DONE]" not in text
-            labels = f'code="200",model="{MODEL}",outcome="worker_failed"'
+            assert '"code":"worker_failed"' in text.split("data: ")[-2]
+            assert text.endswith("data: [DONE]\n\n")
+            labels = f'code="200",model="{MODEL}",outcome="cut"'
             assert await counted(door, f"requests_total{{{labels}}}") == 1
             await nothing_reserved(redis)
 
@@ -82,19 +82,24 @@ async def test_a_client_that_hangs_up_stops_the_engine_and_leaves_nothing_reserv
     async with worker_here(url, "a", speedup=1) as only, replica(url) as door:
         await until_serving(door, 1)
         asked: dict[str, Any] = chat("long", stream=streams, max_tokens=2000, ignore_eos=True)
+        began = asyncio.Event()
 
         async def ask() -> None:
             async with door.stream("POST", "/v1/chat/completions", json=asked) as answer:
                 async for _ in answer.aiter_text():
-                    pass
+                    began.set()
 
         asking = asyncio.create_task(ask())
         await eventually(lambda: running_on(only), lambda number: number == 1)
+        if streams:
+            # An engine runs a request before the answer begins, whose status is then not told yet.
+            await asyncio.wait_for(began.wait(), 30.0)
         asking.cancel()
-        await eventually(lambda: running_on(only), lambda number: number == 0, within_s=10.0)
+        await eventually(lambda: running_on(only), lambda number: number == 0)
         await nothing_reserved(redis)
         code = 200 if streams else 499
-        labels = f'code="{code}",model="{MODEL}",outcome="client_gone"'
+        outcome = "left_after_token" if streams else "left_before_token"
+        labels = f'code="{code}",model="{MODEL}",outcome="{outcome}"'
         await eventually(
             lambda: counted(door, f"requests_total{{{labels}}}"), lambda number: number == 1
         )

@@ -38,8 +38,6 @@ from tests.fake_worker import NAMESPACE
 SHORT_AND_LONG = [20, pytest.param(500, marks=pytest.mark.slow)]
 AT_ONCE = 20
 
-pytestmark = pytest.mark.timeout(300)
-
 
 async def nothing_contradicts(url: str) -> None:
     """`kvroute inspect verify` finds nothing."""
@@ -49,7 +47,7 @@ async def nothing_contradicts(url: str) -> None:
             found, _ = await verify(redis, Keyspace(NAMESPACE), 1000)
             return list(found)
 
-        await eventually(findings, lambda found: found == [], within_s=10.0)
+        await eventually(findings, lambda found: found == [])
 
 
 @asynccontextmanager
@@ -75,7 +73,8 @@ async def test_workers_killed_under_load_cost_no_request_that_had_not_begun(
 ) -> None:
     url = one_redis_server.url
     async with AsyncExitStack() as stack:
-        workers = [stack.enter_context(worker(url, name, speedup=4)) for name in "abc"]
+        workers = [stack.enter_context(worker(url, name, speedup=4)) for name in "ab"]
+        await stack.enter_async_context(worker_here(url, "c", speedup=4))
         door = await stack.enter_async_context(replica(url))
         await until_serving(door, 3)
         statuses: list[int] = []
@@ -85,7 +84,7 @@ async def test_workers_killed_under_load_cost_no_request_that_had_not_begun(
                 statuses.append((await ask(door, turn, max_tokens=20)).status_code)
 
         # One after the other, as a request that loses two workers is refused.
-        for victim in workers[:2]:
+        for victim in workers:
             turns = iter(range(number))
             asking = asyncio.gather(*(some(turns) for _ in range(AT_ONCE)))
             await eventually(lambda at=victim: running_on(at.url), lambda running: running > 0)
@@ -101,51 +100,51 @@ async def test_a_killed_replica_breaks_only_its_own_streams_and_leaves_nothing(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     url = one_redis_server.url
-    with worker(url, "a", speedup=2) as first, worker(url, "b", speedup=2) as second:
-        async with (
-            replica_process(url, log_level="info") as (one, door),
-            replica_process(url, log_level="info") as (_, other),
-        ):
-            for each in (door, other):
-                await until_serving(each, 2)
+    async with (
+        worker_here(url, "a", speedup=2) as first,
+        worker_here(url, "b", speedup=2) as second,
+        replica_process(url, log_level="info") as (one, door),
+        replica(url) as other,
+    ):
+        for each in (door, other):
+            await until_serving(each, 2)
 
-            async def running() -> float:
-                return await running_on(first.url) + await running_on(second.url)
+        async def running() -> float:
+            return await running_on(first) + await running_on(second)
 
-            broken = [
-                asyncio.create_task(ask(door, n, max_tokens=2000, ignore_eos=True))
-                for n in range(8)
-            ]
-            await eventually(running, lambda found: found == 8)
-            whole = [
-                asyncio.create_task(ask(other, n, max_tokens=60, stream=True)) for n in range(8)
-            ]
-            # Not all at once: on a busy machine the first may end before the last begins.
-            await eventually(running, lambda found: found > 8)
-            one.popen.send_signal(signal.SIGKILL)
-            ended = await asyncio.gather(*broken, return_exceptions=True)
-            assert {type(error) for error in ended} <= {
-                httpx.ReadError,
-                httpx.RemoteProtocolError,
-            }
-            for answer in await asyncio.gather(*whole):
-                assert len(events(answer.text)) == 60
-            await eventually(running, lambda found: found == 0)  # long before 2,000 tokens
-            await nothing_reserved(redis, within_s=15.0)
-            await nothing_contradicts(url)
+        broken = [
+            asyncio.create_task(ask(door, n, max_tokens=2000, ignore_eos=True)) for n in range(8)
+        ]
+        await eventually(running, lambda found: found == 8)
+        whole = [asyncio.create_task(ask(other, n, max_tokens=60, stream=True)) for n in range(8)]
+        # Not all at once: on a busy machine the first may end before the last begins.
+        await eventually(running, lambda found: found > 8)
+        one.popen.send_signal(signal.SIGKILL)
+        ended = await asyncio.gather(*broken, return_exceptions=True)
+        assert {type(error) for error in ended} <= {
+            httpx.ReadError,
+            httpx.RemoteProtocolError,
+        }
+        for answer in await asyncio.gather(*whole):
+            assert len(events(answer.text)) == 60
+        await eventually(running, lambda found: found == 0)  # long before 2,000 tokens
+        await nothing_reserved(redis)
+        await nothing_contradicts(url)
 
 
-@pytest.mark.parametrize("streams", [False, True])
 async def test_a_worker_that_hangs_is_given_up_and_another_one_answers(
-    one_redis_server: EmbeddedRedis, redis: Redis, streams: bool
+    one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     url = one_redis_server.url
-    with worker(url, "a", lease_ttl_s=2.0) as hangs, worker(url, "b", lease_ttl_s=2.0):
-        async with replica(url) as door:
+    with worker(url, "a", lease_ttl_s=2.0) as hangs:
+        async with worker_here(url, "b"), replica(url) as door:
             await until_serving(door, 2)
-            body = {"model": MODEL, "max_tokens": 8, "stream": streams}
-            # They share nothing, so that both workers get some.
-            bodies = [body | {"prompt": [1000 * n + i for i in range(500)]} for n in range(8)]
+            body = {"model": MODEL, "max_tokens": 8}
+            # They share nothing, so that both workers get some. Every other one streams.
+            bodies = [
+                body | {"prompt": [1000 * n + i for i in range(500)], "stream": n % 4 < 2}
+                for n in range(16)
+            ]
             hangs.popen.send_signal(signal.SIGSTOP)
             try:
                 answers = await asyncio.gather(
@@ -164,7 +163,8 @@ async def test_a_worker_whose_agent_is_gone_goes_on_with_its_answers(
 ) -> None:
     async def slow(_: web.Request) -> web.Response:
         await asyncio.sleep(2.0)
-        return web.json_response({"usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+        usage = {"prompt_tokens": 3, "completion_tokens": 1}
+        return web.json_response({"choices": [], "usage": usage})
 
     async with completing(redis, "a", slow) as agent, replica(one_redis_server.url) as door:
         await until_serving(door, 1)
@@ -204,8 +204,10 @@ async def test_full_engines_are_back_pressure_and_not_failures(
         assert {answer.status_code for answer in answers} == {503}
         assert {answer.headers["retry-after"] for answer in answers} == {"7"}
         shown = (await door.get("/v1/workers")).json()
-        assert shown["paused"] == []
-        assert [one["failures"] for one in shown["workers"]] == [0, 0]
+        # One of them is left alone for as long as it asks; never both.
+        assert len(shown["paused"]) == 1
+        assert 0 < shown["paused"][0]["pause_s"] <= 7
+        assert [one["failures"] for one in (*shown["paused"], *shown["workers"])] == [0, 0]
         await nothing_reserved(redis)
 
 
@@ -245,16 +247,16 @@ async def test_clients_that_hang_up_leave_nothing_in_whatever_phase(
         seen = [asyncio.Event() for _ in range(50)]
         count = 50 if phase == "in the line" else 2
         asking = [asyncio.create_task(stay(n, seen[n])) for n in range(count)]
-        await eventually(lambda: running_on(only), bool, within_s=20.0)
+        await eventually(lambda: running_on(only), bool)
         if phase == "in the line":
-            await eventually(waiting, lambda number: number > 0, within_s=20.0)
+            await eventually(waiting, lambda number: number > 0)
         elif phase == "in the stream":
             for one in seen[:2]:
                 await one.wait()
         for task in asking:
             task.cancel()
         await asyncio.wait(asking)
-        await eventually(lambda: running_on(only), lambda n: n == 0, within_s=10.0)
+        await eventually(lambda: running_on(only), lambda n: n == 0)
         await nothing_reserved(redis)
         await nothing_contradicts(url)
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.door import prompts, upstream
+from app.door import engine_tokens, upstream
 from app.local.redis_server import EmbeddedRedis
 from tests.attack.attack import answering, attack_from
 from tests.attack.engine import HostileEngine, hostile_worker
@@ -39,7 +39,7 @@ async def test_what_an_engine_should_not_answer_costs_its_request_alone(
     problems: list[str] = []
     async with (
         hostile(redis, "a") as engine,
-        replica(one_redis_server.url, migrate=True, answer_timeout_s=5) as door,
+        replica(one_redis_server.url, migrate=True, answer_timeout_s=60) as door,
     ):
         await until_serving(door, 1)
         async with answering([str(door.base_url.join("/health"))], problems):
@@ -61,19 +61,23 @@ def _async(look: Any) -> Any:
 async def test_an_engine_that_hangs_when_it_is_asked_for_tokens_keeps_no_connections(
     one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "ENGINE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engine_tokens, "ANSWER_S", 0.3)
+    monkeypatch.setattr(engine_tokens, "FIRST_PAUSE_S", 0.0)
     async with hostile(redis, "a") as engine, replica(one_redis_server.url) as door:
         await until_serving(door, 1)
-        for how in ("hangs", "body without end"):
+        # Of a body without end, as much is read in time as an answer can have, or not.
+        for how, why in (("hangs", ()), ("body without end", ("blind:refused",))):
             body = asked("good", prompt=how)
             answers = await asyncio.gather(
                 *(door.post("/v1/completions", json=body) for _ in range(10))
             )
             assert {answer.status_code for answer in answers} == {200}
-            assert {answer.headers["x-kvroute-tokens"] for answer in answers} == {"blind:engine"}
+            told = {answer.headers["x-kvroute-tokens"] for answer in answers}
+            assert told <= {"blind:engine", *why}
             assert {answer.headers["x-kvroute-trust"] for answer in answers} == {"blind"}
         await door.post("/v1/completions", json=asked("good"))
-        assert engine.requests["/tokenize hangs"] == 10
+        # On a busy machine some are given up before they are sent.
+        assert 0 < engine.requests["/tokenize hangs"] <= 10
         await eventually(_async(lambda: engine.num_open), lambda number: number <= 10)
         await eventually(_async(lambda: engine.num_open), lambda number: number == 0)
 

@@ -66,6 +66,7 @@ def test_what_is_not_known_passes_while_it_is_small() -> None:
         with pytest.raises(InvalidRequest, match="is not known"):
             checked("/v1/chat/completions", later=large)
     checked("/v1/chat/completions", messages="x" * 5000, chat_template_kwargs={"thinking": True})
+    checked("/v1/responses", client_metadata={"turn": "x" * 5000})
 
 
 def test_headers_that_engines_obey_do_not_go_on() -> None:

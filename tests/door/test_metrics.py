@@ -19,7 +19,7 @@ from tests.eventually import eventually
 
 
 async def full(_: web.Request) -> web.Response:
-    return web.json_response({"error": "full"}, status=503)
+    return web.json_response({"error": "full"}, status=503, headers={"retry-after": "1"})
 
 
 async def timed(_: web.Request) -> web.Response:
@@ -86,19 +86,21 @@ async def test_workers_are_told_apart_by_how_requests_ended_there_until_they_lea
             return await scrape(door)
 
         def is_full(found: Scraped) -> bool:
-            return found("door_worker_requests_total", worker="b:0", outcome="full") > 0
+            return (
+                found("door_worker_requests_total", worker="b:0", outcome="full", cause="load") > 0
+            )
 
         found = await eventually(both_asked, is_full)
-        answered = found("door_worker_requests_total", worker="a:0", outcome="ok")
+        answered = found("door_worker_requests_total", worker="a:0", outcome="ok", cause="")
         assert answered == found("door_requests_total", model="m", outcome="ok", code="200")
         first_tokens = found("door_worker_first_token_seconds_count", worker="a:0")
         assert first_tokens == answered
-        assert found("door_worker_requests_total", worker="b:0", outcome="ok") == 0
+        assert found("door_worker_requests_total", worker="b:0", outcome="ok", cause="") == 0
         await other.retire()
         await until_serving(door, 1)
         left = await scrape(door)
     assert not is_full(left)
-    assert left("door_worker_requests_total", worker="a:0", outcome="ok") == answered
+    assert left("door_worker_requests_total", worker="a:0", outcome="ok", cause="") == answered
 
 
 def test_a_metric_has_so_many_children_and_one_for_all_others() -> None:

@@ -13,6 +13,7 @@ from tests.door.conftest import MODEL, models, replica, until_serving, worker_he
 from tests.door.test_answers import chat
 from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
+from tests.fake_worker import NAMESPACE
 from tests.ops.conftest import kvroute
 
 
@@ -58,19 +59,44 @@ async def test_a_namespace_that_has_lost_its_workers_is_shown_with_none(
         await eventually(live, lambda seen: seen == {None: 1, "other": 0}, within_s=30.0)
 
 
+async def test_a_replica_is_ready_while_any_of_its_namespaces_has_a_worker(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    url = one_redis_server.url
+
+    async def readiness() -> tuple[bool, list[str]]:
+        answer = await door.get("/readiness")
+        said = answer.json()
+        assert answer.status_code == (200 if said["ready"] else 503)
+        return said["ready"], said["missing"]
+
+    def ready_but(*missing: str) -> tuple[bool, list[str]]:
+        return True, [f"workers: none is alive in namespace {name}" for name in missing]
+
+    async with replica(url) as door:
+        assert await readiness() == (False, ["workers: none is alive"])
+        async with worker_here(url, "b", namespace="other", model_name="other-model"):
+            await eventually(readiness, lambda said: said == ready_but())
+            async with worker_here(url, "a"):
+                await eventually(lambda: models(door), lambda found: len(found) == 2)
+                assert await readiness() == ready_but()
+            await eventually(readiness, lambda said: said == ready_but(NAMESPACE))
+        await eventually(readiness, lambda said: not said[0])
+
+
 async def test_a_name_that_two_namespaces_announce_is_the_first_ones_at_every_replica(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     url = one_redis_server.url
     async with worker_here(url, "first", namespace="other"):
-        await eventually(lambda: directory(redis), lambda holders: holders == {MODEL: "other"})
+        await eventually(lambda: directory(redis), lambda claims: claims == {MODEL: ("other",)})
         async with worker_here(url, "second"):
             async with replica(url) as door:
                 await until_serving(door, 1)
                 answer = await door.post("/v1/chat/completions", json=chat("x"))
                 assert answer.status_code == 200, answer.text
                 assert answer.headers["x-kvroute-worker"] == "first:0"
-            assert await directory(redis) == {MODEL: "other"}
+            assert await directory(redis) == {MODEL: ("other", NAMESPACE)}
             for command in ("inspect verify", "doctor"):
                 shown = await asyncio.to_thread(kvroute, url, *command.split())
                 assert f"{MODEL} is namespace other's (second:0)" in shown.output

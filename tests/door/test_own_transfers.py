@@ -6,7 +6,7 @@ import asyncio
 import re
 import signal
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import MODEL, replica, until_serving, worker
+from tests.door.conftest import MODEL, replica, until_serving, worker, worker_here
 from tests.door.test_failures import nothing_reserved
 from tests.e2e.engines import Process
 from tests.eventually import eventually
@@ -32,7 +32,7 @@ async def fleet(
     of_each: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     **options: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, Process]]]:
-    """A door before workers of those roles. of_each: options of some, by name."""
+    """A door before workers of those roles, as processes. of_each: options of some, by name."""
     with ExitStack() as opened:
         workers = {
             name: opened.enter_context(
@@ -47,6 +47,27 @@ async def fleet(
         async with replica(url, policy=policy, kv_lease_s=kv_lease_s) as door:
             await until_serving(door, len(roles))
             yield door, workers
+
+
+@asynccontextmanager
+async def fleet_here(
+    url: str,
+    roles: dict[str, str],
+    policy: str = "latency",
+    kv_lease_s: float = 30.0,
+    **options: Any,
+) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, str]]]:
+    """A door before workers of those roles in this process, and their URLs."""
+    async with AsyncExitStack() as opened:
+        urls = {
+            name: await opened.enter_async_context(
+                worker_here(url, name, role=role, kv_transfer="kvroute", **options)
+            )
+            for name, role in roles.items()
+        }
+        async with replica(url, policy=policy, kv_lease_s=kv_lease_s) as door:
+            await until_serving(door, len(roles))
+            yield door, urls
 
 
 async def ask(door: httpx.AsyncClient, prompt: list[int], **more: Any) -> httpx.Response:
@@ -68,32 +89,28 @@ async def overlap_of(door: httpx.AsyncClient, prompt: list[int], name: str) -> i
     return overlap
 
 
-@pytest.mark.parametrize("path", ["completions", "chat"])
 async def test_a_split_prompt_is_computed_by_its_source_and_cached_at_both(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str
+    one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     prompt = list(range(5, 175))  # ten blocks and ten tokens
-    async with fleet(one_redis_server.url, ROLES, policy="least_loaded") as (door, _):
-        if path == "chat":
-            chat = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 50}]}
-            answer = await door.post("/v1/chat/completions", json=chat | {"max_tokens": 8})
+    async with fleet_here(one_redis_server.url, ROLES, policy="least_loaded") as (door, _):
+        said = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 50}]}
+        chat = await door.post("/v1/chat/completions", json=said | {"max_tokens": 8})
+        for answer in (chat, await ask(door, prompt)):
             assert answer.status_code == 200, answer.text
-        else:
-            answer = await ask(door, prompt)
-            assert answer.status_code == 200, answer.text
-            for name in ROLES:
-                await eventually(
-                    lambda name=name: overlap_of(door, prompt, name),  # type: ignore[misc]
-                    lambda blocks: blocks == 10,
-                )
-        assert answer.headers["x-kvroute-source"] == "p:0"
-        assert answer.headers["x-kvroute-worker"] == "d:0"
-        assert cached(answer) == 0, "nobody had it cached"
-        if path == "completions":
-            assert cached(await ask(door, [*prompt, 1])) == 160
+            assert answer.headers["x-kvroute-source"] == "p:0"
+            assert answer.headers["x-kvroute-worker"] == "d:0"
+            assert cached(answer) == 0, "nobody had it cached"
+        for name in ROLES:
+            await eventually(
+                lambda name=name: overlap_of(door, prompt, name),  # type: ignore[misc]
+                lambda blocks: blocks == 10,
+            )
+        assert cached(await ask(door, [*prompt, 1])) == 160
         await nothing_reserved(redis)
 
 
+@pytest.mark.slow
 async def test_a_prompt_computed_on_two_ranks_is_gone_on_from_on_one(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
@@ -137,13 +154,13 @@ async def test_a_full_workers_prefix_is_fetched_and_the_rest_computed(
 ) -> None:
     prefix = list(range(5, 5 + 4000))
     both = {"a": "both", "b": "both"}
-    async with fleet(one_redis_server.url, both, max_requests=1) as (door, _):
+    async with fleet_here(one_redis_server.url, both, max_requests=1) as (door, _):
         first = await ask(door, prefix)
         holder = first.headers["x-kvroute-worker"].removesuffix(":0")
         other = next(iter(both.keys() - {holder}))
         await eventually(lambda: overlap_of(door, prefix, holder), lambda blocks: blocks == 250)
         await nothing_reserved(redis)
-        held = await door.post("/v1/route", json={"token_ids": prefix})
+        held = await door.post("/v1/route", json={"token_ids": prefix, "exclude": [f"{other}:0"]})
         assert held.json()["worker_id"] == holder
 
         longer = await ask(door, prefix + [7] * 100)
@@ -180,7 +197,7 @@ async def test_a_killed_source_or_target_costs_no_request(
 async def test_a_client_gone_between_the_steps_leaves_nothing(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
-    async with fleet(
+    async with fleet_here(
         one_redis_server.url,
         ROLES,
         policy="least_loaded",
@@ -194,10 +211,10 @@ async def test_a_client_gone_between_the_steps_leaves_nothing(
         await nothing_reserved(redis, within_s=20.0)
 
 
-async def keeps_blocks(source: Process) -> bool:
+async def keeps_blocks(source: str) -> bool:
     """Whether it has computed a prompt, and waits for it to be fetched."""
     async with httpx.AsyncClient() as http:
-        text = (await http.get(f"{source.url}/metrics")).text
+        text = (await http.get(f"{source}/metrics")).text
     used = re.search(r'^kvroute_engine_kv_blocks\{what="used"\} (\S+)$', text, re.MULTILINE)
     running = re.search(r'^kvroute_engine_requests\{state="running"\} (\S+)$', text, re.MULTILINE)
     assert used is not None

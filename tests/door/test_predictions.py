@@ -41,8 +41,8 @@ async def test_an_engine_has_cached_what_was_predicted(
         step = engine.step()
         assert step is not None
         [(_, found)] = step.begun
-        whole = found // BLOCK_SIZE // reuse_blocks * reuse_blocks
-        return max(0, whole - recomputed_blocks) * BLOCK_SIZE
+        kept = max(0, found // BLOCK_SIZE - recomputed_blocks)
+        return kept // reuse_blocks * reuse_blocks * BLOCK_SIZE
 
     async def complete(request: web.Request) -> web.Response:
         prompt = (await request.json())["prompt"]

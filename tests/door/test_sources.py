@@ -22,7 +22,19 @@ from tests.eventually import eventually
 from tests.fake_worker import KEYS
 
 PROMPT = list(range(40))
-PARAMS = {"remote_engine_id": "e", "remote_block_ids": [[1, 2]], "remote_num_tokens": 40}
+PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "e",
+    "remote_request_id": "cmpl-1",
+    "remote_block_ids": [[1, 2]],
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "remote_num_tokens": 40,
+    "remote_blocks_expiry_time": None,
+    "tp_size": 1,
+    "transfer_mode": "pull",
+}
 DO = {
     "remote_engine_id": None,
     "remote_block_ids": None,
@@ -45,8 +57,11 @@ class Engine:
     async def complete(self, request: web.Request) -> web.Response:
         self.asked.append(await request.json())
         await self.holds_up.wait()
+        return self.answer(self.text)
+
+    def answer(self, text: str) -> web.Response:
         usage = {"prompt_tokens": 40, "completion_tokens": 1, "total_tokens": 41}
-        answer: dict[str, Any] = {"choices": [{"text": self.text}], "usage": usage}
+        answer: dict[str, Any] = {"choices": [{"text": text}], "usage": usage}
         if self.params:
             answer["kv_transfer_params"] = self.params
         return web.json_response(answer, status=self.status)
@@ -85,6 +100,12 @@ async def ask(door: httpx.AsyncClient, **more: Any) -> httpx.Response:
 async def blocks_reserved(redis: Redis) -> list[int]:
     loads: dict[bytes, bytes] = await redis.hgetall(KEYS["load"])
     return [int(load.split()[4]) for _, load in sorted(loads.items())]
+
+
+async def failures(redis: Redis) -> list[bytes]:
+    """What those of workers have come to."""
+    kept: dict[bytes, bytes] = await redis.hgetall(KEYS["failures"])
+    return list(kept.values())
 
 
 async def test_the_source_is_asked_for_one_token_and_the_target_told_where_the_kv_is(
@@ -156,36 +177,120 @@ async def test_a_source_that_hands_on_nothing_costs_no_request(
     assert "kv_transfer_params" not in target.asked[0]
 
 
-@pytest.mark.parametrize(("own_s", "registered_s"), [(0.3, 0.0), (0.3, 30.0), (30.0, 0.3)])
-async def test_no_answer_counts_that_began_after_the_lease_of_its_source(
-    one_redis_server: EmbeddedRedis, redis: Redis, own_s: float, registered_s: float
+@pytest.mark.parametrize(
+    "params",
+    [
+        PARAMS | {"remote_host": []},
+        PARAMS | {"remote_host": "10.1.1.1"},
+        PARAMS | {"remote_port": None},
+        {"remote_block_ids": [[1]]},
+        ["no object"],
+    ],
+)
+async def test_a_broken_answer_of_a_source_is_the_source_s_failure_and_no_client_s(
+    one_redis_server: EmbeddedRedis, redis: Redis, params: Any
 ) -> None:
-    """Its text may be made of the KV of others, and so may the next one from that worker."""
-    source, target, other = Engine("x", PARAMS), Engine("wrong"), Engine("right")
+    source, target = Engine("x", params), Engine("all of it")
+    async with pair(redis, one_redis_server.url, source, target) as door:
+        for number in (1, 2):
+            answer = await ask(door)
+            assert answer.json()["choices"][0]["text"] == "all of it"
+            assert "x-kvroute-source" not in answer.headers
+            [said] = await failures(redis)
+            assert said.startswith(b"%d " % number)
+            assert said.endswith(b" handover")
+    assert all("kv_transfer_params" not in asked for asked in target.asked)
+
+
+@pytest.mark.parametrize("refuses_all", [False, True])
+async def test_what_a_target_refuses_with_a_source_it_is_asked_alone(
+    one_redis_server: EmbeddedRedis, redis: Redis, refuses_all: bool
+) -> None:
+    """The client is told of what the target refuses alone as well."""
+
+    class Strict(Engine):
+        async def complete(self, request: web.Request) -> web.Response:
+            refuses = refuses_all or "kv_transfer_params" in await request.json()
+            self.status = 400 if refuses else 200
+            return await super().complete(request)
+
+    source, target = Engine("x", PARAMS), Strict("all of it")
+    async with pair(redis, one_redis_server.url, source, target) as door:
+        assert (await ask(door)).status_code == (400 if refuses_all else 200)
+        assert await failures(redis) == []
+    with_source, alone = target.asked
+    assert with_source["kv_transfer_params"] == PARAMS
+    assert "kv_transfer_params" not in alone
+
+
+class Frozen(Engine):
+    """Answers requests that name a source once it thaws, and then, as its source's lease has ended,
+    with what belongs to other prompts."""
+
+    async def complete(self, request: web.Request) -> web.Response:
+        has_source = "kv_transfer_params" in await request.json()
+        self.text = "wrong" if has_source else "right"
+        if not has_source:
+            self.asked.append(await request.json())
+            return self.answer("right")
+        return await super().complete(request)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("own_s", "registered_s"), [(0.8, 0.0), (0.8, 30.0), (30.0, 0.8)])
+async def test_a_target_that_has_not_begun_within_the_lease_is_given_up(
+    one_redis_server: EmbeddedRedis, redis: Redis, own_s: float, registered_s: float, streams: bool
+) -> None:
+    """Nobody says here when the lease ends: so it may, a lease after the source was asked."""
+    source, target, other = Engine("x", PARAMS), Frozen("wrong"), Engine("of another")
     target.holds_up.clear()
     url = one_redis_server.url
     leases = {"kv_lease_s": own_s, "registered_s": registered_s}
     async with pair(redis, url, source, target, **leases) as door:
-        asking = asyncio.create_task(ask(door))
-        await eventually(lambda: _len(target.asked))
+        answer = await ask(door, stream=streams)
+        assert "right" in answer.text, "no other worker is there"
+        assert "x-kvroute-source" not in answer.headers
         async with completing(redis, "e", other.complete, "vllm 0.32.0") as e:
             await until_serving(door, 3)
-            await asyncio.sleep(0.5)  # past the lease
-            target.holds_up.set()
-            answer = await asking
-            assert answer.json()["choices"][0]["text"] == "right"
-            assert "x-kvroute-source" not in answer.headers
+            answer = await ask(door, stream=streams)
+            assert "of another" in answer.text
             await eventually(lambda: blocks_reserved(redis), lambda blocks: blocks == [0, 0, 0])
             await e.retire()
-        assert "kv_transfer_params" not in other.asked[0]
-        target.holds_up.clear()
+        assert await failures(redis) == []
+    assert "kv_transfer_params" not in other.asked[0]
+    assert ["kv_transfer_params" in asked for asked in target.asked] == [True, False, True]
+
+
+async def test_it_is_said_if_nobody_is_left_who_decodes(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with (
+        completing(redis, "p", Engine("x").complete, role=Role.PREFILL, kv_transfer="nixl"),
+        replica(one_redis_server.url) as door,
+    ):
+        await until_serving(door, 1)
+        answer = await ask(door)
+    assert answer.status_code == 503
+    assert "no worker that decodes is alive: all have the role prefill" in answer.text
+
+
+async def test_a_lease_counts_from_before_the_source_was_asked(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    """Its answer may have been held up on the way, and its lease have begun long before that."""
+    source, target = Engine("x", PARAMS), Frozen("wrong")
+    source.holds_up.clear()
+    target.holds_up.clear()
+    async with pair(redis, one_redis_server.url, source, target, kv_lease_s=3.0) as door:
         asking = asyncio.create_task(ask(door))
-        await eventually(lambda: _len(target.asked), lambda number: number == 2)
-        await asyncio.sleep(0.5)
+        await eventually(lambda: _len(source.asked))
+        await asyncio.sleep(1.3)
+        source.holds_up.set()
+        await eventually(lambda: _len(target.asked))
+        await asyncio.sleep(1.9)  # within a lease from the answer on
         target.holds_up.set()
-        answer = await asking
-        assert answer.status_code == 502
-        assert "worker d:0: may hold KV that is not its prompt's" in answer.text
+        assert (await asking).json()["choices"][0]["text"] == "right"
+    assert ["kv_transfer_params" in asked for asked in target.asked] == [True, False]
 
 
 async def test_a_source_that_was_held_up_is_not_believed(
@@ -215,7 +320,10 @@ async def test_a_target_that_fails_takes_nobody_elses_blocks_with_it(
         answers = [await ask(door) for _ in range(4)]
         assert {answer.json()["choices"][0]["text"] for answer in answers} == {"all of it"}
     assert target.asked
-    assert all(body["kv_transfer_params"] == PARAMS for body in other.asked)
+    # Where the target failed, its source may have: the prompt is computed anew.
+    fetched = [body.get("kv_transfer_params") for body in other.asked]
+    assert fetched.count(PARAMS) == 4 - len(target.asked)
+    assert fetched.count(None) == len(target.asked)
 
 
 async def test_a_client_that_hangs_up_between_the_steps_leaves_what_the_source_keeps(

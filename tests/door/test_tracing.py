@@ -96,7 +96,7 @@ async def test_requests_that_fail_have_spans_that_say_so(
     exporter = InMemorySpanExporter()
     provider = provider_of(exporter)
     async with (
-        completing(redis, "a", Engine(500).complete),
+        completing(redis, "a", Engine(500, 500).complete),
         replica(one_redis_server.url, Tracing(provider)) as door,
     ):
         await until_serving(door, 1)

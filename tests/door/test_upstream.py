@@ -177,6 +177,23 @@ async def test_a_kept_connection_that_ends_as_it_is_used_is_replaced_once(
         assert len(server.requests) == 3
 
 
+async def test_what_an_engine_ended_with_may_have_reached_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upstream_module, "STALE_S", 60.0)
+
+    async def connected(*_: object) -> None:
+        raise ConnectFailed("refused")
+
+    async with serving(hang_up_on_the_second) as (server, upstream):
+        assert await whole(await post(upstream, server.url)) == b"hello world"
+        monkeypatch.setattr(upstream, "_connected", connected)
+        with pytest.raises(NoAnswer, match="kept; then refused"):
+            await post(upstream, server.url)
+        with pytest.raises(ConnectFailed):
+            await post(upstream, server.url)
+
+
 async def test_what_ends_a_kept_connection_later_is_not_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import httpx
 
+from app.core.agent_settings import EngineAgentSettings
 from tests.fake_worker import NAMESPACE
+from workers.engine_agent import serve as serve_agent
 
 ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    """A kvroute command; `url` is where it listens."""
+    """A kvroute command, or another module; `url` is where it listens."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        module: str = "app.cli",
+        command: Sequence[str] | None = None,
+        cwd: Path = ROOT,
+    ) -> None:
+        """command: another that is installed; None: the module, of this checkout."""
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", *arguments],
-            cwd=ROOT,
+            [*(command or (sys.executable, "-m", module)), *arguments],
+            cwd=cwd,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -79,6 +89,29 @@ def agent(
         yield process
     finally:
         process.end()
+
+
+@asynccontextmanager
+async def agent_here(
+    engine_url: str, redis_url: str, memory: Path, worker_id: str, **options: Any
+) -> AsyncIterator[None]:
+    """The same in this process, which costs a second of CPU less. At the end it dies, as if
+    killed."""
+    settings = EngineAgentSettings(
+        redis_url=redis_url,
+        namespace=NAMESPACE,
+        engine_url=engine_url,
+        worker_id=worker_id,
+        memory_folder=str(memory),
+        port=0,
+        **options,
+    )
+    serving = asyncio.create_task(serve_agent(settings))
+    try:
+        yield
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 class Prompts:

@@ -143,7 +143,7 @@ async def targets_of(
 
 async def settled(cluster: Cluster, probe: Probe) -> None:
     """Nothing is left of any request, and no process has ended."""
-    await probe.all_idle(len(cluster.workers), within_s=30.0)
+    await probe.all_idle(len(cluster.workers))
     await eventually(probe.reserved, lambda ids: not ids)
 
     async def at_work() -> int:
@@ -154,21 +154,18 @@ async def settled(cluster: Cluster, probe: Probe) -> None:
     assert cluster.ended() == {}
 
 
-@pytest.mark.parametrize("at_doors", [False, True])
 async def test_a_few_hostile_inputs_do_no_harm(
-    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str], at_doors: bool
+    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with attacked_cluster(1, 1, haproxy=None) as cluster:
         probe = open_probe(cluster)
-        targets = (
-            doors_of(cluster, drawn=20) if at_doors else await targets_of(cluster, probe, drawn=20)
-        )
-        attack = Attack(targets, CODES, seed=SEED)
-        async with answering(probed(cluster), attack.problems):
-            await attack.send(0, 200, SLOW_S)
-            await attack.send_named()
-        assert attack.problems == [], f"seed {SEED}"
-        await settled(cluster, probe)
+        for targets in (await targets_of(cluster, probe, drawn=20), doors_of(cluster, drawn=20)):
+            attack = Attack(targets, CODES, seed=SEED)
+            async with answering(probed(cluster), attack.problems):
+                await attack.send(0, 100, SLOW_S)
+                await attack.send_named()
+            assert attack.problems == [], f"seed {SEED}"
+            await settled(cluster, probe)
     logged = "".join(capfd.readouterr())
     at = logged.find("Traceback")
     assert at < 0, logged[at : at + 7000]

@@ -21,7 +21,8 @@ from tests.eventually import eventually
 from tests.redis_servers import require_binary
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "cells.cfg"
-CHATS = "/v1/chat/completions"
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+UNSERVED = b"425 Too Early"
 SYSTEM = {"role": "system", "content": "Be brief. " * 800}
 
 
@@ -63,8 +64,12 @@ def chat(number: int, turns: int, *, system: bool = True) -> list[dict[str, str]
     return said
 
 
+def path_of(body: dict[str, Any]) -> str:
+    return "/v1/responses" if "input" in body else COMPLETIONS if "prompt" in body else CHATS
+
+
 async def cell_of(client: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> str:
-    answer = await client.post(CHATS, json=body, headers=headers)
+    answer = await client.post(path_of(body), json=body, headers=headers)
     assert answer.status_code == 200
     return answer.text
 
@@ -146,12 +151,27 @@ async def test_a_cell_that_has_no_room_is_not_the_last_word(
     body = {"model": "m", "messages": chat(0, 0)}
     usual = await cell_of(client, body)
     full, other = sorted(cells, key=lambda cell: str(cell.port) != usual)
-    full.refuses = True
+    full.refuses = UNSERVED
     assert await cell_of(client, body) == str(other.port)
-    full.refuses = False
+    full.refuses = b""
     assert await cell_of(client, body) == usual
-    full.refuses = other.refuses = True
+    full.refuses = other.refuses = UNSERVED
     assert (await client.post(CHATS, json=body)).status_code == 503
+    full.refuses = other.refuses = UNSERVED + b"\r\nx-status: 429"
+    answer = await client.post(CHATS, json=body)
+    assert answer.status_code == 429
+    assert "x-status" not in answer.headers
+
+
+@pytest.mark.parametrize("status", [b"502 Bad Gateway", b"503 Busy", b"429 Busy", b"504 Late"])
+async def test_what_a_cells_engines_had_is_carried_out_by_no_other_cell(
+    client: httpx.AsyncClient, cells: list[Replica], status: bytes
+) -> None:
+    for cell in cells:
+        cell.refuses = status
+    answer = await client.post(CHATS, json={"model": "m", "messages": chat(0, 0)})
+    assert answer.status_code == int(status[:3])
+    assert sum(cell.num_bodies for cell in cells) == 1
 
 
 async def test_a_cell_that_is_gone_is_replaced_by_the_next(
@@ -164,7 +184,13 @@ async def test_a_cell_that_is_gone_is_replaced_by_the_next(
     assert await cell_of(client, body) == str(other.port)
 
 
-@pytest.mark.parametrize("path", ["/v1/route", "/v1/requests/r1~a/prefill_complete"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/route", "/v1/requests/r1~a/prefill_complete", "/find_best_worker"),
+        *("/v1/%72oute", "/%76%31/route?a=b", "/v1%2Froute", "/v1/re%71uests/r/release"),
+    ],
+)
 async def test_reservations_are_made_at_a_cell(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(path, json={"token_ids": [1, 2, 3]})
     assert answer.status_code == 501

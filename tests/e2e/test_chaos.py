@@ -402,7 +402,6 @@ async def survive(seed: int, *, disruptions: int, failovers: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("shifted_clocks")
 async def test_reservations_stay_exact_whatever_fails() -> None:
     await survive(1, disruptions=4, failovers=2)

@@ -12,7 +12,6 @@ import httpx
 import orjson
 import pytest
 
-from app.router.maintenance import RETIRE_GRACE_MS
 from loadtest.client import ClusterClient, FailureKind, Outcome
 from tests.e2e.conftest import (
     BLOCK_SIZE,
@@ -27,7 +26,7 @@ from tests.redis_servers import require_binary
 
 PROMPT_TOKENS = 20 * BLOCK_SIZE
 NUM_PROMPTS = 12
-CALLERS = 8
+CALLERS = 4
 
 
 class Load:
@@ -57,7 +56,7 @@ class Load:
         async def over() -> int:
             return len(self.outcomes)
 
-        await eventually(over, lambda seen: seen >= enough, within_s=20.0)
+        await eventually(over, lambda seen: seen >= enough)
 
 
 @asynccontextmanager
@@ -82,54 +81,37 @@ async def test_a_killed_replica_loses_no_request_and_leaves_nothing_behind(
 ) -> None:
     if haproxy:
         require_binary("haproxy")
-    with small_cluster(num_workers=2, num_replicas=3, haproxy=haproxy) as cluster:
+    with small_cluster(
+        num_workers=2, num_replicas=3, haproxy=haproxy, reservation_ttl_s=RESERVATION_TTL_S
+    ) as cluster:
         probe = open_probe(cluster)
         async with loaded(cluster.balancer_url) as load:
-            await load.wait_for_more(50)
+            await load.wait_for_more(20)
             victim = cluster.routers[0]
             for i in range(5):
-                await probe.http.post(
+                answer = await probe.http.post(
                     f"{victim.url}/v1/route?request_id=orphan-{i}",
                     content=prompt(i, PROMPT_TOKENS),
                     headers={"content-type": "application/octet-stream"},
                 )
+                assert answer.json()["reserved"]
             victim.process.kill()
             orphans = {f"orphan-{i}" for i in range(5)}
-            assert await probe.reserved() >= orphans
-            await load.wait_for_more(100)
+            await load.wait_for_more(50)
             # Nobody will release them; they expire, even under load.
-            await eventually(
-                probe.reserved, lambda seen: not seen & orphans, within_s=RESERVATION_TTL_S + 3
-            )
+            await eventually(probe.reserved, lambda seen: not seen & orphans)
         assert [o for o in load.outcomes if o.failure] == []
-        await probe.all_idle(2, within_s=RESERVATION_TTL_S + 3)
+        await probe.all_idle(2)
         assert await probe.reserved() == set()
-
-
-async def test_callers_that_share_a_request_id_free_only_what_is_their_own(
-    open_probe: OpenProbe,
-) -> None:
-    with small_cluster(num_workers=1, num_replicas=2) as cluster:
-        probe = open_probe(cluster)
-
-        async def route() -> str:
-            answer = await probe.http.post(
-                "/v1/route", json={"token_ids": [1, 2, 3]}, headers={"x-request-id": "shared"}
-            )
-            reservation_id: str = answer.json()["reservation_id"]
-            return reservation_id
-
-        held = await asyncio.gather(*(route() for _ in range(4)))
-        for left in (3, 2, 1, 0):
-            assert await probe.release(held[left])
-            assert (await probe.workers())["w0"]["active_requests"] == left
 
 
 @pytest.mark.slow
 async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
     open_probe: OpenProbe,
 ) -> None:
-    with small_cluster(num_workers=3, num_replicas=2, haproxy=False) as cluster:
+    with small_cluster(
+        num_workers=3, num_replicas=2, haproxy=False, lease_ttl_s=LEASE_TTL_S
+    ) as cluster:
         probe = open_probe(cluster)
         async with loaded(cluster.balancer_url) as load:
 
@@ -141,15 +123,9 @@ async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
             await eventually(probe.index_entries, lambda seen: seen.get(dead, 0) > 0)
             cluster.workers[0].process.kill()
 
-            await eventually(
-                probe.workers, lambda seen: set(seen) == {"w1", "w2"}, within_s=LEASE_TTL_S + 2
-            )
+            await eventually(probe.workers, lambda seen: set(seen) == {"w1", "w2"})
             at_lapse = len(load.outcomes)
-            await eventually(
-                probe.index_entries,
-                lambda seen: dead not in seen,
-                within_s=RETIRE_GRACE_MS / 1000 + 5.0,
-            )
+            await eventually(probe.index_entries, lambda seen: dead not in seen)
             # By then, all requests in flight at the lapse have ended.
             await load.wait_for_more(60)
         assert {o.worker for o in load.outcomes[at_lapse + CALLERS :]} == {"w1:0", "w2:0"}
@@ -158,7 +134,7 @@ async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
         assert sum(o.attempts > 1 for o in load.outcomes) <= CALLERS
         failures = {o.failure for o in load.outcomes} - {None}
         assert failures <= {FailureKind.BROKEN_STREAM}
-        await probe.all_idle(2, within_s=RESERVATION_TTL_S + 3)
+        await probe.all_idle(2)
         for key in ("leases", "writers", "load", "workers"):
             left = await probe.redis.execute_command(
                 "ZSCORE" if key == "leases" else "HGET", cluster.keyspace[key], dead
@@ -183,8 +159,8 @@ async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
         async def ask(request_id: str, stream: str) -> httpx.Response:
             return await probe.http.post(
                 f"{worker.url}/v1/completions",
-                # They take about a second.
-                params={"max_tokens": "50", "request_id": request_id, "stream": stream},
+                # They take half a minute.
+                params={"max_tokens": "1500", "request_id": request_id, "stream": stream},
                 content=prompt(0, PROMPT_TOKENS),
                 headers={"content-type": "application/octet-stream"},
             )
@@ -198,7 +174,7 @@ async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
             stream = callers.create_task(ask("stream", "true"))
             await eventually(both_running)
             worker.process.terminate()
-        assert await asyncio.to_thread(worker.process.wait, 10) == 0
+        assert await asyncio.to_thread(worker.process.wait, 60) == 0
         assert not await probe.redis.exists(cluster.keyspace["current"])  # it has retired
 
     assert whole.result().status_code == 503
@@ -211,7 +187,7 @@ async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
 async def test_a_redis_that_lost_everything_is_refilled_while_requests_are_served(
     open_probe: OpenProbe,
 ) -> None:
-    with small_cluster(num_workers=3, num_replicas=2, haproxy=False) as cluster:
+    with small_cluster(num_workers=2, num_replicas=2, haproxy=False) as cluster:
         probe = open_probe(cluster)
         assert cluster.redis is not None
         prompts = [prompt(seed, 64 * BLOCK_SIZE) for seed in range(100, 106)]
@@ -236,6 +212,6 @@ async def test_a_redis_that_lost_everything_is_refilled_while_requests_are_serve
         assert [o for o in load.outcomes if o.failure] == []
         assert load.outcomes[-1].degraded is False
         # A worker that held none of the prompts may be the last to register again.
-        await eventually(probe.workers, lambda seen: set(seen) == {"w0", "w1", "w2"})
+        await eventually(probe.workers, lambda seen: set(seen) == {"w0", "w1"})
         assert [m.name for m in cluster.members if m.process.poll() is not None] == []
-        await probe.all_idle(3, within_s=RESERVATION_TTL_S + 3)
+        await probe.all_idle(2)

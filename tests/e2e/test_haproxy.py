@@ -36,8 +36,12 @@ class Replica:
         self.reached = asyncio.Event()
         self.go = asyncio.Event()
         self.client_gone = asyncio.Event()
-        self.refuses = False
-        """Whether it answers requests with a body by 503."""
+        self.refuses = b""
+        """By what it answers requests with a body: a status line without the version."""
+        self.is_late = False
+        """Whether requests with a body are never answered."""
+        self.num_bodies = 0
+        """Requests with a body so far."""
         self.held = 0
         """Requests to /hold so far."""
         self.balancer_ids: list[str] = []
@@ -69,7 +73,10 @@ class Replica:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         status = b"200 OK"
         if "content-length: " in head:
-            status = b"503 Service Unavailable" if self.refuses else status
+            self.num_bodies += 1
+            status = self.refuses or status
+            if self.is_late:
+                await self.go.wait()
             await reader.readexactly(int(head.partition("content-length: ")[2].split()[0]))
         self.balancer_ids += re.findall(r"^x-balancer-id: (\S+)\r$", head, re.MULTILINE)
         path = head.split()[1]
@@ -208,7 +215,7 @@ async def test_requests_held_by_a_killed_replica_are_answered_by_another(
 
 
 def test_every_path_that_an_engine_computes_for_has_its_time() -> None:
-    [paths] = re.findall(r"^ *acl answers path (.+)$", CONFIG.read_text(), re.MULTILINE)
+    [paths] = re.findall(r"^ *acl answers path,url_dec (.+)$", CONFIG.read_text(), re.MULTILINE)
     assert {*paths.split()} == {*PATHS}
 
 
@@ -271,3 +278,52 @@ async def test_a_replica_notices_that_a_waiting_client_has_hung_up(
         await replica.reached.wait()
         request.cancel()
         await replica.client_gone.wait()
+
+
+async def test_a_path_is_known_however_it_is_spelled(
+    balancer: Balancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVROUTE_BALANCER_TIMEOUT", "200ms")
+    monkeypatch.setenv("KVROUTE_BALANCER_ANSWER_TIMEOUT", "1s")
+    first, second = Replica(), Replica()
+    client = await balancer(first, second)
+    for cell in (first, second):
+        cell.is_late = True
+    answer = await client.post("/v1/chat/%63ompletions", content=b"prompt")
+    assert answer.status_code == 504
+    assert first.num_bodies + second.num_bodies == 1, "an engine may have it already"
+
+
+async def test_one_address_never_has_all_connections(
+    balancer: Balancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVROUTE_BALANCER_MAXCONN_PER_CLIENT", "4")
+    port = (await balancer(Replica())).base_url.port
+
+    async def ask(host: str) -> bytes:
+        try:
+            reader, writer = await asyncio.open_connection(LOOPBACK, port, local_addr=(host, 0))
+            writers.append(writer)
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            return await reader.read(12)
+        except ConnectionError:
+            return b""
+
+    writers: list[asyncio.StreamWriter] = []
+    try:
+        said = [await ask("127.0.0.2") for _ in range(6)]
+        assert said == [b"HTTP/1.1 200"] * 4 + [b""] * 2
+        assert await ask("127.0.0.3") == b"HTTP/1.1 200"
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+async def test_without_a_replica_another_fleet_may_be_asked(balancer: Balancer) -> None:
+    replica = Replica()
+    client = await balancer(replica)
+    await replica.die()
+    assert (await client.get("/")).status_code == 503
+    answer = await client.get("/", headers={"X-Unserved-Status": "425"})
+    assert (answer.status_code, answer.headers["x-status"]) == (425, "503")
+    assert answer.json()["error"]["code"] == "no_router"

@@ -1,10 +1,11 @@
 """A cluster soon recovers from the loss of any key in Redis, and a reset mends any damage to one.
 
-Three agents and a router run against a real Redis, with short leases. While requests are routed and
-blocks are stored and removed, a key or an entry is lost. Soon all is right again: every overlap
-equals what a scan of the workers' caches gives, the loads are those of the requests in flight, and
-no key or entry is left that belongs to nothing. What somebody damaged by hand is not repaired: each
-bad value costs its own worker or request at most, and `kvroute reset` mends all of it.
+Three agents and a router run against a real Redis, which hears of them often. While requests are
+routed and blocks are stored and removed, a key or an entry is lost. Soon all is right again: every
+overlap equals what a scan of the workers' caches gives, the loads are those of the requests in
+flight, and no key or entry is left that belongs to nothing. What somebody damaged by hand is not
+repaired: each bad value costs its own worker or request at most, and `kvroute reset` mends all of
+it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ KEYS = Keyspace("healing")
 SHARDS = 2
 INDEX_BLOCKS = 1024  # 16 buckets in each shard
 BLOCK_SIZE = 4
-LEASE_S = 0.15
-REDIS_TIMEOUT_S = 0.5
+LEASE_S = 2.0
+"""So long that none lapses, because the machine is busy, of those that are renewed every 50 ms."""
+REDIS_TIMEOUT_S = 5.0
 WORKERS = ("w0", "w1", "w2")
 PROMPTS = [[1000 * n + i for i in range(80)] for n in range(1, 7)]
 CHAINS = [compute_hashes(tokens, BLOCK_SIZE)[1] for tokens in PROMPTS]
@@ -312,6 +314,7 @@ class World:
                 for name, overlap in seen.items():
                     held = self.held[name, n]
                     assert overlap.total <= held.total, f"{name}, prompt {n}: {overlap} of {held}"
+            await asyncio.sleep(0.005)  # else agents and router get half of a core
 
     async def all_requests_end(self) -> None:
         """End all requests; check that nothing is reserved and new ones are counted exactly."""
@@ -393,6 +396,7 @@ async def world(
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "DRAIN_BLOCKS", 4)
     monkeypatch.setattr(agents, "AUDIT_INTERVAL_S", 0.05)
+    monkeypatch.setattr(agents, "MAX_RENEWAL_S", 0.05)
     monkeypatch.setattr(maintenance, "MAINTENANCE_INTERVAL_S", 0.03)
     monkeypatch.setattr(maintenance, "SWEEP_PAUSE_S", 0.001)
     monkeypatch.setattr(maintenance, "SWEEP_PAUSE_MS", 0)
@@ -671,19 +675,19 @@ async def test_any_loss_of_several_keys_heals(redis_server: EmbeddedRedis, seed:
             await cluster.suffers("; ".join(picked), several)
 
 
-@pytest.mark.parametrize("family", ALL_KEYS)
+@pytest.mark.parametrize("families", [CONTROL[:6], CONTROL[6:], OF_SHARDS], ids=" ".join)
 async def test_a_reset_mends_any_damage(
-    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, family: str
+    one_redis_server: EmbeddedRedis, families: tuple[str, ...]
 ) -> None:
     """Also damage done to several keys at once, of a namespace that is in use."""
-    monkeypatch.setattr("tests.e2e.test_healing.LEASE_S", 1.0)  # no lease lapses on a busy machine
     async with world(one_redis_server.url) as cluster:
-        cluster.resume()
-        await one_after_another(damages(family).values())(cluster)
-        await asyncio.sleep(0.2)
-        await delete_namespace(cluster.redis, KEYS)
-        await cluster.pause()
-        await cluster.heals(f"{family}, reset")
+        for family in families:
+            cluster.resume()
+            await one_after_another(damages(family).values())(cluster)
+            await asyncio.sleep(0.2)
+            await delete_namespace(cluster.redis, KEYS)
+            await cluster.pause()
+            await cluster.heals(f"{family}, reset")
         cluster.resume()
         await asyncio.sleep(0.05)
         await cluster.pause()
@@ -695,15 +699,12 @@ async def test_a_reset_mends_any_damage(
     ["workers", "current", "load", "reservations", "requests", "applied", "blocks", "writers"],
 )
 async def test_a_bad_value_costs_its_own_worker_or_request_at_most(
-    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, family: str
+    one_redis_server: EmbeddedRedis, family: str
 ) -> None:
-    # No lease lapses, and no reply is late, because the machine is busy.
-    monkeypatch.setattr("tests.e2e.test_healing.LEASE_S", 2.0)
-    monkeypatch.setattr("tests.e2e.test_healing.REDIS_TIMEOUT_S", 10.0)
     async with world(one_redis_server.url) as cluster:
         for number, damage in enumerate(bad_values(family)):
             await damage(cluster)
-            for n in range(20):
+            for n in range(2 * len(CHAINS)):
                 decision = await cluster.route(n % len(CHAINS))
                 assert decision.reserved, f"{family}, {number}"
                 assert not decision.degraded, f"{family}, {number}"
@@ -749,7 +750,7 @@ async def test_no_loss_makes_a_worker_seem_to_hold_blocks_that_it_does_not(
                 cluster.hold(name, n, 20 * (n % 3 == i), 0)
         await cluster.heals("at first")
         watching = asyncio.create_task(cluster.watch())
-        for _ in range(3):
+        for _ in range(2):
             await damage(cluster)
             await cluster.heals(damage.__name__)
         watching.cancel()

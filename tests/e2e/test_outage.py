@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.test_healing import LEASE_S, short_intervals, world
 from tests.eventually import eventually
@@ -13,8 +15,9 @@ short_intervals = short_intervals  # a fixture, which pytest finds by its name
 
 
 async def test_every_request_is_routed_and_no_worker_has_to_republish(
-    own_redis_server: EmbeddedRedis,
+    own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tests.e2e.test_healing.REDIS_TIMEOUT_S", 0.5)
     async with world(own_redis_server.url) as cluster:
         incarnations = {key: agent.incarnation for key, agent in cluster.agents.items()}
         degraded = []
@@ -26,7 +29,7 @@ async def test_every_request_is_routed_and_no_worker_has_to_republish(
 
         with stopped(own_redis_server.pid):
             loop = asyncio.get_running_loop()
-            end = loop.time() + 8 * LEASE_S
+            end = loop.time() + 1.5 * LEASE_S
             while loop.time() < end:
                 await is_degraded()
         await eventually(is_degraded, lambda found: not found)

@@ -25,8 +25,6 @@ from tests.fake_worker import NAMESPACE
 
 BODY = {"prompt": list(range(5, 1005)), "max_tokens": 40, "ignore_eos": True}
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def cluster(own_redis_server: EmbeddedRedis) -> Iterator[Cluster]:
@@ -58,6 +56,7 @@ async def workers(http: httpx.AsyncClient) -> list[str]:
     return sorted(worker["worker_id"] for worker in listed.get("workers", []))
 
 
+@pytest.mark.slow
 async def test_workers_come_and_go_with_the_load_and_no_request_fails(cluster: Cluster) -> None:
     statuses: list[int] = []
     async with httpx.AsyncClient(base_url=cluster.balancer_url, timeout=60) as http:

@@ -40,7 +40,6 @@ async def live(trace: Trace, policy: str) -> PolicySummary:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 async def test_a_replay_and_its_simulation_agree_on_hit_rate_and_the_order_of_policies() -> None:
     require_redis(default_kind())
     trace = read_trace(SLICE)

@@ -73,68 +73,73 @@ class Clients:
         return {request_id.decode() for request_id in ids}
 
 
-async def test_a_killed_replica_leaves_no_request_in_line_and_holds_up_no_other(
+async def test_who_leaves_the_line_leaves_nothing_in_it_and_holds_up_no_other(
     cluster: Cluster,
 ) -> None:
     async with Clients(cluster) as clients:
-        assert (await clients.route(0, "first")).status_code == 200
-        order: list[str] = []
+        await a_caller_hangs_up(clients)
+        await a_replica_is_killed(clients)
+        await a_replica_is_told_to_stop(clients)
 
-        async def wait(replica: int, request_id: str) -> None:
-            try:
-                answer = await clients.route(replica, request_id)
-            except httpx.RemoteProtocolError:
-                return
-            assert answer.status_code == 200, answer.text
-            order.append(request_id)
-            await clients.release(replica, request_id)
 
-        tasks = []
-        for n in range(9):
-            tasks.append(asyncio.ensure_future(wait(n % NUM_REPLICAS, f"r{n}")))
-            await clients.waiting_becomes(n + 1)
-        # The killed replica's request is the first in line.
-        cluster.routers[0].process.kill()
-        await clients.release(1, "first")
-        await asyncio.gather(*tasks)
-        assert order == [f"r{n}" for n in range(9) if n % NUM_REPLICAS]
-        names = [name async for name in clients.redis.scan_iter(match="*flows*")]
-        assert names == []
-        assert await clients.reserved() == set()
-    async with connect(cluster.redis_url) as redis:
-        findings, _ = await verify.verify(redis, cluster.keyspace, 1 << 10)
+async def a_replica_is_killed(clients: Clients) -> None:
+    """The first."""
+    assert (await clients.route(0, "first")).status_code == 200
+    order: list[str] = []
+
+    async def wait(replica: int, request_id: str) -> None:
+        try:
+            answer = await clients.route(replica, request_id)
+        except httpx.RemoteProtocolError:
+            return
+        assert answer.status_code == 200, answer.text
+        order.append(request_id)
+        await clients.release(replica, request_id)
+
+    tasks = []
+    for n in range(9):
+        tasks.append(asyncio.ensure_future(wait(n % NUM_REPLICAS, f"r{n}")))
+        await clients.waiting_becomes(n + 1)
+    # The killed replica's request is the first in line.
+    clients.cluster.routers[0].process.kill()
+    await clients.release(1, "first")
+    await asyncio.gather(*tasks)
+    assert order == [f"r{n}" for n in range(9) if n % NUM_REPLICAS]
+    names = [name async for name in clients.redis.scan_iter(match="*flows*")]
+    assert names == []
+    assert await clients.reserved() == set()
+    async with connect(clients.cluster.redis_url) as redis:
+        findings, _ = await verify.verify(redis, clients.cluster.keyspace, 1 << 10)
     assert findings == []
 
 
-async def test_a_caller_that_hangs_up_leaves_the_line_and_never_gets_a_reservation(
-    cluster: Cluster,
-) -> None:
-    async with Clients(cluster) as clients:
-        assert (await clients.route(0, "first")).status_code == 200
-        hangs_up = asyncio.ensure_future(clients.route(1, "gone"))
-        await clients.waiting_becomes(1)
-        waits = asyncio.ensure_future(clients.route(2, "stays"))
-        await clients.waiting_becomes(2)
-        # The cancelled client closes its connection.
-        hangs_up.cancel()
-        await clients.waiting_becomes(1)
-        await clients.release(0, "first")
-        assert (await waits).status_code == 200
-        assert await clients.reserved() == {"stays"}
-        metrics = (await clients.http[1].get("/metrics")).text
-        gone = 'kvroute_waits_total{outcome="gone",priority="normal",tenant="other"} 1.0'
-        assert gone in metrics
+async def a_caller_hangs_up(clients: Clients) -> None:
+    assert (await clients.route(0, "first")).status_code == 200
+    hangs_up = asyncio.ensure_future(clients.route(1, "gone"))
+    await clients.waiting_becomes(1)
+    waits = asyncio.ensure_future(clients.route(2, "stays"))
+    await clients.waiting_becomes(2)
+    # The cancelled client closes its connection.
+    hangs_up.cancel()
+    await clients.waiting_becomes(1)
+    await clients.release(0, "first")
+    assert (await waits).status_code == 200
+    assert await clients.reserved() == {"stays"}
+    metrics = (await clients.http[1].get("/metrics")).text
+    gone = 'kvroute_waits_total{outcome="gone",priority="normal",tenant="other"} 1.0'
+    assert gone in metrics
+    await clients.release(2, "stays")
 
 
-async def test_a_stopped_replica_refuses_the_requests_that_wait_there(cluster: Cluster) -> None:
-    async with Clients(cluster) as clients:
-        assert (await clients.route(0, "first")).status_code == 200
-        waits = asyncio.ensure_future(clients.route(1, "r1"))
-        await clients.waiting_becomes(1)
-        cluster.routers[1].process.terminate()
-        answer = await waits
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        await clients.waiting_becomes(0)
+async def a_replica_is_told_to_stop(clients: Clients) -> None:
+    """The second; it refuses what waits there."""
+    assert (await clients.route(2, "first")).status_code == 200
+    waits = asyncio.ensure_future(clients.route(1, "r1"))
+    await clients.waiting_becomes(1)
+    clients.cluster.routers[1].process.terminate()
+    answer = await waits
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    await clients.waiting_becomes(0)
 
 
 async def test_requests_wait_in_line_on_a_redis_cluster_too() -> None:

@@ -21,6 +21,7 @@ from tests.fake_worker import KEYS, FakeWorkers
 from tests.redis_servers import stopped
 
 API = "/console/api"
+ASKED = {"x-kvroute-console": "1"}
 PROMPT = list(range(8))
 
 
@@ -65,7 +66,7 @@ async def test_the_overview_counts_what_all_replicas_decided(
         found = await eventually(seen, lambda o: sum(o["localities"].values()) == 4)
         assert found["localities"] == {"kept": 4}
         assert found["tiles"]["workers"] == 2
-        assert found["tiles"]["cached_share"] == 1
+        assert found["tiles"]["cached_share"] is None, "no engine has answered"
         replicas = objects(found["replicas"])
         assert len(replicas) == 2
         assert [r["this"] for r in replicas].count(True) == 1
@@ -186,7 +187,7 @@ async def test_a_dry_run_says_who_holds_what_and_reserves_nothing(
     found = reply.json()
     assert (found["tokens"], found["full_blocks"]) == (8, 2)
     assert objects(found["holders"]) == [
-        {"worker": "w1:0", "device": 2, "host": 0, "disk": 0, "total": 2}
+        {"worker": "w1:0", "device": 2, "host": 0, "disk": 0, "total": 2, "reused": 1}
     ]
     assert found["route"]["worker"] == "w1:0"
     assert [c["worker"] for c in found["route"]["candidates"]] == ["w1:0", "w2:0"]
@@ -234,7 +235,7 @@ async def test_the_funnel_says_what_was_reached_of_the_prompts(
 
 
 async def test_events_tell_who_came_and_went(client: httpx.AsyncClient, fleet: FakeWorkers) -> None:
-    await client.post(f"{API}/drain", json={"worker": "w1"})
+    await client.post(f"{API}/drain", json={"worker": "w1"}, headers=ASKED)
     await fleet.retire("w2")
     found = await eventually(
         lambda: answer(client, "events"), lambda e: e["events"][0]["kind"] == "left"
@@ -284,27 +285,96 @@ async def test_whatif_is_the_commands_answer(client: httpx.AsyncClient, fleet: F
 async def test_a_worker_is_drained_and_taken_back(
     client: httpx.AsyncClient, fleet: FakeWorkers
 ) -> None:
-    reply = await client.post(f"{API}/drain", json={"worker": "w1"})
+    reply = await client.post(f"{API}/drain", json={"worker": "w1"}, headers=ASKED)
     assert reply.json() == {"worker": "w1", "draining": True, "left": 0}
     await eventually(
         lambda: answer(client, "workers"), lambda t: objects(t)[0]["state"] == "draining"
     )
     assert (await route(client, "r1"))["worker_id"] == "w2"
-    reply = await client.post(f"{API}/drain", json={"worker": "w1:0", "undo": True})
+    reply = await client.post(f"{API}/drain", json={"worker": "w1:0", "undo": True}, headers=ASKED)
     assert reply.json()["draining"] is False
-    reply = await client.post(f"{API}/drain", json={"worker": "w9"})
+    reply = await client.post(f"{API}/drain", json={"worker": "w9"}, headers=ASKED)
     assert reply.status_code == 404
 
 
-async def test_a_form_of_another_site_drains_nothing(
-    client: httpx.AsyncClient, fleet: FakeWorkers
+@pytest.mark.parametrize("settings", [{}, {"api_key": "k"}, {"cors_origin": "*"}])
+async def test_a_page_of_another_site_drains_nothing(
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    fleet: FakeWorkers,
+    settings: dict[str, str],
 ) -> None:
-    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        reply = await client.post(
-            f"{API}/drain", content=b'{"worker": "w1"}', headers={"content-type": kind}
-        )
-        assert reply.status_code == 415
-    assert await fleet.redis.hget(KEYS["failures"], "w1:0") is None
+    json_type, key = {"content-type": "application/json"}, {"authorization": "Bearer k"}
+    async with replica(one_redis_server.url, **settings) as client:
+        for headers, status in (
+            (ASKED | {"content-type": "text/plain"}, 415),
+            (ASKED | {"content-type": "application/x-www-form-urlencoded"}, 415),
+            (ASKED | {"content-type": ""}, 415),
+            (json_type, 403),
+            (ASKED | json_type | {"origin": "https://evil.example"}, 403),
+            (ASKED | json_type | {"origin": "null"}, 403),
+            (ASKED | json_type | {"origin": "http://[router"}, 403),
+            (
+                ASKED | json_type | {"origin": "http://localhost", "sec-fetch-site": "cross-site"},
+                403,
+            ),
+            (
+                ASKED | json_type | {"origin": "http://localhost", "sec-fetch-site": "same-site"},
+                403,
+            ),
+        ):
+            content = b'{"worker": "w1"}'
+            reply = await client.post(f"{API}/drain", content=content, headers=headers | key)
+            assert reply.status_code == status, headers
+            assert "access-control-allow-origin" not in reply.headers
+        assert await fleet.redis.hget(KEYS["failures"], "w1:0") is None
+        own = ASKED | key | {"origin": "http://localhost"}
+        reply = await client.post(f"{API}/drain", json={"worker": "w1"}, headers=own)
+        assert reply.status_code == 200
+
+
+async def test_only_pages_of_its_own_origin_see_what_the_console_shows(
+    one_redis_server: EmbeddedRedis, replica: StartReplica
+) -> None:
+    async with replica(one_redis_server.url, cors_origin="*") as client:
+        paths = [f"{API}/overview", f"{API}/decisions", f"{API}/whatif", "/console/"]
+        for path in (*paths, "/metrics", "/readiness", "/nowhere"):
+            for method in ("GET", "POST"):
+                asked = {"access-control-request-method": method, "origin": "https://evil.example"}
+                reply = await client.options(path, headers=asked)
+                assert reply.status_code in (404, 405, 403), path
+                reply = await client.request(method, path, headers={"origin": asked["origin"]})
+                assert not [name for name in reply.headers if name.startswith("access-control")]
+                assert not path.startswith(API) or reply.status_code == 403
+        for headers in (
+            {"origin": "http://localhost"},
+            {"origin": "http://other", "sec-fetch-site": "same-origin"},
+            {"sec-fetch-site": "none"},
+            {},
+        ):
+            reply = await client.get(f"{API}/whatif", headers=headers)
+            assert reply.status_code == 200
+            assert reply.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_key": "k"}, {"no_auth": True}])
+async def test_a_name_that_somebody_has_lead_here_is_no_origin_of_a_router_without_keys(
+    one_redis_server: EmbeddedRedis, replica: StartReplica, settings: dict[str, Any]
+) -> None:
+    names = [
+        "evil.example:8080",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "[::",
+        "10.0.0.1",
+    ]
+    async with replica(one_redis_server.url, **settings) as client:
+        for name in (*names, "localhost:8080", "LOCALHOST", "127.0.0.1", "[::1]:8080"):
+            own = {"host": name, "sec-fetch-site": "same-origin", "authorization": "Bearer k"}
+            drain = client.post(f"{API}/drain", json={"worker": "w9"}, headers=ASKED | own)
+            for reply in (await client.get(f"{API}/whatif", headers=own), await drain):
+                is_refused = not settings and name in names
+                assert (reply.status_code == 403) == is_refused, (name, reply.text)
 
 
 async def test_an_answer_that_has_not_changed_is_not_sent_again(client: httpx.AsyncClient) -> None:
@@ -428,14 +498,15 @@ async def test_keys_of_other_types_end_no_replica_and_are_no_internal_error(
 ) -> None:
     monkeypatch.setattr(sampler, "BEAT_S", 0.05)
     monkeypatch.setattr(replicas, "STEP_MS", 100)
-    for name in ("replicas", "history", "history_minutes", "events", "decisions", "planner"):
+    spoilt = ("replicas", "history", "history_minutes", "events", "decisions", "planner")
+    for name in spoilt:
         await fleet.redis.set(KEYS[name], "spoilt")
     async with replica(one_redis_server.url) as client:
         for question in ("overview", "workers", "decisions", "history", "events", "funnel"):
             reply = await client.get(f"{API}/{question}")
             assert reply.status_code in (200, 503), question
         await route(client, "r1")
-        for name in ("replicas", "history", "events", "decisions", "planner"):
+        for name in spoilt:
             await fleet.redis.delete(KEYS[name])
         await eventually(lambda: client.get(f"{API}/overview"), lambda r: r.status_code == 200)
         await eventually(lambda: answer(client, "history"), lambda h: h["at_s"])

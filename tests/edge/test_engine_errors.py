@@ -113,9 +113,9 @@ def test_a_path_that_an_engine_lacks_is_no_404(answer: object) -> None:
     assert "w:0) has no /v1/embeddings" in said["error"]["message"]
 
 
-def test_a_model_that_an_engine_lacks_is_a_404() -> None:
+def test_a_model_that_an_engine_no_longer_has_is_the_fault_of_its_worker() -> None:
     answer = {"error": {"message": "The model `x` does not exist.", "code": 404}}
-    assert error(404, answer)[0] == 404
+    assert error(404, answer)[0] == 502
 
 
 def test_the_routers_own_key_is_no_matter_of_clients() -> None:

@@ -199,13 +199,6 @@ async def test_bad_raw_tokens_and_options_are_refused(
     await assert_refused(response, one, field, message)
 
 
-async def test_a_bad_request_id_in_the_header_is_refused(
-    client: httpx.AsyncClient, one: FakeWorkers
-) -> None:
-    response = await client.post("/v1/route", json=TOKENS, headers={"x-request-id": "a b"})
-    await assert_refused(response, one, "request_id", "got 'a b'")
-
-
 async def test_a_long_value_is_shortened_in_the_message(
     client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:

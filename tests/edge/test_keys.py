@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import httpx
 import pytest
 
 from app.core.errors import ConfigError
-from app.edge import keys
+from app.door.errors import Unauthorized
+from app.edge import watched_files
 from app.edge.keys import Keys, check_open
+from app.edge.watched_files import WatchedFiles
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import Process
 from tests.edge.conftest import StartReplica
@@ -46,7 +49,7 @@ async def test_a_file_of_keys_is_read_again_when_it_changes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keys, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.01)
     file = tmp_path / "keys"
     file.write_text("one first\n")
     async with replica(one_redis_server.url, api_key_file=str(file), api_key="own") as client:
@@ -65,18 +68,163 @@ async def test_a_file_of_keys_is_read_again_when_it_changes(
         await eventually(lambda: opened("third"), lambda status: status == 200)
 
 
-def test_a_file_that_cannot_be_read_leaves_the_keys_as_they_are(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("one two three\n", "line 1 has 3 words"),
+        ("one first\ntwo metrics\n", "line 2 has 'metrics' in the place of a key"),
+        ("operator\n", "line 1 has 'operator' in the place of a key"),
+        ("\udcff\n", "can't decode"),
+        ("one first\n" + 40 * "\0" + "\n", "line 2 has characters that are not printed"),
+        ("o\0n\0e\0 \0k\0\n\0", "line 1 has characters that are not printed"),
+        ("one pasted\u200bkey\n", "line 1 has characters that are not printed"),
+        ("#" * 1_050_000, "over 1048576 bytes"),
+    ],
+)
+def test_a_file_that_would_be_refused_at_the_start_leaves_the_keys_as_they_are(
+    tmp_path: Path, text: str, said: str
 ) -> None:
     file = tmp_path / "keys"
     file.write_text("one first\n")
     opened = Keys("", str(file))
-    file.write_text("one two three\n")
-    opened.reload()
-    assert "line 1 has 3 words" in caplog.text
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    for read in (opened.reload, lambda: Keys("", str(file))):
+        with pytest.raises(ConfigError, match=said):
+            read()
     assert opened.check("/", [(b"authorization", b"Bearer first")]) == "one"
-    with pytest.raises(ConfigError, match="line 1 has 3 words"):
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing", "link to itself"])
+def test_what_is_no_file_any_more_leaves_the_keys_and_holds_nothing_up(
+    tmp_path: Path, kind: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one first\n")
+    opened = Keys("", str(file))
+    watched = WatchedFiles("keys", lambda: [opened.path], opened.reload)
+    file.unlink()
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(file if kind == "link to itself" else tmp_path / "nothing")
+    watched.reload()
+    assert "is gone, or can be read but once" in watched.problem
+    assert opened.check("/", [(b"authorization", b"Bearer first")]) == "one"
+    file.rmdir() if kind == "folder" else file.unlink()
+    (tmp_path / "v2").write_bytes(b"\xef\xbb\xbftwo second\r\n")
+    file.symlink_to(tmp_path / "v2")
+    watched.reload()
+    assert watched.problem == ""
+    assert opened.check("/", [(b"authorization", b"Bearer second")]) == "two"
+    with pytest.raises(Unauthorized):
+        opened.check("/", [(b"authorization", b"Bearer first")])
+
+
+def test_a_file_that_is_written_anew_is_seen_whatever_its_time_says(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one first\n")
+    os.utime(file, (0, 0))
+    before = watched_files.stamp_of(str(file))
+
+    def seen() -> bool:
+        file.write_text("one other\n")
+        os.utime(file, (0, 0))
+        return watched_files.stamp_of(str(file)) != before
+
+    # A file system may count time in steps.
+    assert any(seen() for _ in range(10_000))
+
+
+@pytest.mark.parametrize("left", ["", "# none\n", "prometheus scraper metrics\n"])
+async def test_a_file_without_a_key_any_more_lets_nobody_in_and_says_so(
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    left: str,
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one first operator\n")
+    settings: dict[str, str] = {"api_key_file": str(file), "metrics_key": "reader"}
+    async with replica(one_redis_server.url, **settings) as client:
+
+        async def statuses(*headers: tuple[str, str]) -> set[int]:
+            paths = ("/v1/models", "/v1/workers", "/console/api/overview", "/nowhere")
+            return {(await client.get(path, headers=headers)).status_code for path in paths}
+
+        assert 401 not in await statuses(bearer("first"))
+        file.write_text(left)
+        await eventually(lambda: statuses(bearer("first")), lambda found: found == {401})
+        assert await statuses() == {401}
+        assert (await client.get("/metrics")).status_code == 401
+        scraped = (await client.get("/metrics", headers=[bearer("reader")])).text
+        assert "kvroute_no_key_left 1.0" in scraped
+        assert "nobody is let in" in caplog.text
+        file.write_text("two second\n")
+        await eventually(lambda: statuses(bearer("second")), lambda found: found != {401})
+
+
+@pytest.mark.parametrize("text", ["", "prometheus scraper metrics\n"])
+def test_a_file_without_a_key_is_refused_at_the_start(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"no key in it|nothing but keys for /metrics"):
         Keys("", str(file))
+
+
+def test_keys_that_are_asked_for_are_asked_for_until_the_next_start() -> None:
+    opened = Keys("k")
+    with pytest.raises(ConfigError, match="everybody would be let in"):
+        opened.change("", "", "")
+    with pytest.raises(Unauthorized):
+        opened.check("/v1/models", [])
+    assert opened.check("/v1/models", [(b"x-api-key", b"k")]) == "api-key"
+
+
+async def test_a_key_cut_off_counts_once_its_file_has_been_the_same_for_a_while(
+    one_redis_server: EmbeddedRedis,
+    replica: StartReplica,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(watched_files, "SETTLED_S", 3600.0)
+    looks: list[bool] = []
+
+    class CountingLooks(watched_files.Settling):
+        def is_whole(self, path: str) -> bool:
+            looks.append(super().is_whole(path))
+            return looks[-1]
+
+    async def looked_at_again() -> None:
+        before = len(looks)
+
+        async def since() -> list[bool]:
+            return looks[before:]
+
+        await eventually(since, lambda found: found.count(False) >= 3)
+
+    monkeypatch.setattr(watched_files, "Settling", CountingLooks)
+    file = tmp_path / "keys"
+    file.write_text("one first\n")
+    async with replica(one_redis_server.url, api_key_file=str(file)) as client:
+
+        async def opened(key: str) -> bool:
+            return (await client.get("/v1/models", headers=[bearer(key)])).is_success
+
+        file.write_text("one first\ntwo sec")
+        await looked_at_again()
+        assert [await opened(key) for key in ("first", "sec")] == [True, False]
+        with file.open("a") as more:
+            more.write("ond\n")
+        await eventually(lambda: opened("second"))
+        file.write_text("three third")
+        await looked_at_again()
+        assert [await opened(key) for key in ("second", "third")] == [True, False]
+        monkeypatch.setattr(watched_files, "SETTLED_S", 0.0)
+        await eventually(lambda: opened("third"))
 
 
 @pytest.mark.parametrize("where", ["a setting", "the file"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -12,6 +14,8 @@ import pytest
 
 from app.core.errors import ConfigError
 from app.core.router_settings import RouterSettings
+from app.door.errors import Unauthorized
+from app.edge import watched_files
 from app.edge.app import create_app
 from app.edge.live import LIVE, LiveSettings
 from app.local.redis_server import EmbeddedRedis
@@ -43,31 +47,56 @@ def test_what_may_change_counts_at_once_and_the_rest_is_named(
     assert "file: wait_queue has changed, and counts from the next start on" in caplog.text
 
 
-@pytest.mark.parametrize("path", ["missing", ""])
-def test_settings_that_cannot_be_read_or_would_open_a_replica_leave_it_as_it_is(
-    caplog: pytest.LogCaptureFixture, path: str
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_settings_that_a_start_would_refuse_or_that_would_open_a_replica_leave_it_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    settings = RouterSettings(host="0.0.0.0", api_key="k")
+    monkeypatch.setattr(watched_files, "SETTLED_S", 3600.0)
+    settings = RouterSettings(host=host, api_key="k")
     replica = create_app(settings).replica
+    without_keys = tmp_path / "keys"
+    without_keys.write_text("prometheus scraper metrics\n")
+    cut = tmp_path / "cut"
+    cut.write_text("one fir")
 
     def unreadable() -> RouterSettings:
         raise ConfigError("bad: port")
 
+    with_a_key = partial(RouterSettings, host=host, api_key="new")
     for read, error in (
         (unreadable, "bad: port"),
-        (lambda: RouterSettings(host="0.0.0.0"), "without a key"),
-        (lambda: RouterSettings(host="0.0.0.0", api_key_file="/nowhere"), "/nowhere"),
+        (lambda: RouterSettings(host=host), "without a key|everybody would be let in"),
+        (lambda: RouterSettings(host=host, api_key_file="/nowhere"), "/nowhere"),
+        (lambda: RouterSettings(host=host, api_key_file=str(without_keys)), "nothing but keys for"),
+        (lambda: with_a_key(api_key_file=str(cut)), "is being written"),
+        (lambda: with_a_key(tls_cert="cert.pem"), "tls_cert is set, and tls_key is not"),
+        (lambda: with_a_key(tls_cert="/no", tls_key="/no"), "No such file"),
+        (lambda: with_a_key(namespace="a b"), "namespace"),
     ):
-        LiveSettings(replica, path, read).reload()
-        assert f"the settings stay as they were: {error}" in caplog.text.replace(
-            "api_key_file ", ""
-        )
+        with pytest.raises(ConfigError, match=error):
+            LiveSettings(replica, "file", read).reload()
         assert replica.settings == settings
         assert replica.keys.check("/", [(b"x-api-key", b"k")])
+        with pytest.raises(Unauthorized):
+            replica.keys.check("/", [])
+
+
+def test_a_pipe_of_keys_holds_no_running_replica_up(tmp_path: Path) -> None:
+    replica = create_app(RouterSettings(api_key="k")).replica
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, tmp_path / "nothing"):
+        new = RouterSettings(api_key_file=str(path))
+        with pytest.raises(ConfigError, match="is gone, or can be read but once"):
+            LiveSettings(replica, "file", lambda new=new: new).reload()  # type: ignore[misc]
+    assert replica.keys.check("/", [(b"x-api-key", b"k")]) == "api-key"
 
 
 def test_every_setting_that_may_change_exists() -> None:
     assert RouterSettings.__dataclass_fields__.keys() >= LIVE
+
+
+TOO_DEEP = "a = " + "[" * 50_000 + "]" * 50_000
 
 
 @pytest.mark.parametrize("by_signal", [True, False], ids=["SIGHUP", "by itself"])
@@ -91,6 +120,16 @@ async def test_a_router_reads_its_file_again(
                 return (await client.post("/v1/route", content=body, headers=headers)).status_code
 
             assert [await status("old", "x" * 10), await status("new", "x")] == [413, 401]
+            file.write_text(TOO_DEEP + "\n")
+            if by_signal:
+                process.popen.send_signal(signal.SIGHUP)
+
+            async def is_refused() -> bool:
+                headers = {"authorization": "Bearer old"}
+                text = (await client.get("/metrics", headers=headers)).text
+                return 'kvroute_files_refused{what="settings"} 1.0' in text
+
+            await eventually(is_refused)
             file.write_text("api-key = 'new'\nmax-body-bytes = 99")
             if by_signal:
                 process.popen.send_signal(signal.SIGHUP)

@@ -279,9 +279,8 @@ async def test_what_came_of_a_request_is_recorded_if_its_release_says_so(
         found = await endings.read(redis, KEYS, 0, 10)
         return {request_id: ending for request_id, (_, ending) in found.items()}
 
-    await eventually(
-        recorded, lambda found: found == {"r1": Ending(7, 120), "r2": Ending(3)}, within_s=5.0
-    )
+    known = {"r1": Ending(7, 120), "r2": Ending(3)}
+    await eventually(recorded, lambda found: found == known)
     await redis.xadd(KEYS["endings"], {"request_id": "r9", "output_tokens": "-1", "ttft_ms": ""})
     assert len(await recorded()) == 2
     assert len(await endings.read(redis, KEYS, 0, 1)) == 2  # a page at least

@@ -17,13 +17,11 @@ from app.core.errors import ConfigError
 from app.edge.tls import certificate_of
 from app.http import server
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import until_serving, worker
+from tests.door.conftest import until_serving, worker_here
 from tests.door.test_answers import chat
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
-
-pytestmark = pytest.mark.timeout(120)
 
 
 class Authority:
@@ -64,27 +62,28 @@ async def test_a_new_certificate_is_shown_from_then_on_and_breaks_off_no_stream(
 ) -> None:
     old, new = Authority(), Authority()
     url = one_redis_server.url
-    with worker(url, "a", speedup=1), router(url, *old.issue(tmp_path)) as process:
-        assert process.url.startswith("https://")
-        asked = chat("long", stream=True, max_tokens=200, ignore_eos=True)
-        async with old.client(process.url) as client:
-            await until_serving(client, 1)
-            async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
-                pieces = answer.aiter_text()
-                text = await anext(pieces)
-                new.issue(tmp_path)
+    async with worker_here(url, "a", speedup=1):
+        with router(url, *old.issue(tmp_path)) as process:
+            assert process.url.startswith("https://")
+            asked = chat("long", stream=True, max_tokens=200, ignore_eos=True)
+            async with old.client(process.url) as client:
+                await until_serving(client, 1)
+                async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
+                    pieces = answer.aiter_text()
+                    text = await anext(pieces)
+                    new.issue(tmp_path)
 
-                async def is_trusted(by: Authority) -> bool:
-                    try:
-                        async with by.client(process.url) as fresh:
-                            return (await fresh.get("/health")).is_success
-                    except httpx.ConnectError:
-                        return False
+                    async def is_trusted(by: Authority) -> bool:
+                        try:
+                            async with by.client(process.url) as fresh:
+                                return (await fresh.get("/health")).is_success
+                        except httpx.ConnectError:
+                            return False
 
-                await eventually(lambda: is_trusted(new), bool)
-                assert not await is_trusted(old)
-                text += "".join([piece async for piece in pieces])
-        assert text.endswith("data: [DONE]\n\n")
+                    await eventually(lambda: is_trusted(new), bool)
+                    assert not await is_trusted(old)
+                    text += "".join([piece async for piece in pieces])
+            assert text.endswith("data: [DONE]\n\n")
 
 
 async def test_plain_http_is_not_spoken_beside_tls(
@@ -120,7 +119,7 @@ def test_a_handshake_that_does_not_come_is_not_waited_for(
 
 
 def test_a_certificate_that_cannot_be_used_is_refused_at_the_start_and_later_not_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
     cert, key = Authority().issue(tmp_path)
     other = tmp_path / "other"
@@ -145,6 +144,15 @@ def test_a_certificate_that_cannot_be_used_is_refused_at_the_start_and_later_not
             certificate_of(*given)
     loaded = certificate_of(cert, key)
     assert loaded is not None
-    Path(key).write_text(Path(wrong_key).read_text())
-    loaded.reload()
-    assert "the certificate stays as it was" in caplog.text
+    for file, text in (
+        (key, Path(wrong_key).read_text()),
+        (key, encrypted.read_text()),
+        (cert, Path(cert).read_text()[:-40]),
+        (cert, ""),
+    ):
+        kept = Path(file).read_text()
+        Path(file).write_text(text)
+        with pytest.raises(ConfigError, match="tls_cert"):
+            loaded.reload()
+        Path(file).write_text(kept)
+        loaded.reload()

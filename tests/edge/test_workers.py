@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,7 +16,10 @@ from app.core.worker_report import (
     ForwardPassMetrics,
     GpuReadings,
 )
+from app.edge.readiness import KEPT_S
 from app.local.redis_server import EmbeddedRedis
+from app.policy.view import View
+from app.router.router import Router
 from app.state.connect import connect
 from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
@@ -62,7 +66,10 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
         "max_requests": 8,
         "active_requests": 2,
         "decoding_requests": 1,
+        "others_requests": 0,
         "failures": 0,
+        "failed_share": 0.0,
+        "cause": None,
         "active_blocks": 10,
         "prefill_tokens": 4,
         "kv_active_blocks": 0,
@@ -73,6 +80,8 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
         "kv_idle_before_evict_s": 0.0,
         "gpu": None,
         "stale": True,
+        "degraded": False,
+        "agent_away_s": None,
         "unique_value_s": None,
     }
     # One prefill of 1 ms is left, and is draining.
@@ -177,11 +186,36 @@ async def test_a_router_is_ready_while_a_worker_is_alive(
         return response.status_code, response.json()
 
     not_ready = (503, {"ready": False, "missing": ["workers: none is alive"]})
+    is_ready = (200, {"ready": True, "missing": []})
     assert await readiness() == not_ready
     await workers.register("w1")
-    assert await readiness() == (200, {"ready": True, "missing": []})
+    await eventually(readiness, lambda said: said == is_ready)
     await workers.retire("w1")
-    assert await readiness() == not_ready
+    await eventually(readiness, lambda said: said == not_ready)
+
+
+async def test_however_many_ask_whether_a_router_is_ready_it_looks_once(
+    client: httpx.AsyncClient, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Router] = []
+    refresh = Router.refresh
+
+    async def counted(router: Router) -> View:
+        looks.append(router)
+        return await refresh(router)
+
+    await workers.register("w1")
+    monkeypatch.setattr(Router, "refresh", counted)
+    clock = SimpleNamespace(now_s=1e6, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr("app.console.kept.time", clock)
+    asked = [client.get("/readiness") for _ in range(64)]
+    assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+    for _ in range(64):
+        assert (await client.get("/readiness")).status_code == 200
+    assert len(looks) == 1
+    clock.now_s += KEPT_S
+    assert (await client.get("/readiness")).status_code == 200
+    assert len(looks) == 2
 
 
 async def test_without_redis_a_router_that_knows_workers_is_ready_and_says_what_is_missing(
@@ -194,10 +228,15 @@ async def test_without_redis_a_router_that_knows_workers_is_ready_and_says_what_
         await FakeWorkers(redis).register("w1")
         assert (await client.get("/readiness")).json() == {"ready": True, "missing": []}
         await asyncio.to_thread(own_redis_server.kill)
-        response = await client.get("/readiness")
-        assert (response.status_code, response.json()["ready"]) == (200, True)
-        (missing,) = response.json()["missing"]
-        assert missing.startswith("redis: ")
+
+        async def missing() -> list[str]:
+            response = await client.get("/readiness")
+            assert (response.status_code, response.json()["ready"]) == (200, True)
+            found: list[str] = response.json()["missing"]
+            return found
+
+        [told] = await eventually(missing)
+        assert told.startswith("redis: ")
 
 
 async def test_an_eviction_policy_that_becomes_dangerous_is_told_once_each_time(

@@ -21,6 +21,7 @@ VENV = Path(os.environ.get("KVROUTE_TEST_VLLM", Path(__file__).parents[2] / ".ve
 MODEL, ADAPTER = "tiny", "sql"
 BLOCK = 32
 """A CPU's attention needs a multiple of it."""
+MAX_SEQS = 8
 START_S = 1800.0
 """A minute, on a machine that has nothing else to do."""
 ANSWER_S = 600.0
@@ -74,7 +75,14 @@ class VllmServer:
             *(VENV / "bin" / "vllm", "serve", self._folder / "model"),
             *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager"),
-            *("--max-model-len", "4096", "--max-num-seqs", "8", "--block-size", str(BLOCK)),
+            *(
+                "--max-model-len",
+                "4096",
+                "--max-num-seqs",
+                str(MAX_SEQS),
+                "--block-size",
+                str(BLOCK),
+            ),
             *("--num-gpu-blocks-override", str(self._blocks)),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
             *("--enable-lora", "--max-lora-rank", "8"),
@@ -105,6 +113,11 @@ class VllmServer:
             time.sleep(0.5)
         log = self._log.read_text(errors="replace")
         raise AssertionError(f"vLLM does not serve:\n{log[-4000:]}")
+
+    @property
+    def folder(self) -> Path:
+        """Of its model."""
+        return self._folder
 
     @property
     def process_group(self) -> int:

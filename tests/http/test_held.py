@@ -1,4 +1,4 @@
-"""The bodies of all callers together are bounded."""
+"""The bodies of all callers together are bounded, and nobody's uploads keep out the others'."""
 
 from __future__ import annotations
 
@@ -6,26 +6,91 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 from fastapi import FastAPI, Request
 
 from app.core.errors import BodiesTooLarge
 from app.http.body import CLOSE, json_response, read_body
-from app.http.held import SMALL_BYTES, HeldBodies
+from app.http.held import HELD, MAX_HELD_BYTES, SMALL_BYTES, HeldBodies, HeldBody
 from app.http.server import listen, serve
 from tests.eventually import eventually
 
 LARGE = 4 * SMALL_BYTES
-FEW = 3
-HEAD = b"POST /size HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+PIECE = SMALL_BYTES
+UPLOAD = 12 << 20
+HEAD = b"POST /size HTTP/1.1\r\nhost: x\r\nx-key: %b\r\ncontent-length: %d\r\n\r\n"
+
+
+def arrives(body: HeldBody, size: int, piece: int = PIECE) -> bool:
+    """A body comes, in pieces; False: it is refused, and what has come of it is let go."""
+    try:
+        body.check(size)
+        for at in range(0, size, piece):
+            body.add(min(piece, size - at))
+            body.check(body.num_bytes)
+    except BodiesTooLarge:
+        body.clear()
+        return False
+    return True
+
+
+def uploads(bodies: HeldBodies, holder: str, number: int, size: int) -> int:
+    """How many of so many bodies are taken, each over a connection of its own."""
+    return sum(arrives(HeldBody(bodies, holder), size) for _ in range(number))
+
+
+@pytest.mark.parametrize("number", [16, 1000])
+def test_uploads_of_one_caller_leave_a_quarter_to_others(number: int) -> None:
+    bodies = HeldBodies()
+    assert uploads(bodies, "a", number, UPLOAD) > 5
+    assert bodies.num_bytes <= 0.76 * MAX_HELD_BYTES
+    assert arrives(HeldBody(bodies, "b"), UPLOAD)
+    assert arrives(HeldBody(bodies, "c"), UPLOAD // 2)
+
+
+@pytest.mark.parametrize("size", [UPLOAD, 1 << 20])
+def test_uploads_over_some_connections_leave_room_for_the_same_callers_next(size: int) -> None:
+    bodies = HeldBodies()
+    uploads(bodies, "a", 1000, size)
+    assert arrives(HeldBody(bodies, "a"), size // 4)
+
+
+def test_however_many_callers_upload_the_next_one_finds_room() -> None:
+    bodies = HeldBodies()
+    for number in range(50):
+        uploads(bodies, f"{number}", 20, UPLOAD)
+    assert arrives(HeldBody(bodies, "next"), 200_000)
+    assert bodies.num_bytes <= MAX_HELD_BYTES
+
+
+def test_one_body_alone_may_be_larger() -> None:
+    bodies = HeldBodies(LARGE)
+    assert arrives(HeldBody(bodies, "a"), 20 * LARGE)
+    assert not arrives(HeldBody(bodies, "b"), SMALL_BYTES + 1)
+    assert arrives(HeldBody(bodies, "b"), SMALL_BYTES)
+
+
+def test_what_has_come_belongs_to_the_key_once_it_is_known() -> None:
+    bodies = HeldBodies()
+    body = HeldBody(bodies, "127.0.0.1")
+    body.add(100)
+    body.belong_to("a")
+    body.add(10)
+    assert (bodies.shares.of("a"), bodies.shares.of("127.0.0.1")) == (110, 0)
+    body.clear()
+    body.clear()
+    bodies.shares.check()
+    assert bodies.num_bytes == 0
 
 
 @asynccontextmanager
 async def serving(held: HeldBodies) -> AsyncIterator[tuple[str, int]]:
-    """Address of a server that answers with the size of a body."""
+    """Address of a server that answers with the size of a body, which belongs to x-key."""
     app = FastAPI()
 
     @app.post("/size")
     async def size(request: Request) -> object:
+        request.scope[HELD].belong_to(request.headers["x-key"])
         try:
             return len(await read_body(request, 10 * LARGE))
         except BodiesTooLarge as error:
@@ -41,38 +106,30 @@ async def serving(held: HeldBodies) -> AsyncIterator[tuple[str, int]]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_uploads_that_never_end_keep_out_only_large_bodies_and_only_while_they_last() -> None:
-    held = HeldBodies(FEW * LARGE)
+async def test_uploads_that_never_end_keep_nobody_else_out_and_are_forgotten_with_them() -> None:
+    held = HeldBodies(8 * LARGE)
     async with serving(held) as address:
 
-        async def send(size: int, sent: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        async def send(key: str, size: int, sent: int) -> asyncio.StreamReader:
             reader, writer = await asyncio.open_connection(*address)
-            writer.write(HEAD % size + b"x" * sent)
-            return reader, writer
+            writers.append(writer)
+            writer.write(HEAD % (key.encode(), size) + b"x" * sent)
+            return reader
 
         async def seen() -> int:
             return held.num_bytes
 
-        unfinished = [await send(LARGE + 1, LARGE) for _ in range(FEW)]
-        await eventually(seen, lambda size: size == FEW * LARGE)
-        reader, writer = await send(SMALL_BYTES + 1, SMALL_BYTES + 1)
-        assert b"503" in await reader.readline()
-        writer.close()
-        reader, writer = await send(SMALL_BYTES, SMALL_BYTES)
-        assert b"200" in await reader.readline()
-        writer.close()
-        for _, writer in unfinished:
+        writers: list[asyncio.StreamWriter] = []
+        for number in range(1, 5):
+            await send("a", LARGE + 1, LARGE)
+            await eventually(seen, lambda size, n=number: size == n * LARGE)
+        assert b"503" in await (await send("a", 3 * LARGE, 0)).readline()
+        assert b"200" in await (await send("b", LARGE, LARGE)).readline()
+        assert b"200" in await (await send("a", SMALL_BYTES, SMALL_BYTES)).readline()
+        for writer in writers:
             writer.close()
         await eventually(seen, lambda size: size == 0)
-        reader, writer = await send(LARGE, LARGE)
-        assert b"200" in await reader.readline()
+        held.shares.check()
+        assert b"200" in await (await send("a", LARGE, LARGE)).readline()
+        writers[-1].close()
         await eventually(seen, lambda size: size == 0)
-        writer.close()
-
-
-async def test_one_body_alone_may_be_larger() -> None:
-    async with serving(HeldBodies(LARGE)) as address:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(HEAD % (2 * LARGE) + b"x" * 2 * LARGE)
-        assert b"200" in await reader.readline()
-        writer.close()

@@ -56,6 +56,7 @@ def test_two_runs_give_the_same_figures(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_the_fewest_workers_that_keep_the_slo_are_found(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ("--hours", "0.1", "--jobs", "1", "--load", "0.3", "--json", str(out))

@@ -53,6 +53,7 @@ def test_the_workload_of_a_point_has_its_shape() -> None:
     assert not {b for query in load.queries for b in query[64:]} & {b for c in chains for b in c}
 
 
+@pytest.mark.slow
 async def test_a_small_sweep_is_measured_and_leaves_no_keys(
     own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

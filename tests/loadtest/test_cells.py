@@ -73,6 +73,7 @@ def test_one_cell_is_the_fleet_itself_and_two_know_nothing_of_each_other() -> No
     assert sorted(cached) == [0, 0, *[19 * 256] * 6]
 
 
+@pytest.mark.slow
 def test_a_row_for_each_way_to_choose_with_the_means_of_its_seeds(tmp_path: Path) -> None:
     file = tmp_path / "cells.json"
     asked = ("--requests", "60", "--workers", "4", "--seeds", "2", "--json", str(file))

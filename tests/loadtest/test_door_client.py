@@ -13,21 +13,20 @@ from app.cli import main
 from app.local.redis_server import EmbeddedRedis
 from loadtest.client import FailureKind, RequestError
 from loadtest.door_client import DoorClient
-from tests.door.conftest import replica, until_serving, worker
+from tests.door.conftest import replica, until_serving, worker_here
 
 PROMPT = bytes(4 * 640)
 
 
 async def test_a_request_is_answered_by_one_call(one_redis_server: EmbeddedRedis) -> None:
     url = one_redis_server.url
-    with worker(url, "a"):
-        async with replica(url) as door:
-            await until_serving(door, 1)
-            async with DoorClient(str(door.base_url), deadline_s=20) as client:
-                assert await client.workers() == ["a:0"]
-                first = await client.send("r1", lambda: PROMPT, output_tokens=7)
-                await asyncio.sleep(0.3)
-                again = await client.send("r2", lambda: PROMPT, output_tokens=7)
+    async with worker_here(url, "a"), replica(url) as door:
+        await until_serving(door, 1)
+        async with DoorClient(str(door.base_url), deadline_s=20) as client:
+            assert await client.workers() == ["a:0"]
+            first = await client.send("r1", lambda: PROMPT, output_tokens=7)
+            await asyncio.sleep(0.3)
+            again = await client.send("r2", lambda: PROMPT, output_tokens=7)
     assert (first.failure, first.attempts, first.worker) == (None, 1, "a:0")
     assert (first.prompt_tokens, first.output_tokens, first.cached_tokens) == (640, 7, 0)
     assert again.cached_tokens > 500
@@ -46,11 +45,10 @@ async def test_a_cluster_without_models_is_told_at_once(one_redis_server: Embedd
 
 async def test_what_the_router_refuses_is_not_sent_again(one_redis_server: EmbeddedRedis) -> None:
     url = one_redis_server.url
-    with worker(url, "a"):
-        async with replica(url, max_prompt_tokens=100) as door:
-            await until_serving(door, 1)
-            async with DoorClient(str(door.base_url), deadline_s=20) as client:
-                outcome = await client.send("r1", lambda: PROMPT, output_tokens=7)
+    async with worker_here(url, "a"), replica(url, max_prompt_tokens=100) as door:
+        await until_serving(door, 1)
+        async with DoorClient(str(door.base_url), deadline_s=20) as client:
+            outcome = await client.send("r1", lambda: PROMPT, output_tokens=7)
     assert (outcome.failure, outcome.attempts) == (FailureKind.REFUSED, 1)
 
 
@@ -59,13 +57,12 @@ async def test_a_trace_is_replayed_through_the_door(
 ) -> None:
     url = one_redis_server.url
     figures = tmp_path / "figures.json"
-    with worker(url, "a", block_size=64):
-        async with replica(url) as door:
-            await until_serving(door, 1)
-            base = str(door.base_url).rstrip("/")
-            command = ["replay", "--url", base, "--api", "openai", "--speedup", "100"]
-            command += ["--requests", "10", "--warmup", "0", "--json", str(figures)]
-            done = await asyncio.to_thread(CliRunner().invoke, main, command)
+    async with worker_here(url, "a", block_size=64), replica(url) as door:
+        await until_serving(door, 1)
+        base = str(door.base_url).rstrip("/")
+        command = ["replay", "--url", base, "--api", "openai", "--speedup", "100"]
+        command += ["--requests", "10", "--warmup", "0", "--json", str(figures)]
+        done = await asyncio.to_thread(CliRunner().invoke, main, command)
     assert done.exit_code == 0, done.output
     found = orjson.loads(figures.read_bytes())["policies"]["default"]
     assert (found["requests"], found["failed"]) == (10, 0)

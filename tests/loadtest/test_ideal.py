@@ -58,6 +58,7 @@ def test_the_worker_is_as_fast_as_the_fastest_profile() -> None:
     assert ttft_s(either) == ttft_s(fast) < ttft_s(slow)
 
 
+@pytest.mark.slow
 def test_no_policy_does_better_while_memory_suffices() -> None:
     trace = read_trace(DEMO_TRACE).cut(0.0, None, 300)
     setting = Setting(num_workers=16, host_pool_tokens=100_000)

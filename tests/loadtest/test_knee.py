@@ -22,6 +22,7 @@ def test_a_search_ends_just_below_the_highest_acceptable_load() -> None:
     assert highest(lambda _: True) == 64.0
 
 
+@pytest.mark.slow
 def test_the_knee_and_the_limit_are_the_highest_loads_within_their_bounds(demo: Trace) -> None:
     scenario = Scenario(demo.cut(0.0, None, 150), Setting(num_workers=2))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis, free_port
 from tests.door.conftest import replica, until_serving, worker
 from tests.eventually import eventually
 from tests.loadtest.conftest import SENDS_AN_ERROR, FakeCluster
@@ -46,8 +48,77 @@ async def test_locust_drives_the_cluster_and_reports_hit_rate_and_ttft(
     assert f"({100 * answers:,} of " in out
     assert "TTFT mean" in out
     assert cluster.queries[0]["policy"] == "random"
+    assert re.search(rf"^CACHED +cached +{answers} +0\(", out + err, re.MULTILINE)
 
 
+@pytest.mark.slow
+async def test_the_master_of_a_distributed_run_reports_what_all_workers_were_answered(
+    cluster: FakeCluster,
+) -> None:
+    port = str(free_port())
+    few = ("-t", "4s", "--processes", "2", "--master-bind-port", port, "--master-port", port)
+    code, out, err = await locust(cluster.url, *few)
+    assert code == 0, out + err
+    assert len(re.findall(r"^hit rate ", out, re.MULTILINE)) == 1
+    assert re.search(r"^[1-9]\d* answers from 1 workers", out, re.MULTILINE), out
+    assert "no request was answered" not in out + err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["kvroute", "openai"])
+async def test_locust_shows_a_key_where_routers_ask_for_one(
+    one_redis_server: EmbeddedRedis, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = one_redis_server.url
+    with worker(url, "a", speedup=1000):
+        async with replica(url, api_key="a-key-that-is-long-enough") as door:
+            await until_serving(door, 1)
+            base, options = str(door.base_url).rstrip("/"), ("--api", api, "-t", "2s")
+            code, *_ = await locust(base, *options)
+            assert code == 1
+            code, out, err = await locust(base, *options, "--api-key", "a-key-that-is-long-enough")
+            assert code == 0, out + err
+            monkeypatch.setenv("KVROUTE_API_KEY", "a-key-that-is-long-enough")
+            code, out, err = await locust(base, *options)
+            assert code == 0, out + err
+
+
+@pytest.mark.slow
+async def test_in_web_mode_each_run_is_reported(cluster: FakeCluster) -> None:
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py")),
+        *("--web-host", "127.0.0.1", "--web-port", str(port), "--host", cluster.url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as web:
+
+            async def rows() -> set[str]:
+                with suppress(httpx.TransportError):
+                    stats = (await web.get("/stats/requests")).json()["stats"]
+                    return {row["name"] for row in stats if row["num_requests"]}
+                return set()
+
+            async def swarms() -> bool:
+                with suppress(httpx.TransportError):
+                    asked = {"user_count": 2, "spawn_rate": 2, "host": cluster.url}
+                    return (await web.post("/swarm", data=asked)).json()["success"] is True
+                return False
+
+            await eventually(swarms, bool, within_s=60.0)
+            await eventually(rows, lambda names: {"ttft", "cached"} <= names, within_s=60.0)
+            assert (await web.post("/stop")).status_code == 200
+            assert process.stdout is not None
+            said = await asyncio.wait_for(process.stdout.readuntil(b"TTFT mean"), 60)
+            assert b"hit rate" in said
+    finally:
+        process.terminate()
+        await process.communicate()
+
+
+@pytest.mark.slow
 async def test_locust_repeats_what_a_router_refuses_for_a_while_and_ends_with_0(
     cluster: FakeCluster,
 ) -> None:
@@ -71,7 +142,7 @@ async def test_locust_releases_what_it_holds_when_it_is_stopped_in_mid_answer(
     assert routed == len(set(released)) > 0
 
 
-@pytest.mark.parametrize("api", ["kvroute", "openai"])
+@pytest.mark.parametrize("api", [pytest.param("kvroute", marks=pytest.mark.slow), "openai"])
 async def test_a_real_cluster_has_nothing_reserved_after_locust_was_stopped(
     one_redis_server: EmbeddedRedis, api: str
 ) -> None:
@@ -91,6 +162,7 @@ async def test_a_real_cluster_has_nothing_reserved_after_locust_was_stopped(
             await eventually(reserved, lambda requests: requests == 0)
 
 
+@pytest.mark.slow
 async def test_locust_fails_when_the_cluster_refuses(cluster: FakeCluster) -> None:
     cluster.route_script.extend([503] * 100)
     code, out, _ = await locust(cluster.url)
@@ -98,6 +170,7 @@ async def test_locust_fails_when_the_cluster_refuses(cluster: FakeCluster) -> No
     assert "no request was answered" in out
 
 
+@pytest.mark.slow
 async def test_an_answer_that_begins_with_an_error_has_no_first_token(cluster: FakeCluster) -> None:
     cluster.worker_script.extend([SENDS_AN_ERROR] * 100)
     code, out, err = await locust(cluster.url)
@@ -108,6 +181,7 @@ async def test_an_answer_that_begins_with_an_error_has_no_first_token(cluster: F
     assert "no request was answered" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names_workers", [True, False])
 async def test_locust_chats_with_a_router_as_an_openai_client(
     one_redis_server: EmbeddedRedis, names_workers: bool

@@ -9,7 +9,7 @@ from loadtest.quiet import TRAFFIC, TURN_TOKENS, TURNS, Traffic, play
 
 
 @pytest.mark.parametrize("idle_reported", [True, False])
-@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("replicas", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_quiet_fleet_uses_its_memory_as_one(replicas: int, idle_reported: bool) -> None:
     setting = Setting(num_workers=4, replicas=replicas, idle_reported=idle_reported)
     figures = play(Traffic(0.8, 2048), "latency", setting, seed=1)

@@ -48,7 +48,9 @@ def play(
     return Scaled(scaling, setting, "latency", Prompts(256), END_S).run(trace or rush())
 
 
-@pytest.mark.parametrize("policy", ["threshold", "waiting", "slo"])
+@pytest.mark.parametrize(
+    "policy", ["threshold", *(pytest.param(n, marks=pytest.mark.slow) for n in ("waiting", "slo"))]
+)
 def test_each_policy_grows_in_a_rush_shrinks_after_it_and_loses_nothing(policy: str) -> None:
     played = play(policy)
     size = {proposal.at_s: proposal.desired for proposal in played.proposals}
@@ -59,6 +61,7 @@ def test_each_policy_grows_in_a_rush_shrinks_after_it_and_loses_nothing(policy: 
     assert [outcome.failure for outcome in played.outcomes if outcome.failure] == []
 
 
+@pytest.mark.slow
 def test_two_pools_grow_in_a_rush_and_lose_nothing() -> None:
     scaling = Scaling("slo", RULES, startup_s=30.0)
     roles = (Role.PREFILL, Role.DECODE)

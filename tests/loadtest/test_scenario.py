@@ -28,6 +28,7 @@ def test_a_run_is_reproducible_and_ranks_the_policies_as_expected(demo: Trace) -
     assert simulate(scenario, "latency", load=1.1, seed=4).summary.ttft_mean_s != ttft["latency"]
 
 
+@pytest.mark.slow
 def test_sixteen_replicas_with_exact_state_decide_as_well_as_one(demo: Trace) -> None:
     trace = demo.cut(0.0, None, 800)
 

@@ -21,6 +21,7 @@ def demo() -> Trace:
     return read_trace(DEMO_TRACE)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_for_each_load_and_saves_the_figures(tmp_path: Path) -> None:
     args = ["--requests", "60", "--workers", "2", "--policy", "random", "--policy", "blocks:8"]
     args += ["--load", "0.5", "--load", "1", "--seeds", "2", "--jobs", "2", "--limit", "0.5"]
@@ -41,6 +42,7 @@ def test_the_command_prints_a_table_for_each_load_and_saves_the_figures(tmp_path
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_loads_played_by_default_are_shares_of_the_knee(tmp_path: Path) -> None:
     args = ["--requests", "40", "--workers", "2", "--policy", "random", "--jobs", "1"]
     result = CliRunner().invoke(main, [*args, "--json", str(tmp_path / "f.json")])
@@ -50,6 +52,7 @@ def test_the_loads_played_by_default_are_shares_of_the_knee(tmp_path: Path) -> N
     assert shares == pytest.approx([0.5, 0.7, 0.9])
 
 
+@pytest.mark.slow
 def test_the_knee_searched_for_by_default_is_that_of_latency() -> None:
     result = CliRunner().invoke(main, ["--requests", "20", "--workers", "2", "--jobs", "1"])
     assert result.exit_code == 0, result.output

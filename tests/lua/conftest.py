@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.chains import GROUP_BLOCKS
+from app.core.failures import REPORTED, Failure
 from app.core.keys import Keyspace
 from app.core.loads import Load, Refused, Reservation, Snapshot, Wish
 from app.core.overlaps import Overlaps
@@ -163,8 +164,13 @@ class Namespace:
         ended = set(await self.lost())
         return [{inc: o for inc, o in found.items() if inc not in ended} for found in overlaps]
 
-    async def suspend(self, request_id: str) -> Incarnation | None:
-        return await self.do(leases.suspend(self.keys, request_id))
+    async def suspend(
+        self, request_id: str, failure: Failure = REPORTED, **about: Any
+    ) -> Incarnation | None:
+        """The one worker that is suspended."""
+        suspended = await self.do(leases.suspend(self.keys, failure, request_id, **about))
+        assert len(suspended) <= 1
+        return suspended[0] if suspended else None
 
     async def retire_lapsed(self, grace_ms: int = 0) -> int:
         return await self.do(leases.retire_lapsed(self.keys, grace_ms, await self.now_ms()))
@@ -237,7 +243,7 @@ class Namespace:
         answered: bool = False,
         whole: bool = False,
     ) -> bool:
-        one = Release(request_id, attempt, began_by_ms, answered, whole)
+        one = Release(request_id, attempt, began_by_ms, answered or whole, whole)
         return (await self.release_all(one)) != [None]
 
     async def release_all(self, *some: Release) -> list[str | None]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.types import Incarnation, SequenceHash
+from app.core.types import Incarnation, SequenceHash, Tier
 from app.state import index
 from app.state.index import Change
 from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C, Namespace
@@ -232,3 +232,36 @@ async def test_an_invalid_layout_leads_to_a_resync(space: Namespace, bits: str) 
     assert await space.match([A]) == [{}], "queries find nothing meanwhile"
     again = await space.worker("a", resync=True)
     assert await space.apply(again, 1, [(A, DEVICE)])
+
+
+async def test_a_field_says_where_engines_go_on_before_its_owners(space: Namespace) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    changes = [Change(A, DEVICE, A, 5), Change(B, DEVICE, A), Change(C, HOST, A, -33)]
+    assert await space.do(index.apply(space.shard, a, "nonce-a", 1, changes))
+    changes = [Change(block, DEVICE, A, back) for block, back in ((A, 12), (B, 0), (C, 1))]
+    assert await space.do(index.apply(space.shard, b, "nonce-b", 1, changes))
+    space.set_chain([A, B, C])
+    owners = [await space.owners(block) for block in (A, B, C)]
+    assert owners == ["1-5,2-12 1d2d", "1d2d", "1=33,2-1 1h2d"]
+
+
+async def test_where_an_engine_goes_on_is_replaced_and_removed_with_its_owner(
+    space: Namespace,
+) -> None:
+    incs = {name: await space.worker(name) for name in "ab"}
+    seq = dict.fromkeys("ab", 0)
+
+    async def owners_after(name: str, tier: Tier | None, back: int) -> str | None:
+        seq[name] += 1
+        change = Change(A, tier, A, back)
+        nonce = f"nonce-{name}"
+        assert await space.do(index.apply(space.shard, incs[name], nonce, seq[name], [change]))
+        return await space.owners(A)
+
+    assert await owners_after("a", DEVICE, 5) == "1-5 1d"
+    assert await owners_after("b", DEVICE, 0) == "1-5 1d2d"
+    assert await owners_after("b", HOST, 7) == "1-5,2-7 1d2h"
+    assert await owners_after("a", DEVICE, 0) == "2-7 1d2h"
+    assert await owners_after("a", DEVICE, -3) == "2-7,1=3 1d2h"
+    assert await owners_after("b", None, 0) == "1=3 1d"
+    assert await owners_after("a", None, 9) is None

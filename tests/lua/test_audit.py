@@ -171,3 +171,17 @@ async def test_entries_that_nobody_published_are_found(space: Namespace, inc: In
         (0xBB, None, B),
         (0xCC, HOST, C),
     }
+
+
+@pytest.mark.parametrize(("back", "num_missing"), [(5, 0), (0, 1), (6, 1), (-5, 1)])
+async def test_a_block_of_which_is_shown_that_its_engine_goes_on_elsewhere_is_missing(
+    space: Namespace, back: int, num_missing: int
+) -> None:
+    inc = await space.worker("a")
+    shown = [Change(A, DEVICE, A, 5), Change(B, DEVICE, B)]
+    assert await space.do(index.apply(space.shard, inc, "nonce-a", 1, shown))
+    published = [Change(A, DEVICE, A, back), Change(B, DEVICE, B)]
+    found = await space.do(index.audit(space.shard, inc, "nonce-a", 1, published, FIRST_PLACE, 256))
+    assert found is not None
+    assert found.missing == num_missing
+    assert {block for _, _, block in found.claims.entries} == {A, B}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from app.core.errors import NamespaceMissing, WrongVersion
@@ -116,6 +118,17 @@ async def test_leases_and_loads_of_no_incarnation_are_left_out(space: Namespace)
     snapshot = await space.loads()
     assert set(snapshot.loads) == {inc}
     assert snapshot.lapsed == {78}
+
+
+async def test_workers_ms_is_never_what_it_was_though_the_clock_is(space: Namespace) -> None:
+    inc = await space.worker("a")
+    ahead = await space.now_ms() + 60_000
+    await space.redis.hset(space.key("meta"), "workers_ms", ahead)
+    await space.worker("b")
+    assert (await space.loads()).workers_ms == ahead + 1
+    space.infos[inc] = replace(space.infos[inc], adapters=("new",))
+    assert await space.renew(inc)
+    assert (await space.loads()).workers_ms == ahead + 2
 
 
 async def test_workers_ms_changes_only_when_a_worker_registers(space: Namespace) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from app.core.chains import GROUP_BLOCKS, bucket_of, hex_text, shard_of
 from app.core.overlaps import Overlaps
+from app.core.resume import Resume
 from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
 from app.state import index, overlap, reservations
 from app.state.index import Change
@@ -434,3 +435,46 @@ def plain_walk(
         if any(counts):
             overlaps[inc] = TierOverlap(*counts)
     return overlaps
+
+
+async def test_a_run_ends_with_what_its_last_field_says_of_where_engines_go_on(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    changes = [Change(A, DEVICE, A, 1), Change(B, DEVICE, A, 2), Change(C, DEVICE, A, -3)]
+    assert await space.do(index.apply(space.shard, a, "nonce-a", 1, changes))
+    space.set_chain([A, B, C])
+    await space.hold(b, [A, B])
+    assert await runs(space, [A, B, C, D]) == [[2, b"1-2 1d2d", 3, b"1=3 1d"]]
+    [found], _ = await overlap.match(space.runner, space.keys, [[A, B, C, D]])
+    assert found == {a: TierOverlap(3), b: TierOverlap(2)}
+    assert found.resumes == {a: Resume(held=3, last=3, before=0)}
+    [found], _ = await overlap.match(space.runner, space.keys, [[A, B, D]])
+    assert found.resumes == {a: Resume(held=2, last=0, before=0)}
+    await space.retire("a", a)
+    [found], _ = await overlap.match(space.runner, space.keys, [[A, B, C]])
+    assert found[b] == TierOverlap(2)
+    await space.sweep()
+    assert await space.owners(B) == "2d"
+
+
+async def test_where_engines_go_on_takes_no_more_probes(space: Namespace) -> None:
+    chain = chain_of(random.Random(5), 4 * WHOLE_CHAIN)
+    a, b = await space.worker("a"), await space.worker("b")
+    space.set_chain(chain)
+    await space.hold(a, chain[:-7])
+    changes = [
+        change._replace(back=1 + at % 33)
+        for at, change in enumerate(index.chain_changes(chain[:-7], DEVICE))
+    ]
+
+    async def probes() -> int:
+        before = (await space.redis.info("commandstats")).get("cmdstat_hget", {"calls": 0})
+        [found], _ = await overlap.match(space.runner, space.keys, [chain])
+        assert {found[inc].total for inc in found} == {len(chain) - 7}
+        after = (await space.redis.info("commandstats"))["cmdstat_hget"]
+        return after["calls"] - before["calls"]
+
+    without = await probes()
+    assert await space.do(index.apply(space.shard, b, "nonce-b", 1, changes))
+    assert await probes() == without

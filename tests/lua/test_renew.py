@@ -8,8 +8,9 @@ import pytest
 from app.core import worker_report
 from app.core.errors import NamespaceMissing
 from app.core.keys import DATA_VERSION
-from app.core.loads import Load
+from app.core.loads import Load, Reservation, Wish
 from app.core.types import Incarnation
+from app.core.worker_report import Role
 from app.state import leases
 from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, Namespace, info
@@ -28,9 +29,9 @@ async def test_a_renewal_tells_how_many_incarnations_have_a_lease(space: Namespa
     a, b = await space.worker("a"), await space.worker("b", ttl_ms=1)
     await space.until_lease_lapses(b)
     nonces = (space.keys, info("a"), a, "nonce-a")
-    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == (2, False)
+    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == leases.Renewed(2)
     await space.retire_lapsed()
-    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == (1, False)
+    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == leases.Renewed(1)
 
 
 async def test_a_lapsed_lease_is_revived_with_its_reservations(space: Namespace) -> None:
@@ -156,6 +157,26 @@ async def test_a_deleted_load_is_recounted(space: Namespace) -> None:
     await space.redis.delete(space.key("load"))
     assert await space.renew(inc)
     assert await repaired_load(space, inc) == BUSY_LOAD
+
+
+async def test_a_source_whose_request_redis_has_lost_owes_nothing_after_a_heartbeat(
+    space: Namespace,
+) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    for name in ("lost", "held", "computed"):
+        await space.reserve(a, name, source=Wish(b, Reservation("", 90, 5000, 9), 8, None))
+    await space.prefill_complete("computed", of_source=True)
+    for name in ("lost", "computed"):
+        await space.redis.hdel(space.keys["reservations"], name)
+    assert await space.renew(a)
+    assert await space.renew(b)
+    assert set(await space.redis.hkeys(space.keys["reservations"])) == {
+        b"held",
+        b"held source",
+        b"computed source",
+    }
+    assert (await space.load(a)).requests == (await space.load(b)).requests == 1
+    assert (await space.load(b)).blocks == 18
 
 
 async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(
@@ -330,3 +351,75 @@ async def test_an_invalid_number_of_shards_is_corrected(space: Namespace, shards
         await space.loads()
     assert await space.renew(inc)
     assert (await space.loads()).shards == 1
+
+
+async def renew_ill(space: Namespace, inc: Incarnation, why: str = "stands still") -> bool:
+    """Whether it is out of service now."""
+    told = replace(space.infos[inc], ill=why)
+    nonce = f"nonce-{told.key.worker_id}"
+    return (await space.do(leases.renew(space.keys, told, inc, nonce, ttl_ms=LONG_MS))).is_out
+
+
+async def test_a_worker_whose_engine_is_ill_is_out_of_service_and_kept(space: Namespace) -> None:
+    ill, well = await space.worker("a"), await space.worker("b")
+    await space.reserve(ill, "r1")
+    assert await renew_ill(space, ill)
+    snapshot = await space.loads()
+    assert (list(snapshot.loads), snapshot.lapsed) == ([well], {ill})
+    refused = await space.reserve(ill, "r2")
+    assert refused is not None
+    assert refused.reason == "lapsed"
+    assert await space.retire_lapsed(grace_ms=5_000) == 0
+    assert await space.renew(ill)
+    assert (await space.load(ill)).requests == 1
+
+
+async def test_no_more_than_half_of_all_are_out_of_service_as_they_are_ill(
+    space: Namespace,
+) -> None:
+    incs = [await space.worker(name) for name in "abcde"]
+    for _ in range(3):
+        assert [await renew_ill(space, inc) for inc in incs] == [True, True, False, False, False]
+    assert await space.renew(incs[0])
+    assert [await renew_ill(space, inc) for inc in incs[1:]] == [True, True, False, False]
+
+
+async def test_the_last_worker_is_never_out_of_service_as_it_is_ill(space: Namespace) -> None:
+    a = await space.worker("a")
+    assert not await renew_ill(space, a)
+    b = await space.worker("b")
+    assert await renew_ill(space, a)
+    assert not await renew_ill(space, b)
+
+
+async def test_the_last_of_a_role_is_never_out_of_service_as_it_is_ill(space: Namespace) -> None:
+    a, b, c = [await space.worker(name) for name in "abc"]
+    for inc, role in ((a, Role.PREFILL), (b, Role.DECODE), (c, Role.DECODE)):
+        space.infos[inc] = replace(space.infos[inc], role=role)
+        assert await space.renew(inc)
+    assert not await renew_ill(space, a)
+    assert await renew_ill(space, b)
+
+
+async def test_those_that_are_suspended_or_gone_count_among_those_that_are_out(
+    space: Namespace,
+) -> None:
+    a, b, c, _ = [await space.worker(name) for name in "abcd"]
+    await space.reserve(a, "r1")
+    assert await space.suspend("r1") == a
+    await space.renew(b, ttl_ms=1)
+    await space.until_lease_lapses(b)
+    assert not await renew_ill(space, c)
+    assert await space.renew(b)
+    assert await renew_ill(space, c)
+
+
+async def test_operators_are_told_once_that_an_engine_is_ill(space: Namespace) -> None:
+    ill = await space.worker("a")
+    await space.worker("b")
+    for _ in range(3):
+        await renew_ill(space, ill, "does not answer")
+    told = [fields for _, fields in await space.redis.xrange(space.key("events"))]
+    assert [event for event in told if event[b"kind"] == b"ill"] == [
+        {b"kind": b"ill", b"subject": b"a:0", b"text": b"does not answer"}
+    ]

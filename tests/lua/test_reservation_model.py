@@ -76,6 +76,19 @@ class Model:
             del self.held[f"{request_id} source"]
         return self.held.pop(request_id, None) is not None
 
+    def retire(self, inc: Incarnation) -> None:
+        """Its requests end, each with what its source has promised, unless that is computed."""
+        for request_id in [i for i, held in self.held.items() if held.worker == inc]:
+            if request_id in self.held:
+                self.release(request_id)
+        del self.totals[inc]
+
+    def resync(self, old: Incarnation, new: Incarnation) -> None:
+        """The same process goes on, and so do its requests."""
+        self.totals[new] = self.totals.pop(old)
+        for held in self.held.values():
+            held.worker = new if held.worker == old else held.worker
+
     def loads(self) -> dict[Incarnation, Load]:
         return {inc: self._load(inc) for inc in self.totals}
 
@@ -107,10 +120,9 @@ def wish(source: Held) -> Wish:
 async def step(space: Namespace, model: Model, rng: random.Random) -> None:
     """One random call, with the same outcome in Redis as in the model."""
     request_id = rng.choice(REQUESTS)
-    match rng.choice(
-        ["reserve"] * 4
-        + ["prefill_complete", "prefill_complete", "source_complete", "release", "whole", "expire"]
-    ):
+    calls = ["reserve"] * 8 + ["prefill_complete"] * 4 + ["source_complete"] * 2
+    calls += ["release", "whole", "expire"] * 2 + ["stop", "lapse", "restart", "resync"]
+    match rng.choice(calls):
         case "reserve":
             inc, other = rng.sample(list(model.totals), 2)
             held = some_of(inc, rng)
@@ -144,12 +156,40 @@ async def step(space: Namespace, model: Model, rng: random.Random) -> None:
         case "expire":
             await space.backdate_expiry(request_id)
             assert await space.expire() == model.release(request_id)
+        case "stop" | "lapse" | "restart" as how:
+            inc = rng.choice(list(model.totals))
+            await ended(space, inc, how)
+            model.retire(inc)
+            model.totals[await space.worker(name_of(space, inc))] = 0
+        case "resync":
+            inc = rng.choice(list(model.totals))
+            name = name_of(space, inc)
+            new = (await space.register(name, resync=True)).incarnation
+            assert await space.activate(name, new)
+            model.resync(inc, new)
+
+
+async def ended(space: Namespace, inc: Incarnation, how: str) -> None:
+    """restart: another process takes its place, which happens when that registers."""
+    if how == "stop":
+        assert await space.retire(name_of(space, inc), inc)
+    elif how == "lapse":
+        await space.redis.zadd(space.keys["leases"], {str(inc): 1})
+        assert await space.retire_lapsed() == 1
+
+
+def name_of(space: Namespace, inc: Incarnation) -> str:
+    return space.infos[inc].key.worker_id
 
 
 async def loads(space: Namespace) -> dict[Incarnation, Load]:
     """The loads in Redis, except for the times at which their heads began."""
     found = (await space.loads()).loads
     return {inc: replace(load, head_since_ms=0) for inc, load in found.items()}
+
+
+async def reserved(space: Namespace) -> set[str]:
+    return {key.decode() for key in await space.redis.hkeys(space.keys["reservations"])}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -161,6 +201,7 @@ async def test_counters_equal_those_of_a_plain_model_after_every_step(
     for _ in range(300):
         await step(space, model, rng)
         assert await loads(space) == model.loads()
+        assert await reserved(space) == set(model.held)
     for request_id in list(model.held):
         assert await space.release(request_id)
     idle = {inc: Load(total=total) for inc, total in model.totals.items()}

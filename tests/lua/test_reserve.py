@@ -56,6 +56,22 @@ async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(
     assert 0 < snapshot.loads[a].routed_s(rounds) < 0.6 < snapshot.loads[b].routed_s(rounds)
 
 
+@pytest.mark.parametrize("of_source_us", [0, 40_000_000])
+async def test_what_two_workers_promise_ends_at_one_time(
+    space: Namespace, of_source_us: int
+) -> None:
+    """Else a source would be booked for nobody, or left out of what it computes."""
+    a, b = await space.worker("a"), await space.worker("b")
+    source = Wish(b, Reservation("", 9, of_source_us, 9), 8, None)
+    await space.reserve(a, "r", us=20_000_000, source=source, prefill_ttl_ms=1000, ttl_ms=10**6)
+    began_ms = await space.now_ms()
+    ends_ms = await space.expires_ms("expiry", "r")
+    assert ends_ms == await space.expires_ms("expiry", "r source")
+    assert ends_ms == pytest.approx(
+        began_ms + 1000 + 4 * max(20_000_000, of_source_us) / 1000, abs=5000
+    )
+
+
 async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(
     space: Namespace,
 ) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.core.loads import Reservation, Wish
 from tests.lua.conftest import A, Namespace
 
 
@@ -33,6 +34,26 @@ async def test_a_retired_worker_s_reservations_are_dropped(space: Namespace) -> 
     assert not await space.redis.exists(space.keys[f"requests:{a}"], space.keys[f"prefills:{a}"])
     assert not await space.prefill_complete("r1")
     assert not await space.release("r2")
+
+
+@pytest.mark.parametrize("how", ["stop", "lapse", "replace"])
+async def test_what_sources_owe_ends_with_the_targets_that_end(space: Namespace, how: str) -> None:
+    a, b = await space.worker("a"), await space.worker("b")
+    source = Wish(b, Reservation("", prefill_tokens=90, prefill_us=9_000_000, blocks=9), 8, None)
+    await space.reserve(a, "r1", source=source)
+    await space.reserve(a, "computed", source=source)
+    await space.prefill_complete("computed", of_source=True)
+    if how == "stop":
+        assert await space.retire("a", a)
+    elif how == "lapse":
+        await space.redis.zadd(space.keys["leases"], {str(a): 1})
+        assert await space.retire_lapsed() == 1
+    else:
+        await space.worker("a", nonce="another process")
+    # What is computed is kept until its lease ends, whoever wanted it.
+    left = await space.load(b)
+    assert (left.blocks, left.requests, left.prefill_tokens, left.prefill_us) == (9, 0, 0, 0)
+    assert await space.redis.hkeys(space.key("reservations")) == [b"computed source"]
 
 
 async def test_a_retired_worker_s_blocks_are_left_to_the_sweep(space: Namespace) -> None:

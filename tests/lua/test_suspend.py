@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
+from app.core.failures import REPORTED, SOON_S, Failing, Failure, Whose
+from app.core.loads import Reservation, Wish
 from app.core.types import Incarnation, WorkerKey
 from app.state import leases
+from tests.eventually import eventually
 from tests.lua.conftest import NO_LOAD, A, Namespace
 
 
@@ -64,8 +70,8 @@ async def test_a_lease_that_has_lapsed_is_left_as_it_is(space: Namespace) -> Non
     assert await space.redis.zscore(space.keys["leases"], str(failing)) == lapsed_ms - 1
 
 
-@pytest.mark.parametrize(("size", "most"), [(1, 0), (2, 1), (7, 1), (8, 2), (12, 3)])
-async def test_a_quarter_of_the_workers_and_never_the_last_are_suspended(
+@pytest.mark.parametrize(("size", "most"), [(1, 0), (2, 1), (3, 1), (7, 3), (8, 4), (12, 6)])
+async def test_half_of_the_workers_and_never_the_last_are_suspended(
     space: Namespace, size: int, most: int
 ) -> None:
     everybody = await fleet(space, size)
@@ -110,24 +116,41 @@ async def test_a_reservation_of_a_worker_that_does_not_exist_suspends_nobody(
     assert (await space.loads()).loads[both[1]] != NO_LOAD
 
 
-async def fail_again(space: Namespace, failing: Incarnation) -> int:
-    """Have the worker, whose pause is over, fail one more request. Returns the pause in ms."""
-    count, _ = (await space.get("failures", failing) or "0 0").split()
+def entry(count: int, *, share: int = 300, trial: int = 0, until_ms: int = 0) -> str:
+    """What is kept of a worker that failed so many in a row, the last one long ago."""
+    return f"{count} 1000 {until_ms} {share} 1000 {trial} reported"
+
+
+async def known(space: Namespace, inc: Incarnation) -> Failing:
+    return (await space.loads()).failing[inc]
+
+
+async def fail_again(
+    space: Namespace, failing: Incarnation, failure: Failure = REPORTED
+) -> Incarnation | None:
+    """Have the worker, whose pause is over, fail one more request."""
     if await space.redis.hexists(space.keys["failures"], str(failing)):
-        await space.redis.hset(space.keys["failures"], str(failing), f"{count} 1000")
+        count = (await known(space, failing)).failures
+        await space.redis.hset(space.keys["failures"], str(failing), entry(count))
     assert await space.renew(failing)
     assert failing in await live(space)
     await space.reserve(failing, "again", attempt=f"{await space.now_ms()}-a")
-    assert await space.suspend("again") == failing
+    suspended = await space.suspend("again", failure)
     await space.release("again")
-    [entry] = (await space.loads()).failing.values()
-    _, last_ms = (await space.get("failures", failing) or "").split()
-    return entry.until_ms - int(last_ms)
+    return suspended
+
+
+async def pause_ms(space: Namespace, failing: Incarnation) -> int:
+    *_, last_ms, until_ms = (await space.get("failures", failing) or "").split()[:3]
+    return max(0, int(until_ms) - int(last_ms))
 
 
 async def test_the_pause_doubles_with_each_failure_up_to_a_minute(space: Namespace) -> None:
     failing, _ = await fleet(space, 2)
-    pauses = [await fail_again(space, failing) for _ in range(9)]
+    pauses = []
+    for _ in range(9):
+        assert await fail_again(space, failing) == failing
+        pauses.append(await pause_ms(space, failing))
     assert pauses == [0, 2000, 4000, 8000, 16_000, 32_000, 60_000, 60_000, 60_000]
 
 
@@ -149,25 +172,75 @@ async def test_renewals_keep_a_paused_worker_but_do_not_revive_it(space: Namespa
     assert refused.reason == "lapsed"
 
 
-async def test_answers_shrink_the_pause_until_nothing_is_left(space: Namespace) -> None:
+async def test_a_worker_that_refuses_at_once_is_soon_tried_again(space: Namespace) -> None:
     failing, _ = await fleet(space, 2)
-    for _ in range(3):
-        await fail_again(space, failing)
-    await space.redis.hset(space.keys["failures"], str(failing), "3 1000")
-    await space.renew(failing)
-    for left in ("2 1000", "1 1000", None, None):
-        await space.reserve(failing, "good", attempt="2000-a")
-        await space.prefill_complete("good")
-        await space.release("good", answered=True)
-        assert await space.get("failures", failing) == left
+    for _ in range(7):
+        await fail_again(space, failing, Failure("status_500", in_a_row=1, most_s=SOON_S))
+    assert await pause_ms(space, failing) == 1000 * SOON_S < 10_000
 
 
-async def test_an_answer_that_came_whole_makes_up_for_a_failure(space: Namespace) -> None:
+async def test_a_worker_that_cannot_be_left_alone_is_not_for_longer_when_it_can(
+    space: Namespace,
+) -> None:
+    failing, other = await fleet(space, 2)
+    await space.do(leases.drain(space.keys, WorkerKey("w1")))
+    for _ in range(7):
+        assert await fail_again(space, failing) is None
+    assert not (await known(space, failing)).is_on_trial
+    await space.do(leases.drain(space.keys, WorkerKey("w1"), undo=True))
+    await space.renew(other)
+    assert await fail_again(space, failing) == failing
+    assert await pause_ms(space, failing) == 2000
+
+
+async def test_an_answer_ends_a_row_of_failures_and_the_trial(space: Namespace) -> None:
     failing, _ = await fleet(space, 2)
-    await space.redis.hset(space.keys["failures"], str(failing), "3 1000")
+    await space.redis.hset(space.keys["failures"], str(failing), entry(3, share=1000, trial=1))
+    assert (await known(space, failing)).is_on_trial
+    await space.reserve(failing, "good", attempt="2000-a")
+    await space.prefill_complete("good")
+    began = await known(space, failing)
+    assert (began.failures, began.is_on_trial) == (3, False)
+    await space.release("good", answered=True)
+    assert await space.get("failures", failing) is None
+
+
+async def test_only_one_that_was_left_alone_is_on_trial(space: Namespace) -> None:
+    failing, _ = await fleet(space, 2)
+    refuses = Failure("status_500", in_a_row=2)
+    trials = []
+    for _ in range(2):
+        await fail_again(space, failing, refuses)
+        trials.append((await known(space, failing)).is_on_trial)
+    assert trials == [False, True]
+
+
+async def test_first_tokens_of_before_the_pause_are_none_of_the_trial(space: Namespace) -> None:
+    failing, _ = await fleet(space, 2)
+    ends_ms = await space.now_ms() + 60_000
+    text = entry(3, trial=1, until_ms=ends_ms)
+    await space.redis.hset(space.keys["failures"], str(failing), text)
+    await space.prefill_complete("r0")
+    assert await space.get("failures", failing) == text
+
+
+async def test_a_first_token_ends_a_trial_however_long_its_request_had_waited(
+    space: Namespace,
+) -> None:
+    failing, _ = await fleet(space, 2)
+    await space.redis.hset(space.keys["failures"], str(failing), entry(3, share=1000, trial=1))
+    await space.reserve(failing, "waited", attempt="500-a")
+    await space.prefill_complete("waited")
+    found = await known(space, failing)
+    assert (found.failures, found.share, found.is_on_trial) == (3, 0.0, False)
+
+
+async def test_an_answer_that_came_whole_ends_a_row_of_failures(space: Namespace) -> None:
+    failing, _ = await fleet(space, 2)
+    await space.redis.hset(space.keys["failures"], str(failing), entry(3, trial=1))
     await space.reserve(failing, "other", attempt="2000-a")
     await space.release("other", whole=True)
-    assert await space.get("failures", failing) == "2 1000"
+    assert await space.get("failures", failing) is None
 
 
 @pytest.mark.parametrize(
@@ -175,16 +248,69 @@ async def test_an_answer_that_came_whole_makes_up_for_a_failure(space: Namespace
     [("500-a", True, True), ("2000-a", False, True), ("2000-a", True, False)],
     ids=["routed before the failure", "not answered", "without a first token"],
 )
-async def test_no_other_release_makes_up_for_a_failure(
+async def test_no_other_release_ends_it(
     space: Namespace, attempt: str, answered: bool, first_token: bool
 ) -> None:
     failing, _ = await fleet(space, 2)
-    await space.redis.hset(space.keys["failures"], str(failing), "3 1000")
+    await space.redis.hset(space.keys["failures"], str(failing), entry(3))
     await space.reserve(failing, "other", attempt=attempt)
     if first_token:
         await space.prefill_complete("other")
     await space.release("other", answered=answered)
-    assert await space.get("failures", failing) == "3 1000"
+    assert await space.get("failures", failing) == entry(3)
+
+
+async def test_failed_tries_are_a_share_that_grows_with_failures_and_fades(
+    space: Namespace,
+) -> None:
+    failing, _ = await fleet(space, 2)
+    shares = []
+    for number in range(3):
+        now_ms = await space.now_ms()
+        attempt = f"{now_ms + number + 1}-a"
+        await eventually(space.now_ms, lambda now, least=now_ms: now > least + 5)
+        await space.reserve(failing, "again", attempt=attempt)
+        await space.suspend("again", Failure("status_500", in_a_row=0))
+        await space.release("again")
+        shares.append((await known(space, failing)).share)
+    assert shares == pytest.approx([0.3, 0.51, 0.66], abs=0.02)
+    now = await known(space, failing)
+    assert now.share_at(now.at_ms + 4000) == pytest.approx(now.share / math.e)
+    assert now.share_at(now.at_ms + 60_000) == 0.0
+    assert failing in await live(space)
+
+
+async def test_one_failure_of_a_kind_that_needs_two_in_a_row_suspends_nobody(
+    space: Namespace,
+) -> None:
+    failing, _ = await fleet(space, 2)
+    refuses = Failure("status_500", in_a_row=2)
+    assert await fail_again(space, failing, refuses) is None
+    assert await fail_again(space, failing, refuses) == failing
+
+
+async def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(
+    space: Namespace,
+) -> None:
+    full, other = await fleet(space, 2)
+    failure = Failure("load", weight=0.0, in_a_row=0, pause_s=7.0)
+    before_ms = await space.now_ms()
+    assert await space.suspend("r0", failure) == full
+    assert await space.renew(full)
+    assert await live(space) == [other]
+    found = await known(space, full)
+    assert (found.failures, found.share, found.is_on_trial) == (0, 0.0, False)
+    assert before_ms + 7000 <= found.until_ms <= await space.now_ms() + 7000
+
+
+async def test_a_failure_is_counted_against_a_worker_whose_reservation_has_ended(
+    space: Namespace,
+) -> None:
+    failing, _ = await fleet(space, 2)
+    await space.release("r0")
+    assert await space.suspend("r0", incarnation=failing, sent_ms=1000) == failing
+    assert (await known(space, failing)).failures == 1
+    assert await space.suspend("r0", incarnation=Incarnation(99), sent_ms=1000) is None
 
 
 async def test_requests_of_before_the_last_failure_do_not_add_to_it(space: Namespace) -> None:
@@ -194,7 +320,84 @@ async def test_requests_of_before_the_last_failure_do_not_add_to_it(space: Names
     before = await space.get("failures", failing)
     await space.reserve(failing, "old", attempt="1000-a")
     assert await space.suspend("old") == failing
-    assert await space.get("failures", failing) == before
+    assert (await space.get("failures", failing) or "").split()[:3] == (before or "").split()[:3]
+
+
+async def test_what_counts_is_when_a_request_was_sent_and_not_how_long_it_had_waited(
+    space: Namespace,
+) -> None:
+    failing, _ = await fleet(space, 2)
+    await space.redis.hset(space.keys["failures"], str(failing), entry(1))
+    await space.reserve(failing, "waited", attempt="500-a")
+    assert await space.suspend("waited", sent_ms=1001) == failing
+    assert (await known(space, failing)).failures == 2
+
+
+async def split(space: Namespace, target: Incarnation, source: Incarnation, name: str) -> None:
+    wish = Wish(source, Reservation(name, 100, 5000, 7, "2000-a"), 256, None)
+    assert await space.reserve(target, name, attempt="2000-a", source=wish) is None
+
+
+async def test_who_is_in_common_is_at_fault(space: Namespace) -> None:
+    *targets, source, _, _ = await fleet(space, 5)
+    suspended = []
+    for number, target in enumerate(targets):
+        await split(space, target, source, f"split{number}")
+        sent_ms = await space.now_ms()
+        await eventually(space.now_ms, lambda now, sent=sent_ms: now > sent)
+        call = leases.suspend(space.keys, REPORTED, f"split{number}", sent_ms=sent_ms + 1)
+        suspended += await space.do(call)
+        await space.release(f"split{number}")
+    assert suspended == [source]
+    shares = [(await known(space, inc)).share for inc in (*targets, source)]
+    assert shares == pytest.approx([0.15, 0.15, 0.28], abs=0.02)
+
+
+@pytest.mark.parametrize("whose", [Whose.WORKER, Whose.SOURCE])
+async def test_one_of_two_is_at_fault_where_that_is_known(space: Namespace, whose: Whose) -> None:
+    target, source, _ = await fleet(space, 3)
+    await split(space, target, source, "split")
+    at_fault = target if whose is Whose.WORKER else source
+    assert await space.suspend("split", Failure("unreachable", whose)) == at_fault
+    assert list((await space.loads()).failing) == [at_fault]
+
+
+LACKS = Failure("not_found", Whose.WORKER, in_a_row=2, most_s=SOON_S, subject="poems")
+
+
+async def test_a_worker_is_left_alone_for_what_it_lacks_alone(space: Namespace) -> None:
+    both = await fleet(space, 2)
+    assert await space.suspend("r0", LACKS, sent_ms=1000) is None
+    snapshot = await space.loads()
+    assert sorted(snapshot.loads) == both
+    assert snapshot.failing == {}
+    assert snapshot.lacking["poems"][both[0]].until_ms == pytest.approx(
+        await space.now_ms() + 1000, abs=500
+    )
+
+
+async def test_a_worker_that_lacks_many_things_fails(space: Namespace) -> None:
+    failing, other = await fleet(space, 2)
+    for number in range(6):
+        one = replace(LACKS, subject=f"poems {number}")
+        sent_ms = await space.now_ms() + 1
+        await eventually(space.now_ms, lambda now, sent=sent_ms: now > sent)
+        await space.suspend("r0", one, sent_ms=sent_ms)
+    assert await live(space) == [other]
+    snapshot = await space.loads()
+    assert sorted(snapshot.lacking) == [f"poems {number}" for number in range(4)]
+    assert snapshot.failing[failing].cause == "not_found"
+
+
+async def test_what_a_worker_lacked_long_ago_is_forgotten(space: Namespace) -> None:
+    failing, _ = await fleet(space, 2)
+    for number in range(4):
+        name = f"{failing} poems {number}"
+        await space.redis.hset(space.keys["failures"], name, entry(3))
+    await space.suspend("r0", LACKS, sent_ms=1000)
+    assert list((await space.loads()).lacking) == ["poems"]
+    assert await space.retire("w0", failing)
+    assert await space.redis.exists(space.keys["failures"]) == 0
 
 
 async def test_the_last_worker_is_tried_again_however_often_it_failed(space: Namespace) -> None:
@@ -227,7 +430,9 @@ async def test_a_paused_worker_stays_so_under_a_new_incarnation_but_not_a_new_pr
     assert await space.redis.exists(space.keys["failures"]) == 0
 
 
-@pytest.mark.parametrize("text", ["", "x", "9 1", "-1 5", "5 99999999999999", "5"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "9 1 1 1 1 1 x", "-1 5", "5 99999999999999 1 1 1 1 x", "5"]
+)
 async def test_a_spoilt_count_of_failures_counts_for_nothing(space: Namespace, text: str) -> None:
     failing, other = await fleet(space, 2)
     await space.redis.hset(space.keys["failures"], mapping={str(failing): text, "junk": text})

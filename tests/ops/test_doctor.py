@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from app.local.redis_server import EmbeddedRedis, free_port
 from app.ops import checks
 from app.state import index
 from tests.door.conftest import completing, replica, until_serving
-from tests.e2e.engines import ROOT, Process, Prompts, agent, complete, engine
+from tests.e2e.engines import Process, Prompts, agent, complete, engine
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE
@@ -39,7 +38,7 @@ ENTRY = {
 def examined(url: str, *arguments: str, namespace: str = NAMESPACE) -> dict[str, Any]:
     """The checks by what they are about."""
     result = kvroute(url, "doctor", "--json", *arguments, namespace=namespace)
-    found = json.loads(result.output)
+    found = json.loads(result.stdout)
     assert result.exit_code == int(any(check["ok"] is False for check in found))
     return {check["about"]: check for check in found}
 
@@ -74,25 +73,38 @@ def test_nothing_is_wrong_with_workers_that_are_alike(url: str, raw: Redis) -> N
         "redis version",
         "redis latency",
         "redis eviction",
+        "redis memory",
         "clocks",
         "workers",
+        "agents",
+        "engines",
         "versions",
         "block size",
         "models",
-        "context length",
         "tokenizer",
+        "context length",
         "adapters",
         "model names",
         "metrics",
         "blocks",
         "events",
         "cache hits",
+        "routers",
     ]
-    assert unknown(found) == {"models", "context length", "tokenizer", "cache hits"}
+    assert unknown(found) == {"models", "context length", "tokenizer", "cache hits", "routers"}
     lines = [line for line in kvroute(url, "doctor").output.splitlines() if line[2:7] != "redis"]
     for line in lines:
         if line[0] != " ":
             assert line[:2] == ("? " if "not known" in line else "✓ ")
+
+
+def test_workers_that_may_hold_kv_of_other_prompts_are_named(url: str, raw: Redis) -> None:
+    measured(raw)
+    raw.hset(KEYS["failures"], "tainted w1:0", "1 1000.5")
+    found = examined(url)
+    assert bad(found) == {"tainted workers"}
+    assert found["tainted workers"]["found"].startswith("w1:0: ")
+    assert found["workers"]["found"] == "1 live worker, 1 tainted"
 
 
 def test_a_slow_redis_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +145,6 @@ def test_a_redis_that_drops_keys_is_told(url: str, raw: Redis) -> None:
     [
         ("models", {"models": ["llama"]}),
         ("tokenizer", {"tokenizer_hash": "0123"}),
-        ("context length", {"max_model_len": 2048}),
         ("adapters", {"adapters": ["sql"]}),
     ],
 )
@@ -153,6 +164,16 @@ def test_workers_that_differ_are_named(
     else:
         assert "(w1:0)" in found[about]["found"]
         assert "(w2:1)" in found[about]["found"]
+
+
+def test_context_lengths_may_differ(url: str, raw: Redis) -> None:
+    measured(raw)
+    for name, length in ((b"w1:0", 8000), (b"w2:1", 300)):
+        inc = inc_of(raw, name).decode()
+        text: Any = raw.hget(KEYS["workers"], inc)
+        raw.hset(KEYS["workers"], inc, json.dumps(json.loads(text) | {"max_model_len": length}))
+    found = examined(url)["context length"]
+    assert (found["ok"], found["found"]) == (True, "300 to 8,000: each request goes where it fits")
 
 
 def test_another_version_is_told(url: str, raw: Redis) -> None:
@@ -182,6 +203,17 @@ def test_an_agent_that_hears_nothing_is_told(url: str, raw: Redis) -> None:
     assert "w1:0: its engine has computed for 7 s" in found["events"]["found"]
 
 
+def test_workers_whose_agents_are_away_are_told_and_take_requests(url: str, raw: Redis) -> None:
+    measured(raw)
+    seconds, _ = raw.time()
+    away = f"{int(seconds) * 1000 - 7000} {int(seconds) * 1000 + 60_000}"
+    raw.hset(KEYS["failures"], "away:" + inc_of(raw, b"w1:0").decode(), away)
+    found = examined(url)
+    assert bad(found) == {"agents"}
+    assert found["workers"]["found"] == "1 live worker, 1 degraded"
+    assert re.match(r"1 of 2 are away: w1:0 for [78] s$", found["agents"]["found"])
+
+
 def test_workers_that_drain_leave_none_that_is_live(url: str) -> None:
     for name in ("w1", "w2"):
         kvroute(url, "drain", name, "--deadline-s", "0")
@@ -204,7 +236,7 @@ async def hits_of(url: str, raw: Redis, prompts: list[list[int]], hit_rate: str)
 
         await eventually(recorded, lambda number: number >= len(prompts))
         measured(raw, gpu_prefix_cache_hit_rate=hit_rate)
-        found = await asyncio.to_thread(examined_in_process, url)
+        found = await asyncio.to_thread(examined, url)
     return dict(found["cache hits"])
 
 
@@ -216,17 +248,7 @@ async def test_hits_that_workers_do_not_report_are_told(url: str, raw: Redis) ->
 async def test_hits_are_compared_by_tokens_not_by_prompts(url: str, raw: Redis) -> None:
     """Of 110 prompts 50 are cached, but of 8,300 tokens 8,000."""
     told = await hits_of(url, raw, [PROMPT] * 50 + [[9, 9, 9, 9, 9]] * 60, "0.95")
-    assert told["found"] == "as predicted: 1 worker with 50 or more recorded decisions"
-
-
-def examined_in_process(url: str, *arguments: str) -> dict[str, Any]:
-    """As `examined`, in a process of its own."""
-    command = [sys.executable, "-m", "app.cli", "doctor", "--json", "--redis-url", url]
-    command += ["--namespace", NAMESPACE, *arguments]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    found = json.loads(ran.stdout)
-    assert ran.returncode == int(any(check["ok"] is False for check in found)), ran.stderr
-    return {check["about"]: check for check in found}
+    assert told["found"] == "as predicted: 1 worker with 50 or more recorded predictions"
 
 
 async def until_healthy(beside: Process) -> None:
@@ -244,10 +266,12 @@ async def test_an_engine_and_its_agent_are_looked_at(
     with engine() as one, engine() as other, agent(one.url, url, tmp_path) as beside:
         await until_healthy(beside)
         urls = [f"--engine-url={engine.url}" for engine in (one, other)]
-        found = examined_in_process(url, *urls, "--probe")
+        found = await eventually(
+            lambda: asyncio.to_thread(examined, url, *urls, "--probe"),
+            lambda found: bad(found) == {f"engine {other.url} agent"},  # its metrics come soon
+        )
         nowhere = "http://127.0.0.1:1"
-        missing = examined_in_process(url, f"--engine-url={nowhere}")
-    assert bad(found) == {f"engine {other.url} agent"}
+        missing = await asyncio.to_thread(examined, url, f"--engine-url={nowhere}")
     assert unknown(found) >= {f"engine {one.url} idle times"}
     assert "--kv-cache-metrics" in found[f"engine {one.url} idle times"]["found"]
     assert found[f"engine {one.url} agent"]["found"] == "registered as e:0"
@@ -259,25 +283,52 @@ async def test_an_engine_is_looked_at_before_any_namespace_exists(
     one_redis_server: EmbeddedRedis,
 ) -> None:
     with engine() as one:
-        found = examined_in_process(one_redis_server.url, f"--engine-url={one.url}", "--probe")
-        again = examined_in_process(one_redis_server.url, f"--engine-url={one.url}", "--probe")
+        found = await asyncio.to_thread(
+            examined, one_redis_server.url, f"--engine-url={one.url}", "--probe"
+        )
+        again = await asyncio.to_thread(
+            examined, one_redis_server.url, f"--engine-url={one.url}", "--probe"
+        )
     assert bad(found) == {f"namespace {NAMESPACE}", f"engine {one.url} agent"}
     assert found[f"engine {one.url} events"]["ok"]
     assert again[f"engine {one.url} events"]["ok"]
 
 
+@pytest.mark.slow
+async def test_a_replay_endpoint_at_which_nobody_answers_is_named(
+    one_redis_server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.bridge.checks.EVENTS_S", 4.0)
+    url, nowhere = one_redis_server.url, f"tcp://127.0.0.1:{free_port()}"
+    deaf = [f"--replay-endpoint={nowhere}"]
+    with engine() as one, agent(one.url, url, tmp_path, more=deaf) as beside:
+        await until_healthy(beside)
+        found = await eventually(
+            lambda: asyncio.to_thread(examined, url, f"--engine-url={one.url}"),
+            lambda found: bad(found) == {f"engine {one.url} events"},
+        )
+    said = found[f"engine {one.url} events"]["found"]
+    assert f"nothing came from {nowhere} in 4 s, where its agent asks for missed events" in said
+
+
 @pytest.mark.parametrize("probe", [[], ["--probe"]])
 async def test_the_events_are_looked_for_where_the_agent_listens(
-    one_redis_server: EmbeddedRedis, tmp_path: Path, probe: list[str]
+    one_redis_server: EmbeddedRedis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    probe: list[str],
 ) -> None:
+    monkeypatch.setattr("workers.bridge.checks.EVENTS_S", 1.0)
     url, nowhere = one_redis_server.url, f"tcp://127.0.0.1:{free_port()}"
     deaf = [f"--events-endpoint={nowhere}"]
     with engine() as one, agent(one.url, url, tmp_path, more=deaf) as beside:
         await until_healthy(beside)
-        found = examined_in_process(url, f"--engine-url={one.url}", *probe)
-    assert bad(found) == {f"engine {one.url} events"}
+        found = await eventually(
+            lambda: asyncio.to_thread(examined, url, f"--engine-url={one.url}", *probe),
+            lambda found: bad(found) == {f"engine {one.url} events"},  # its metrics come soon
+        )
     said = found[f"engine {one.url} events"]["found"]
-    assert f"nothing came from {nowhere} in 10 s, where its agent listens" in said
+    assert f"nothing came from {nowhere} in 1 s, where its agent listens" in said
 
 
 async def test_an_agent_that_hears_nothing_while_its_engine_computes_says_so(
@@ -297,7 +348,7 @@ async def test_an_agent_that_hears_nothing_while_its_engine_computes_says_so(
 
         await eventually(silent, within_s=30.0)
         await eventually(
-            lambda: asyncio.to_thread(examined_in_process, url),
+            lambda: asyncio.to_thread(examined, url),
             lambda found: bad(found) == {"events"},
             within_s=30.0,
         )
@@ -327,7 +378,7 @@ async def test_a_router_whose_worker_finds_less_cached_than_predicted_says_so(
 
         async def of_router() -> dict[str, Any]:
             option = f"--router-url={router}"
-            found = await asyncio.to_thread(examined_in_process, one_redis_server.url, option)
+            found = await asyncio.to_thread(examined, one_redis_server.url, option)
             return dict(found[f"router {router}"])
 
         assert (await of_router())["ok"]
@@ -345,5 +396,5 @@ async def test_a_router_whose_worker_finds_less_cached_than_predicted_says_so(
         told = await of_router()
         assert not told["ok"]
         assert remark in told["found"]
-    away = examined_in_process(one_redis_server.url, f"--router-url={router}")
+    away = await asyncio.to_thread(examined, one_redis_server.url, f"--router-url={router}")
     assert f"router {router}" in bad(away)

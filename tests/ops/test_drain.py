@@ -67,8 +67,10 @@ def test_a_redis_that_hangs_is_waited_for_until_the_deadline(
         raw.hset(KEYS["load"], "1", "0 0 0 0 7 1 1 1 0 0 0 0")
         raw.client_pause(700, all=False)
     result = kvroute(own_redis_server.url, "drain", "w1", "--deadline-s", "2")
-    assert result.output.splitlines() == [
-        "waiting for Redis: no answer within 100 ms",
+    said = result.output.splitlines()
+    assert said[0] == "waiting for Redis: no answer within 100 ms"
+    # On a busy machine, it is waited for again.
+    assert [line for line in said if line != said[0]] == [
         "w1 gets no more requests; 1 request left on it",
         "Error: after 2 s, 1 request left",
     ]

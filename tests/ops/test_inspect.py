@@ -214,8 +214,8 @@ def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> No
     assert as_json(url, "inspect", "prefix", str(tokens)) == {
         "full_blocks": 12,
         "overlaps": [
-            {"worker": "w1:0", "device": 12, "host": 0, "disk": 0, "blocks": 12},
-            {"worker": "w2:1", "device": 0, "host": 10, "disk": 0, "blocks": 10},
+            {"worker": "w1:0", "device": 12, "host": 0, "disk": 0, "blocks": 12, "reused": 12},
+            {"worker": "w2:1", "device": 0, "host": 10, "disk": 0, "blocks": 10, "reused": 10},
         ],
     }
     assert as_json(url, "inspect", "prefix", str(text), "--text")["full_blocks"] == 11

@@ -8,7 +8,8 @@ from app.core.worker_report import Role, WorkerInfo
 from app.ops.transfer_checks import of_transfers
 from tests.fake_worker import worker_info
 
-NIXL = replace(worker_info("a"), kv_transfer="nixl", engine="vllm 0.32.0")
+ALIKE = ("block=16", "engine=vllm 0.32.0", "handshake=5f0c")
+NIXL = replace(worker_info("a"), kv_transfer="nixl", kv_fingerprint=ALIKE)
 PREFILL = replace(NIXL, role=Role.PREFILL)
 DECODE = replace(NIXL, role=Role.DECODE)
 OWN = replace(NIXL, kv_transfer="kvroute")
@@ -29,9 +30,13 @@ def bad(*infos: WorkerInfo) -> set[str]:
         ([NIXL, NIXL, OWN], {"kv transfer"}),
         ([PREFILL, PREFILL], {"roles"}),
         ([DECODE, DECODE], {"roles"}),
-        ([PREFILL, replace(DECODE, engine="vllm 0.33.0")], {"kv transfer engines"}),
+        (
+            [PREFILL, replace(DECODE, kv_fingerprint=ALIKE[:2])],
+            {"kv transfer pairs"},
+        ),
+        ([PREFILL, replace(DECODE, kv_fingerprint=())], {"kv transfer pairs"}),
         ([PREFILL, replace(DECODE, kv_lease_s=120.0)], set()),
-        ([replace(PREFILL, kv_lease_s=30.0), DECODE], {"kv transfer lease"}),
+        ([replace(PREFILL, kv_lease_s=30.0), DECODE], set()),
         ([replace(OWN, kv_lease_s=30.0), replace(OWN, kv_lease_s=30.0)], set()),
     ],
 )
@@ -58,3 +63,18 @@ def test_leases_are_told_and_the_least_of_them_counts() -> None:
     [check] = [check for check in of_transfers(told) if check.about == "kv transfer lease"]
     assert check.ok
     assert check.found.startswith("30 s (2), 60 s (1); routers take the least")
+
+
+def test_what_differs_is_named_and_who_says_what() -> None:
+    longer = replace(worker_info("b"), kv_transfer="nixl", kv_fingerprint=("block=32", *ALIKE[1:]))
+    [check] = [check for check in of_transfers([NIXL, longer]) if check.ok is False]
+    assert check.found == "block: 16 (a:0), 32 (b:0)"
+
+
+def test_what_an_engine_does_not_tell_is_named() -> None:
+    told = (*ALIKE[:2], "handshake=?")
+    silent = replace(worker_info("b"), kv_transfer="nixl", kv_fingerprint=told)
+    [check] = [check for check in of_transfers([silent, silent]) if check.ok is False]
+    assert check.found == "b:0 does not tell its handshake"
+    named = replace(silent, kv_compatible="a")
+    assert bad(named, named) == set()

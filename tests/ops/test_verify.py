@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -17,6 +18,11 @@ def test_verify_finds_nothing_wrong_with_an_intact_namespace(url: str) -> None:
     result = kvroute(url, "inspect", "verify")
     assert result.exit_code == 0
     assert "no contradictions found" in result.output
+
+
+def test_a_worker_whose_agent_is_away_is_no_contradiction(url: str, raw: Redis) -> None:
+    raw.hset(KEYS["failures"], "away:1", "1700000000000 1700000003000")
+    assert as_json(url, "inspect", "verify")["findings"] == []
 
 
 def test_a_key_that_only_looks_like_a_bucket_does_not_count(url: str, raw: Redis) -> None:
@@ -88,6 +94,7 @@ Damage = Callable[[Redis], object]
         (lambda r: r.zadd(KEYS["leases"], {"1": 9e15}), "a lease that ends later"),
         (lambda r: r.zadd(KEYS["expiry"], {"req-7": 9e15}), "a reservation that lasts longer"),
         (lambda r: r.hset(KEYS["failures"], "1", "x"), "a worker's failures that cannot be read"),
+        (lambda r: r.hset(KEYS["failures"], "away:1", "5"), "a worker's failures that cannot be"),
         (lambda r: r.hset(KEYS["planner"], "token", "abc"), "a field of the planner"),
         (lambda r: r.hset(KEYS["planner"], "state", "[]"), "a field of the planner"),
         (lambda r: r.hset(KEYS["planner"], "until_ms", 1 << 49), "a planner's lease that ends"),
@@ -97,6 +104,9 @@ Damage = Callable[[Redis], object]
             "a model announced later than now",
         ),
         (lambda r: r.set(MODELS, "spoilt"), "a key that is not a hash"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "1-5"), "owners that cannot be read"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "1-5,1d"), "owners that cannot be read"),
+        (lambda r: r.hset(SHARD["blocks:0"], "00", "2-5 1d"), "the engine of no owner goes on"),
     ],
 )
 def test_verify_finds_contradictions(
@@ -156,3 +166,25 @@ def test_verify_reads_many_reservations_in_parts(
     calls = {name: stats["calls"] for name, stats in raw.info("commandstats").items()}
     assert calls["cmdstat_hscan"] > 4
     assert calls["cmdstat_zscan"] > 4
+
+
+HOSTILE = "\x9b2J\u202e\u2028\n\x1b[31m"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["verify", "verify --json", "summary --json", "worker w1", "worker w1 --json", "waiting"],
+)
+def test_no_name_in_redis_moves_the_cursor_or_ends_a_line(
+    url: str, raw: Redis, command: str
+) -> None:
+    for key in ("workers", "current", "load", "reservations", "writers", "requests:1"):
+        raw.hset(KEYS[key], HOSTILE, HOSTILE)
+    written: Any = raw.hget(KEYS["workers"], "1")
+    info = json.loads(written) | {"engine": HOSTILE, "accelerator": HOSTILE}
+    raw.hset(KEYS["workers"], "1", json.dumps(info))
+    raw.zadd(KEYS["flows"], {f"normal:{HOSTILE}": 1})
+    raw.zadd(KEYS[f"waiting:normal:{HOSTILE}"], {f"r-1{HOSTILE} 5 -": 1})
+    text = kvroute(url, "inspect", *command.split()).output
+    assert "2J" in text
+    assert [line for line in text.split("\n") if not line.isprintable()] == []

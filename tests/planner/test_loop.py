@@ -150,6 +150,10 @@ async def last(redis: Redis) -> dict[str, Any]:
     return found[0] if found else {}
 
 
+async def num_proposals(redis: Redis) -> int:
+    return len(await planner.proposals(redis, KEYS, 1000))
+
+
 async def reasons(redis: Redis) -> set[str]:
     return {proposal["reason"] for proposal in await planner.proposals(redis, KEYS, 100)}
 
@@ -228,11 +232,18 @@ async def test_a_model_that_sleeps_stays_known_and_wakes_when_somebody_waits(
         await redis.delete(MODELS)
         await eventually(lambda: redis.hget(MODELS, "m"), lambda entry: entry is not None)
         assert agents.orders == ["add 1", "remove a0"]
+        # Who has just come may hang up at once.
+        seconds, _ = await redis.time()
+        await redis.zadd(KEYS["waiting:normal:"], {"r-1 16 -": 1000 * (seconds + 3600)})
         await redis.zadd(KEYS["flows"], {"normal:": 1})
+        before = await num_proposals(redis)
+        await eventually(lambda: num_proposals(redis), lambda number: number > before + 1)
+        assert agents.orders == ["add 1", "remove a0"]
+        await redis.zadd(KEYS["waiting:normal:"], {"r-2 16 -": 1000 * (seconds - 60)})
         await eventually(lambda: workers(redis), lambda seen: seen == ["a1"])
         assert "woken" in await reasons(redis)
         # While somebody waits, none leaves.
-        await redis.delete(KEYS["flows"])
+        await redis.delete(KEYS["flows"], KEYS["waiting:normal:"])
         await eventually(lambda: workers(redis), lambda seen: not seen)
 
 

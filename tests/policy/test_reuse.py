@@ -52,6 +52,13 @@ def test_what_is_not_used_has_a_cause(
     assert {cause: tokens for (_, cause), tokens in found.items()} == lost
 
 
+def test_what_is_held_past_where_an_engine_goes_on_is_lost_to_alignment() -> None:
+    decision = decided(6, 100)
+    decision.overlap = TierOverlap(2)
+    assert lost_by_engine(decision, 32) == {("used", "alignment"): 64}
+    assert lost_by_engine(decision, 0) == {("used", "alignment"): 64, ("used", "race"): 32}
+
+
 @given(
     st.integers(0, 6),
     st.integers(96, 112),

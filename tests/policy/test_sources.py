@@ -27,7 +27,8 @@ LONG = {"tokens": 960}
 
 
 def able(name: str, role: Role, way: str = "nixl", max_requests: int = 8) -> WorkerInfo:
-    return replace(info(name, max_requests), role=role, kv_transfer=way)
+    may_pair = {"kv_transfer": way, "kv_compatible": "a"}
+    return replace(info(name, max_requests), role=role, **may_pair)
 
 
 def fleet(*infos: WorkerInfo, loads: list[Load] | None = None, speed: Speed = LINK) -> View:
@@ -303,3 +304,21 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
         assert forms[Form.FETCH] == pytest.approx(min(fetches))
     made = planned.decision.source
     assert forms[made.form if made else Form.LOCAL] == min(forms.values())
+
+
+def test_a_pair_whose_kv_does_not_arrive_is_left_alone() -> None:
+    view = fleet(able("a", PREFILL), able("b", DECODE), able("c", PREFILL))
+    keys = {one.key.worker_id: one.key for one in view.infos}
+    asked = query(policy="least_loaded", **LONG)
+    for shut, taken in (["a"], "c"), (["c"], "a"), (["a", "c"], None):
+        view.pairs_left_alone = frozenset((keys[name], keys["b"]) for name in shut)
+        found = {route(plan(asked, view)) for _ in range(8)}
+        assert found == {("b", taken, "split" if taken else "local")}
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "latency"])
+def test_a_prompt_of_one_token_is_not_split(policy: str) -> None:
+    view = fleet(able("a", PREFILL), able("b", DECODE))
+    assert route(plan(query(tokens=1, policy=policy), view)) == ("b", None, "local")
+    if policy == "least_loaded":
+        assert route(plan(query(tokens=2, policy=policy), view)) == ("b", "a", "split")

@@ -9,6 +9,7 @@ import pytest
 
 from app.core.loads import ROUND, Load, Loads, Reservation, Snapshot
 from app.core.overlaps import Overlaps
+from app.core.resume import Resume
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.cost import Candidates
@@ -75,6 +76,7 @@ def test_every_column_shows_what_its_name_says() -> None:
         "routed_s": pytest.approx(7 / math.e),
         "sending_s": 0.25,
         "receiving_s": 0.5,
+        "others_requests": 0,
         "kv_active_blocks": 70,
         "kv_total_blocks": 900,
         "num_requests_waiting": 2,
@@ -202,6 +204,33 @@ def test_an_engine_that_looks_ahead_computes_its_last_blocks_again(
     worker = replace(info("a"), reuse_blocks=reuse_blocks, recomputed_blocks=recomputed_blocks)
     overlaps = view_of(worker).reusable(Overlaps({ONE: TierOverlap(num_held)}), 1000)
     assert overlaps.get(ONE, TierOverlap()) == TierOverlap(num_reused)
+
+
+@pytest.mark.parametrize(
+    ("resume", "isl_tokens", "reused"),
+    [
+        (Resume(9, 5, 5), 1000, TierOverlap(5)),
+        (Resume(9, 8, 8), 1000, TierOverlap(6, 2)),
+        (Resume(9, 9, 4), 1000, TierOverlap(6, 3)),
+        (Resume(9, 9, 4), 9 * 16, TierOverlap(4)),
+        (Resume(9, 9, 4), 9 * 16 + 1, TierOverlap(6, 3)),
+        (Resume(9, 0, 0), 1000, None),
+    ],
+)
+def test_where_the_index_says_that_an_engine_goes_on_counts_before_its_numbers(
+    resume: Resume, isl_tokens: int, reused: TierOverlap | None
+) -> None:
+    view = view_of(replace(info("a"), reuse_blocks=4), info("b"))
+    held = Overlaps(dict.fromkeys((ONE, TWO), TierOverlap(6, 3)), resumes={ONE: resume})
+    found = view.reusable(held, isl_tokens)
+    assert found.get(ONE) == reused
+    assert found[TWO] == TierOverlap(6, 3)
+
+
+def test_where_more_is_foreseen_than_held_the_numbers_count() -> None:
+    view = view_of(replace(info("a"), reuse_blocks=4))
+    foreseen = Overlaps({ONE: TierOverlap(11)}, resumes={ONE: Resume(9, 5, 5)})
+    assert view.reusable(foreseen, 1000) == {ONE: TierOverlap(8)}
 
 
 def test_overlaps_of_workers_that_reuse_every_block_are_passed_on() -> None:

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from app.core.errors import NoWorkers
 from app.local.redis_server import EmbeddedRedis
+from app.policy.decision import RouteRequest
 from app.router.prompt import Prompt
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
@@ -62,7 +63,7 @@ async def test_a_request_is_refused_once_no_worker_has_come_in_time(
         with pytest.raises(NoWorkers, match=LATE):
             await replica.route(request("r1"))
         with pytest.raises(NoWorkers, match=LATE):
-            await replica.awake()
+            await replica.awake(RouteRequest("r", []))
 
 
 async def test_without_a_planner_that_would_start_one_a_request_is_refused_at_once(
@@ -83,7 +84,9 @@ async def test_who_wakes_a_model_waits_as_its_tenant_and_priority(
 ) -> None:
     async with running(one_redis_server.url, **WAITS) as replica:
         await planner_says(redis, replica, wakes=True)
-        going = asyncio.create_task(replica.awake("acme", "high"))
+        going = asyncio.create_task(
+            replica.awake(RouteRequest("r", [], tenant="acme", priority="high"))
+        )
         flows = await eventually(lambda: redis.zrange(KEYS["flows"], 0, -1))
         assert flows == [b"high:acme"]
         await workers.register("w2")
@@ -95,7 +98,7 @@ async def test_a_caller_that_hangs_up_leaves_the_line(
 ) -> None:
     async with running(one_redis_server.url, **WAITS) as replica:
         await planner_says(redis, replica, wakes=True)
-        going = asyncio.create_task(replica.awake())
+        going = asyncio.create_task(replica.awake(RouteRequest("r", [])))
         await eventually(lambda: redis.exists(KEYS["flows"]))
         going.cancel()
         await eventually(lambda: redis.exists(KEYS["flows"]), lambda found: not found)
@@ -108,4 +111,4 @@ async def test_workers_that_are_full_are_awake(
         await workers.register("w2", max_requests=1)
         await workers.occupy("w2", "x", prefill_s=100.0)
         async with asyncio.timeout(10):
-            await replica.awake()
+            await replica.awake(RouteRequest("r", []))

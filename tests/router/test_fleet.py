@@ -195,6 +195,31 @@ async def test_a_changed_entry_that_could_not_be_read_is_read_by_a_later_view(
     assert view.infos[view.incarnations.index(a)].kv_total_blocks == 77
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_worker_that_says_something_new_is_heard_though_the_answer_that_told_it_is_not(
+    space: Namespace, is_lost: bool
+) -> None:
+    """As another one retires, which that answer cannot tell, or as it comes too late."""
+    fleet, known = fleet_of(space), Columns()
+    incs = [await space.worker(f"w{n}") for n in range(40)]  # with few, all are told
+
+    async def seen() -> Snapshot | None:
+        return await space.do(reservations.changes(space.keys, known))
+
+    first = await seen()
+    assert first is not None
+    await fleet.view(first)
+    space.infos[incs[3]] = replace(space.infos[incs[3]], adapters=("new",))
+    assert await space.renew(incs[3])
+    if not is_lost:
+        assert await space.retire("w7", incs[7])
+    assert (await seen() is None) is not is_lost
+    later = await seen()
+    assert later is not None
+    view = await fleet.view(later)
+    assert view.infos[view.incarnations.index(incs[3])].adapters == ("new",)
+
+
 async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space: Namespace) -> None:
     await space.worker("a")
     await space.worker("b")

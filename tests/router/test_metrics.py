@@ -30,7 +30,10 @@ OWN = {
     "kvroute_reservations": ("counter", "event"),
     "kvroute_reserve_conflicts": ("counter", "reason"),
     "kvroute_worker_suspensions": ("counter",),
+    "kvroute_worker_taints": ("counter",),
+    "kvroute_pairs_left_alone": ("counter",),
     "kvroute_decision_retries": ("counter",),
+    "kvroute_task_failures": ("counter", "task"),
     "kvroute_workers": ("gauge",),
     "kvroute_asleep": ("gauge",),
     "kvroute_waiting_requests": ("gauge",),
@@ -39,6 +42,7 @@ OWN = {
     "kvroute_metrics_stream_lag_seconds": ("gauge",),
     "kvroute_index_fill": ("gauge",),
     "kvroute_redis_may_evict": ("gauge",),
+    "kvroute_redis_memory_fill": ("gauge",),
     "kvroute_load_avg": ("gauge",),
     "kvroute_load_std": ("gauge",),
 }
@@ -70,7 +74,14 @@ def test_two_routers_in_a_process_count_separately() -> None:
 
 def gauges_of(readings: GpuReadings, now_ms: int) -> dict[str, float]:
     """The gauges of one worker that reported at 0 ms, without kvroute_worker_."""
-    metrics = ForwardPassMetrics(kv_active_blocks=7, num_requests_waiting=2)
+    metrics = ForwardPassMetrics(
+        kv_active_blocks=7,
+        num_requests_waiting=2,
+        kv_leases_ended=0,
+        kv_fetched_late=0,
+        kv_transfers=3,
+        kv_transfers_failed=1,
+    )
     measured = Measured(metrics, DEFAULT_SPEED, readings, at_ms=0)
     inc = Incarnation(1)
     telemetry = Telemetry()

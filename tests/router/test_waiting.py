@@ -664,3 +664,33 @@ def test_a_higher_priority_has_a_larger_share() -> None:
     shares = list(waiting.SHARES.values())
     assert shares == sorted(shares, reverse=True)
     assert waiting.SHARES["normal"] == 1.0
+
+
+def of_holder(holder: str, flow: str, number: int) -> Queued:
+    one = queued(flow, number, 1.0)
+    one.pending.request.holder = holder
+    return one
+
+
+def test_who_names_many_tenants_takes_no_places_from_other_callers() -> None:
+    queue = WaitQueue(10)
+    for number in range(30):
+        queue.enter(of_holder("a", f"tenant-{number}", number))
+    for number in range(30, 35):
+        gone = queue.enter(of_holder("b", "b", number))
+        assert gone is not None
+        assert gone.holder == "a"
+    gone = queue.enter(of_holder("b", "b", 35))
+    assert gone is not None
+    assert gone.pending.request.request_id == "35"
+    assert len(queue) == 10
+
+
+def test_of_a_callers_flows_the_one_with_most_makes_room() -> None:
+    queue = WaitQueue(6)
+    for number, flow in enumerate("ppppq"):
+        queue.enter(of_holder("a", flow, number))
+    queue.enter(of_holder("b", "p", 5))
+    gone = queue.enter(of_holder("b", "p", 6))
+    assert gone is not None
+    assert (gone.holder, gone.pending.request.request_id) == ("a", "3")

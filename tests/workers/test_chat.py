@@ -75,6 +75,17 @@ async def refused(client: httpx.AsyncClient, path: str = CHATS, **fields: Any) -
     return error["field"], error["message"]
 
 
+async def test_texts_to_embed_are_counted_before_any_is_tokenized(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("workers.http.encoded", never)
+    field, message = await refused(client, "/v1/embeddings", input=["text"] * 500)
+    assert (field, message.count("over 128")) == ("input", 1)
+
+
 # Ends
 
 
@@ -348,12 +359,60 @@ async def test_null_is_as_if_nothing_was_said(client: httpx.AsyncClient) -> None
 
 
 @pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (
+            MESSAGES,
+            {
+                "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}],
+                "messages": [USER, {"role": "system", "content": "Be kind."}, USER],
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+                "tools": [{"name": "t", "input_schema": {}, "defer_loading": True}],
+                "context_management": {"edits": []},
+                "metadata": {"user_id": "u"},
+                "output_config": {"effort": "high"},
+            },
+        ),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                    {"type": "reasoning", "summary": [], "content": None},
+                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "a", "output": "x"},
+                ],
+                "tools": [
+                    {"type": "web_search"},
+                    {"type": "custom", "name": "patch", "description": "Change files"},
+                    {
+                        "type": "namespace",
+                        "name": "n",
+                        "tools": [{"type": "function", "name": "f"}],
+                    },
+                ],
+                "reasoning": {"effort": "medium", "summary": "auto"},
+                "client_metadata": {"a": "b"},
+                "include": ["reasoning.encrypted_content"],
+            },
+        ),
+    ],
+)
+async def test_what_coding_agents_ask_is_answered(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    limit = "max_tokens" if path == MESSAGES else "max_output_tokens"
+    answer = await client.post(path, json={"model": "m", limit: 9, **fields})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
     ("path", "fields", "field"),
     [
         (CHATS, {"logprobs": True}, "logprobs"),
         (CHATS, {"logit_bias": {"1": 2}}, "logit_bias"),
         (CHATS, {"presence_penalty": 0.5}, "presence_penalty"),
-        (CHATS, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (CHATS, {"reasoning_effort": "utmost"}, "messages"),
         (CHATS, {"modalities": ["audio"]}, "modalities"),
         (CHATS, {"anything": 1}, "anything"),
         (CHATS, {"n": 1000}, "n"),
@@ -374,12 +433,12 @@ async def test_null_is_as_if_nothing_was_said(client: httpx.AsyncClient) -> None
         (CHATS, {"response_format": {"type": "json_schema"}}, "response_format"),
         (CHATS, {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages"),
         (MESSAGES, {}, "max_tokens"),
-        (MESSAGES, {"max_tokens": 9, "thinking": {"type": "enabled"}}, "thinking"),
+        (MESSAGES, {"max_tokens": 9, "thinking": {"type": "forced"}}, "messages"),
         (MESSAGES, {"max_tokens": 9, "stop_sequences": "x" * 1001}, "stop_sequences"),
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"input": "x", "background": True}, "background"),
         (RESPONSES, {"input": "x", "truncation": "auto"}, "truncation"),
-        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "custom", "format": 7}]}, "input"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "input"),
         (RESPONSES, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ("/v1/completions", {"prompt": "x", "echo": True}, "echo"),

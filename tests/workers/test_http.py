@@ -461,6 +461,16 @@ async def test_other_requests_are_served_while_a_long_text_is_tokenized() -> Non
     assert answer.json()["choices"] == same["choices"]
 
 
+async def test_prompts_are_counted_before_any_is_tokenized() -> None:
+    tokenizer = SlowTokenizer()
+    async with serving(fast(), tokenizer) as client:
+        for prompts in (["text"] * 500, [[1, 2]] * 500, [["no"]] * 500):
+            answer = await client.post("/v1/completions", json={"prompt": prompts})
+            assert answer.status_code == 422
+            assert "500 choices, over 128" in answer.json()["error"]["message"]
+    assert not tokenizer.begun.is_set()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_together(
     stream: bool, monkeypatch: pytest.MonkeyPatch

@@ -18,18 +18,22 @@ from typing import Any
 from app.core import worker_report
 from app.core.errors import (
     IncarnationLost,
+    NamespaceMismatch,
     RedisUnavailable,
     WorkerReplaced,
-    WrongVersion,
 )
 from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
+from app.core.loads import Load
 from app.core.types import Incarnation, Tier
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
-from app.state import leases, models
+from app.http.supervisor import supervised
+from app.state import leases, models, reservations
 from app.state.connect import deadline
 from app.state.scripts import Call, ScriptRunner
 from workers.agent.publish import Publisher
+from workers.retry import until_it_works
+from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +49,10 @@ AUDIT_INTERVAL_S = 2.0
 pool of 25,000 blocks every 200 s, the 131,072 buckets of a million blocks every 34 minutes."""
 ANNOUNCE_INTERVAL_S = 10.0
 DRAIN_POLL_S = 0.05
+REFUSALS = (NamespaceMismatch, WorkerReplaced)
+"""Why a worker may not be registered; either may change, whatever this process does."""
+REGISTER_AGAIN_S = 10.0
+"""The longest pause until it is tried again."""
 AUDIT_WORKERS = 64
 """More workers than this audit less often, so that all audits together take Redis a twentieth of
 its time, where those of 1,000 workers would take all of it."""
@@ -67,7 +75,8 @@ class Agent:
     """start, run, stop. info: may be replaced, and routers know a heartbeat later.
 
     Every 100 ms, less often in a fleet of more than 256 workers, `measure` and
-    `read_gpu` are asked for what to publish."""
+    `read_gpu` are asked for what to publish. What was reserved by then is asked of Redis, unless
+    `measure` says it: it has to, of what it was told a while ago."""
 
     def __init__(
         self,
@@ -79,6 +88,13 @@ class Agent:
         read_gpu: Callable[[], GpuReadings] = lambda: NO_READINGS,
     ) -> None:
         self.info = info
+        self.ill = ""
+        """Why its engine is to get no requests, as far as it can be done without; "": it is well.
+        May be set, and Redis knows a heartbeat later."""
+        self.is_out = False
+        """Whether it gets none, as Redis last said."""
+        self.refused = ""
+        """Why the worker is not registered; "": it is, or it is about to be."""
         self.incarnation: Incarnation | None = None
         self.num_leases = 1
         """How many incarnations of workers there were at the last renewal."""
@@ -93,9 +109,21 @@ class Agent:
         """Registered, but not routed to yet."""
         self._drains = False
         """Whether Redis last said that the worker is out of service, which it may lose."""
+        self._is_lost = False
+        """Whether what is published has come to an end, after which all of it is void."""
+        self._tainted_in: str | None = None
+        """The life of its engine in which Redis last said that it is tainted."""
         self._publishing = False
         """Whether the worker is routed to though Redis has yet to be told all that it holds."""
-        self._publisher = Publisher(runner, keyspace, info.key, self._nonce, settings.index_blocks)
+        self._publisher = Publisher(
+            runner, keyspace, info.key, self._nonce, settings.index_blocks, info.reuse_rule
+        )
+
+    @property
+    def is_tainted(self) -> bool:
+        """Whether nothing is routed here before the engine has begun anew, or dropped what it
+        holds, which `info` then says."""
+        return self._tainted_in == self.info.engine_life
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
         """See Publisher."""
@@ -108,7 +136,7 @@ class Agent:
     async def start(self) -> None:
         """Register: from here on the worker is routed to, and its previous life's blocks are void.
 
-        Waits for Redis as long as it takes. Raises NamespaceMismatch.
+        Waits for Redis, and for a namespace that takes it, as long as it takes.
         """
         activated = False
         while not activated:
@@ -117,18 +145,17 @@ class Agent:
         log.info("%s registered as incarnation %d", self.info.key, self.incarnation)
 
     async def run(self) -> None:
-        """Run until cancelled.
-
-        Raises WorkerReplaced, in a group, once another process has the key, and NamespaceMismatch
-        if the namespace has come to have another block size.
-        """
+        """Run until cancelled. If another process takes the key over, wait until that has ended."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_lease())
-            tasks.create_task(self._publish())
-            tasks.create_task(self._audit())
-            tasks.create_task(self._publish_metrics())
-            tasks.create_task(self._announce())
-            tasks.create_task(self._runner.redis.follow())
+            for task, run in {
+                "lease": self._keep_lease,
+                "blocks": self._publish,
+                "audit": self._audit,
+                "measurements": self._publish_metrics,
+                "models": self._announce,
+                "redis": self._runner.redis.follow,
+            }.items():
+                tasks.create_task(supervised(task, run, FAILURES))
 
     async def drain(self, timeout_s: float, is_idle: Callable[[], bool] = lambda: True) -> bool:
         """While `run` runs: from now on nobody is routed here; waits until no request is left.
@@ -169,8 +196,8 @@ class Agent:
     async def _register(self, previous: Incarnation | None = None) -> leases.Registration:
         """A new incarnation, which may publish in every shard and has published nothing.
 
-        previous: this process's last incarnation. Raises WorkerReplaced if another process has the
-        key, and still renews its lease; NamespaceMismatch; WrongVersion only if there is none.
+        previous: this process's last incarnation. Waits for as long as another process has the key,
+        and renews its lease, or as the namespace is not one for this worker.
         """
         call = leases.register(
             self._keyspace,
@@ -180,25 +207,21 @@ class Agent:
             shards=self._shards,
             previous=previous,
         )
-        waited = False
-        while True:
+
+        async def attempt() -> leases.Registration:
             try:
                 registration = await self._publisher.insist(call)
-            except WorkerReplaced:
-                if waited or previous is None:
-                    raise
-                # A Redis that lost data may show the process before this one, which has ended: then
-                # nobody renews its lease.
-                waited = True
-                await asyncio.sleep(self._ttl_ms / 1000)
-                continue
-            except WrongVersion as error:
-                if previous is None:
-                    raise
-                # The engine's requests go on, and whoever mends the namespace need not restart it.
-                log.error("%s is not routed to: %s", self.info.key, error)
-                await asyncio.sleep(self._ttl_ms / 1000)
-                continue
+            except REFUSALS as error:
+                self.refused = str(error)
+                raise
+            self.refused = ""
+            return registration
+
+        what = f"{self.info.key} is not routed to"
+        while True:
+            registration = await until_it_works(
+                attempt, REFUSALS, what, wait_s=0.5, wait_max_s=REGISTER_AGAIN_S
+            )
             if await self._publisher.open(registration.incarnation, registration.shards):
                 return registration
             log.warning(
@@ -227,6 +250,7 @@ class Agent:
             thorough = beats >= RECOUNT_BEATS * max(1.0, self.num_leases / RECOUNT_WORKERS)
             if thorough:
                 beats = 0
+            life = self.info.engine_life
             try:
                 renewed = await self._runner.run([self._renew(inc, thorough) for inc in leased])
             except RedisUnavailable as error:
@@ -236,14 +260,15 @@ class Agent:
             if self.incarnation != leased[0]:
                 continue
             if renewed[0].num_leases:
-                self._drains = renewed[0].drains
+                self._drains, self.is_out = renewed[0].drains, renewed[0].is_out
+                self._tainted_in = life if renewed[0].tainted else None
             else:
                 self._publisher.interrupt(IncarnationLost(f"incarnation {leased[0]} lapsed"))
 
     def _renew(self, inc: Incarnation, thorough: bool) -> Call[leases.Renewed]:
         return leases.renew(
             self._keyspace,
-            replace(self.info, publishing=self._publishing) if self._publishing else self.info,
+            replace(self.info, publishing=self._publishing, ill=self.ill),
             inc,
             self._nonce,
             ttl_ms=self._ttl_ms,
@@ -251,6 +276,7 @@ class Agent:
             staged=inc == self._staged,
             thorough=thorough,
             drains=self._drains and inc == self.incarnation,
+            tainted=self.is_tainted,
         )
 
     def _retire(self, inc: Incarnation) -> Call[bool]:
@@ -264,6 +290,7 @@ class Agent:
             self._nonce,
             previous=previous,
             drains=self._drains,
+            tainted=self.is_tainted,
         )
 
     async def _audit(self) -> None:
@@ -273,16 +300,18 @@ class Agent:
 
     async def _publish(self) -> None:
         """Publish under the incarnation, and whenever it is lost, under a new one."""
-        is_lost = False
         while True:
             try:
-                if is_lost:
+                if self._is_lost:
                     await self._resync()
                 assert self.incarnation is not None
                 await self._publisher.publish(self.incarnation)
             except IncarnationLost as loss:
                 log.warning("%s: %s; resyncing", self.info.key, loss)
-                is_lost = True
+                self._is_lost = True
+            except Exception:
+                self._is_lost = True
+                raise
 
     async def _resync(self) -> None:
         """A new incarnation, everything under it, one switch. See lua/register.lua.
@@ -340,14 +369,25 @@ class Agent:
             speed,
         )
 
+    async def reserved(self) -> Load | None:
+        """What routers have reserved on the worker now; None: Redis does not say."""
+        if self.incarnation is None:
+            return None
+        with suppress(RedisUnavailable):
+            return await self._runner.one(reservations.load_of(self._keyspace, self.incarnation))
+        return None
+
     async def _publish_metrics(self) -> None:
         """Publish only the latest value: a tick that Redis does not take is not retried."""
         while True:
             await asyncio.sleep(metrics_interval_s(self.num_leases))
+            metrics, speed = self._measured()
+            if metrics.num_requests and metrics.reserved_requests is None:
+                metrics = metrics.beside(await self.reserved())
             entry: dict[Any, Any] = {
                 "worker": str(self.info.key),
                 "incarnation": str(self.incarnation),
-                **worker_report.encode(*self._measured(), self._read_gpu()),
+                **worker_report.encode(metrics, speed, self._read_gpu()),
             }
             try:
                 async with deadline(METRICS_TIMEOUT_S):

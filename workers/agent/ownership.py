@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from app.core.chains import GROUP_BLOCKS, shard_of
-from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
+from app.core.resume import EVERY_BLOCK, Back, ReuseRule
 from app.core.types import SequenceHash, Tier
 from app.state.index import Change, Claims
 
@@ -28,6 +29,7 @@ class _Node:
     """
 
     __slots__ = (
+        "back",
         "children",
         "depth",
         "held",
@@ -35,7 +37,9 @@ class _Node:
         "linked",
         "parent",
         "published",
+        "published_back",
         "root",
+        "since_end",
         "wanted",
     )
 
@@ -56,6 +60,12 @@ class _Node:
         self.root: SequenceHash | None = None
         self.leader: SequenceHash | None = None
         """First blocks of its chain (root) and of its group (leader); valid whenever depth is."""
+        self.since_end = 0
+        """Blocks after the last one of its chain after which the engine can go on; valid whenever
+        it is wanted and not all are such."""
+        self.back: Back = 0
+        self.published_back: Back = 0
+        """Where Redis should say, and says, that the engine goes on after it."""
 
     def each_child(self) -> Iterable[SequenceHash]:
         children = self.children
@@ -80,6 +90,17 @@ class _Node:
     def fastest(self) -> Tier | None:
         return _FASTEST[self.held]
 
+    @property
+    def is_pending(self) -> bool:
+        if self.wanted != self.published:
+            return True
+        return self.wanted is not None and self.back != self.published_back
+
+    def as_published(self, tier: Tier) -> _Published:
+        assert self.root is not None
+        assert self.leader is not None
+        return _Published(tier, self.published_back, self.depth, self.root, self.leader)
+
 
 _FASTEST = (None, *(next(t for t in Tier if held >> t & 1) for held in range(1, 1 << len(Tier))))
 """Fastest tier, indexed by the bits of `_Node.held`."""
@@ -89,6 +110,7 @@ class _Published(NamedTuple):
     """How Redis shows a block."""
 
     tier: Tier
+    back: Back
     depth: int
     root: SequenceHash
     leader: SequenceHash
@@ -107,15 +129,22 @@ class Ownership:
 
     The backlog is bounded by twice the engine's blocks, however long Redis is unreachable: a block
     stored and removed while waiting costs nothing.
+
+    rule: as the worker registers it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rule: ReuseRule = EVERY_BLOCK) -> None:
+        self._rule = rule
+        self._ends: set[SequenceHash] | None = None
+        """After which blocks the engine can go on; None: after all."""
+        self._lookahead = 0
+        self._recomputed = 0
         self._nodes: dict[SequenceHash, _Node] = {}
         self._gone: dict[SequenceHash, _Published] = {}
         """Published blocks that no longer have a node."""
         self._pending: list[_Pieces] = [{}]
         """By shard."""
-        self._before: list[dict[SequenceHash, Tier | None]] = [{}]
+        self._before: list[dict[SequenceHash, tuple[Tier | None, Back]]] = [{}]
         """For blocks that a shard's last drain stored or made faster: what it knew before."""
         self._audit: list[SequenceHash] = []
         self.num_wanted = dict.fromkeys(Tier, 0)
@@ -146,6 +175,8 @@ class Ownership:
                         self._remove(block, event.tier)
                 case Cleared():
                     self._clear()
+                case Ends():
+                    self._mark(event)
 
     def next_to_audit(self, count: int) -> list[list[SequenceHash]]:
         """The next `count` blocks, in rotation, that Redis should show, by shard."""
@@ -164,7 +195,7 @@ class Ownership:
         """How that shard should show those of `blocks` that are published in it."""
         each_published = [(block, self._published(block)) for block in blocks]
         return [
-            Change(block, published.tier, published.leader)
+            Change(block, published.tier, published.leader, published.back)
             for block, published in each_published
             if published and self._shard_of(published.root) == shard
         ]
@@ -203,16 +234,16 @@ class Ownership:
             for block in pieces.pop(key):
                 node = self._nodes.get(block)
                 if node is None:
-                    _, depth, _, leader = self._gone.pop(block)
+                    _, back, depth, _, leader = self._gone.pop(block)
                     now = None
                 else:
                     assert node.leader is not None
-                    depth, leader, now = node.depth, node.leader, node.wanted
+                    depth, leader, now, back = node.depth, node.leader, node.wanted, node.back
                     if key >= 0:
-                        stored[block] = node.published
-                    node.published = now
+                        stored[block] = node.published, node.published_back
+                    node.published, node.published_back = now, back
                 # Parents before their children, and the blocks of a group together.
-                ordered.append((leader, depth, Change(block, now, leader)))
+                ordered.append((leader, depth, Change(block, now, leader, back)))
             ordered.sort(reverse=key < 0)
             changes += [change for _, _, change in ordered]
         return changes
@@ -223,17 +254,17 @@ class Ownership:
 
     def take_back(self, shard: int, changes: Iterable[Change]) -> None:
         """Take back what Redis refused: all that the last drain `adds` from some point on."""
-        for block, _, _ in changes:
-            before = self._before[shard].pop(block)
+        for block, *_ in changes:
+            before, back = self._before[shard].pop(block)
             node = self._nodes.get(block)
             if node is not None:
-                node.published = before
+                node.published, node.published_back = before, back
                 self._note(block, node)
             elif before is None:
                 gone = self._gone.pop(block)
                 _discard(self._pending[shard], ~_piece(gone.depth, gone.leader), block)
             else:
-                self._gone[block] = self._gone[block]._replace(tier=before)
+                self._gone[block] = self._gone[block]._replace(tier=before, back=back)
 
     def forget(self, shards: int = 1) -> None:
         """Redis knows nothing of this worker (any more): the next drain sends everything.
@@ -244,7 +275,7 @@ class Ownership:
         self._pending = [{} for _ in range(shards)]
         self._before = [{} for _ in range(shards)]
         for block, node in self._nodes.items():
-            node.published = None
+            node.published, node.published_back = None, 0
             if node.wanted is not None:
                 self._note(block, node)
 
@@ -261,7 +292,10 @@ class Ownership:
             assert all(self._nodes[child].parent == block for child in node.each_child())
             assert node.wanted == self._tier(node), f"{block:016x} is out of date"
             assert node.wanted is None or node.depth == (parent.depth + 1 if parent else 0)
-            assert (block in pending) == (node.wanted != node.published)
+            assert (block in pending) == node.is_pending
+            if node.wanted is not None and self._ends is not None:
+                assert node.since_end == self._since_end(block, node), f"{block:016x}"
+                assert node.back == self._back(node), f"{block:016x}"
         shown = [node.wanted for node in self._nodes.values()]
         assert self.num_wanted == {tier: shown.count(tier) for tier in Tier}
         assert not self._gone.keys() & self._nodes.keys()
@@ -287,7 +321,13 @@ class Ownership:
             node = self._nodes[block] = _Node()
             gone = self._gone.pop(block, None)
             if gone:
-                node.published, node.depth, node.root, node.leader = gone
+                (
+                    node.published,
+                    node.published_back,
+                    node.depth,
+                    node.root,
+                    node.leader,
+                ) = gone
         return node
 
     def _remove(self, block: SequenceHash, tier: Tier) -> None:
@@ -312,6 +352,7 @@ class Ownership:
         for block, node in self._nodes.items():
             self._bury(block, node)
         self._nodes.clear()
+        self._ends = None
         self.num_wanted = dict.fromkeys(Tier, 0)
         for pieces in self._pending:
             pieces.clear()
@@ -322,19 +363,13 @@ class Ownership:
     def _bury(self, block: SequenceHash, node: _Node) -> None:
         """Remember what Redis knows of a block that no longer has a node."""
         if node.published is not None:
-            assert node.root is not None
-            assert node.leader is not None
-            self._gone[block] = _Published(node.published, node.depth, node.root, node.leader)
+            self._gone[block] = node.as_published(node.published)
 
     def _published(self, block: SequenceHash) -> _Published | None:
         node = self._nodes.get(block)
         if node is None:
             return self._gone.get(block)
-        if node.published is None:
-            return None
-        assert node.root is not None
-        assert node.leader is not None
-        return _Published(node.published, node.depth, node.root, node.leader)
+        return None if node.published is None else node.as_published(node.published)
 
     def _note(self, block: SequenceHash, node: _Node) -> None:
         """Mark a wanted or published block as pending if it is not published as wanted."""
@@ -345,7 +380,7 @@ class Ownership:
         wanted, published = node.wanted, node.published
         _discard(pieces, piece, block)
         _discard(pieces, ~piece, block)
-        if wanted != published:
+        if node.is_pending:
             is_faster = wanted is not None and (published is None or wanted < published)
             pieces.setdefault(piece if is_faster else ~piece, set()).add(block)
 
@@ -380,8 +415,70 @@ class Ownership:
                     node.leader = above.leader
                 else:
                     node.leader = block
+                if self._ends is not None:
+                    node.since_end = self._since_end(block, node)
+                    node.back = self._back(node)
             self._note(block, node)
             stack.extend(node.each_child())
+
+    def _mark(self, event: Ends) -> None:
+        """The engine can, or can no longer, go on after the event's blocks."""
+        use = event.lookahead, event.recomputed
+        if self._ends is None or use != (self._lookahead, self._recomputed):
+            self._lookahead, self._recomputed = use
+            self._ends = self._ends or set()
+            for block in [b for b, node in self._nodes.items() if node.parent is None]:
+                self._measure(block, is_whole=True)
+        for block in event.blocks:
+            if (block in self._ends) == event.are_ends:
+                continue
+            (self._ends.add if event.are_ends else self._ends.discard)(block)
+            node = self._nodes.get(block)
+            if node is not None and node.wanted is not None:
+                self._measure(block)
+
+    def _measure(self, block: SequenceHash, *, is_whole: bool = False) -> None:
+        """Bring up to date where the engine goes on after `block` and those of its descendants that
+        depend on it, or after all of them."""
+        # Past an end nothing depends on what is before it, but how far an engine looks ahead.
+        stack: list[tuple[SequenceHash, int | None]] = [(block, None)]
+        while stack:
+            at, left = stack.pop()
+            node = self._nodes[at]
+            if node.wanted is None:
+                continue
+            if left is None:
+                node.since_end = self._since_end(at, node)
+            node.back = self._back(node)
+            self._note(at, node)
+            if left is None and at != block and not node.since_end and not is_whole:
+                left = self._lookahead
+            elif left is not None:
+                left -= 1
+            if left != 0:
+                stack += [(child, left) for child in node.each_child()]
+
+    def _since_end(self, block: SequenceHash, node: _Node) -> int:
+        assert self._ends is not None
+        if block in self._ends:
+            return 0
+        return 1 + (self._nodes[node.parent].since_end if node.parent is not None else 0)
+
+    def _back(self, node: _Node) -> Back:
+        """What to say of where the engine goes on if a prompt leaves its chain after this block."""
+        held = node.depth + 1
+        last = self._last_end(node, self._lookahead)
+        before = self._last_end(node, 1) if last == held else last
+        return self._rule.back(held, last, before)
+
+    def _last_end(self, node: _Node, above: int) -> int:
+        """How many blocks lead to where the engine goes on that uses the last end which is so many
+        blocks above this one, or more."""
+        for _ in range(above):
+            if node.parent is None:
+                return 0
+            node = self._nodes[node.parent]
+        return max(0, node.depth + 1 - node.since_end - self._recomputed)
 
 
 def _piece(depth: int, leader: SequenceHash) -> int:

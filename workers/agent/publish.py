@@ -18,6 +18,7 @@ from app.core.chains import bucket_bits_for
 from app.core.errors import IncarnationLost, KvrouteError, RedisFull, RedisUnavailable
 from app.core.events import CacheEvent
 from app.core.keys import Keyspace
+from app.core.resume import EVERY_BLOCK, ReuseRule
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.state import index
 from app.state.index import Change
@@ -80,14 +81,16 @@ class Publisher:
         worker: WorkerKey,
         nonce: str,
         index_blocks: int,
+        rule: ReuseRule = EVERY_BLOCK,
     ) -> None:
-        """nonce: of the process. index_blocks: unique blocks that a new index is laid out for."""
+        """nonce: of the process. index_blocks: unique blocks that a new index is laid out for.
+        rule: as the worker registers it."""
         self._runner = runner
         self._keyspace = keyspace
         self._worker = worker
         self._nonce = nonce
         self._index_blocks = index_blocks
-        self._ownership = Ownership()
+        self._ownership = Ownership(rule)
         self._shards: list[_Shard] = []
         """Empty while nothing is published."""
         self._num_notified = 0

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from app.core.check import Check
 from app.core.documents import page
-from app.core.errors import ConfigError, EngineUnavailable
+from app.core.errors import EngineUnavailable, EngineUnfit
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
 from workers.bridge.discovery import discover
@@ -46,7 +46,7 @@ async def of_engine(
                 f"engine {url}", False, str(error), "is it running, and reachable from here?"
             )
             return
-        except ConfigError as error:
+        except EngineUnfit as error:
             found, _, remedy = str(error).partition(": ")
             yield Check(f"engine {url}", False, found, remedy or f"see {page('engines.md')}")
             return
@@ -81,7 +81,7 @@ def _blocks(url: str, facts: EngineFacts, block_size: int) -> Check:
 async def _idle_times(url: str, engine: EngineHttp) -> Check:
     """Whether vLLM reports how long evicted blocks were idle."""
     text = None
-    with suppress(EngineUnavailable, ConfigError):
+    with suppress(EngineUnavailable, EngineUnfit):
         text = await engine.get("/metrics")
     told = text is not None and IDLE.encode() in text
     return Check(
@@ -123,23 +123,31 @@ async def _events(
 ) -> Check:
     """Whether `source` is there, with `probe` also whether it publishes what a request causes, and
     whether it answers if asked for events. said: where the engine says that it publishes."""
+    asked, at = source.endpoint, "where its agent listens; the engine publishes at"
+    told: str | None = said.endpoint
     problem = ""
     with zmq.asyncio.Context() as context:
         try:
             async with asyncio.timeout(EVENTS_S):
                 await _hears(context, source, engine, facts if probe else None)
-                if source.replay is not None:
+            if source.replay is not None:
+                asked, told = source.replay, said.replay
+                at = "where its agent asks for missed events; the engine answers that at"
+                async with asyncio.timeout(EVENTS_S):
                     await _answers(context, source)
         except TimeoutError:
-            problem = f"nothing came from {source.endpoint} in {EVENTS_S:g} s"
-    if problem and source.endpoint != said.endpoint:
-        problem += f", where its agent listens; the engine publishes at {said.endpoint}"
+            problem = f"nothing came from {asked} in {EVENTS_S:g} s"
+    if problem and told is not None and asked != told:
+        problem += f", {at} {told}"
+    elif problem and asked == source.replay:
+        problem += ", its replay endpoint"
     return Check(
         f"engine {url} events",
         not problem,
         problem or f"{source.endpoint} {'sends events' if probe else 'answers'}",
         "is the port open to this machine? In a container, publish it; in the engine's "
-        "--kv-events-config, bind tcp://*:PORT, which is the agent's --events-endpoint",
+        "--kv-events-config, bind tcp://*:PORT, which is the agent's --events-endpoint or "
+        "--replay-endpoint",
     )
 
 
@@ -172,7 +180,7 @@ async def _answers(context: zmq.asyncio.Context, source: EventSource) -> None:
 async def _send(engine: EngineHttp, facts: EngineFacts) -> None:
     """A prompt of two blocks that it has not seen before."""
     prompt = random.choices(range(1, 100), k=2 * facts.block_size + 1)
-    with suppress(EngineUnavailable, ConfigError):
+    with suppress(EngineUnavailable, EngineUnfit):
         await engine.post_object(
             "/v1/completions", {"model": facts.models[0], "prompt": prompt, "max_tokens": 1}
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import aiohttp
 
-from app.core.errors import ConfigError
+from app.core.errors import EngineUnfit
 from workers.bridge.engine_http import EngineHttp
 from workers.bridge.facts import NO_OVERRIDES, EngineFacts, Overrides
 from workers.bridge.sglang import sglang_facts
@@ -19,7 +19,7 @@ async def discover(
 ) -> EngineFacts:
     """What the engine at `engine_url` says of itself, but for the `overrides`.
 
-    Raises EngineUnavailable while it does not answer or is still loading, and ConfigError, in one
+    Raises EngineUnavailable while it does not answer or is still loading, and EngineUnfit, in one
     line, if it does not say what is needed, or if events could not tell what it caches.
     """
     engine = EngineHttp(session, engine_url)
@@ -35,4 +35,4 @@ async def discover(
             if info is not None and "page_size" in info:
                 return await sglang_facts(engine, info, overrides)
     name = {"vllm": "vLLM", "sglang": "SGLang", None: "neither vLLM nor SGLang"}[kind]
-    raise ConfigError(f"{name} {'answers' if kind is None else 'does not answer'} at {engine.url}")
+    raise EngineUnfit(f"{name} {'answers' if kind is None else 'does not answer'} at {engine.url}")

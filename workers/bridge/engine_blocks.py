@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.hashing import compute_local_hashes, next_sequence_hash, seed_for
 from app.core.types import SequenceHash, Tier
 from workers.bridge.adapter_folders import AdapterBlock, AdapterFolders
@@ -36,7 +36,7 @@ from workers.bridge.engine_events import (
 )
 from workers.bridge.pending_events import PendingEvents
 from workers.bridge.references import Place, References, with_copy, without_copy
-from workers.bridge.shown_blocks import ShownBlocks, joined
+from workers.bridge.windows import Chain, Windows
 
 REMEMBERED = 16_384
 """How many blocks that no tier holds any more are still known: an offload may be announced after
@@ -58,10 +58,6 @@ class Block:
     references: References = ()
     folder: str | None = None
     hidden: bool = False
-
-    @property
-    def end(self) -> SequenceHash:
-        return self.blocks[-1]
 
     def lies_in(self, tier: Tier) -> bool:
         return any(held is tier for (held, _), _ in self.references)
@@ -89,6 +85,7 @@ class EngineBlocks:
     announces_copies: a block is held until it has been removed as often as it was stored. vLLM
     stores each copy of a block and removes each, unless a request's kv_cache_report_mode is `full`.
     If False, one removal from a tier suffices: SGLang has no copies, but stores some blocks again.
+    recomputed_blocks, lookahead_blocks: as the worker registers them.
     """
 
     def __init__(
@@ -98,8 +95,11 @@ class EngineBlocks:
         *,
         joined_late: bool = False,
         announces_copies: bool = True,
+        recomputed_blocks: int = 0,
+        lookahead_blocks: int = 0,
     ) -> None:
         self._block_size = block_size
+        self._lookahead_blocks = lookahead_blocks
         self._announces_copies = announces_copies
         self._known: dict[BlockHash, Block] = {}
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
@@ -109,8 +109,12 @@ class EngineBlocks:
         """The group that counts, once an event has named a kind."""
         self._largest = 0
         """Tokens in the largest block of that group that the device has stored."""
-        self._shown = ShownBlocks(self._end_of, copies=announces_copies)
-        self._is_upper_bound = False
+        self._windows = Windows(
+            self._chain_of,
+            copies=announces_copies,
+            block_size=block_size,
+            recomputed=recomputed_blocks,
+        )
         self._pending = PendingEvents(now, joined_late=joined_late)
         self._adapters = AdapterFolders()
         self.num_unknown_media = 0
@@ -121,11 +125,8 @@ class EngineBlocks:
         """How many blocks of the index its device holds."""
         return len(self._copies[Tier.DEVICE])
 
-    def held(self) -> Iterable[Stored]:
-        """What is shown of what it holds, as if stored just now."""
-        return self._shown.of(self._all_held())
-
-    def _all_held(self) -> Iterator[Stored]:
+    def held(self) -> Iterator[Stored]:
+        """What it holds, as if stored just now."""
         for block in self._known.values():
             for tier in Tier:
                 if block.lies_in(tier) and not block.hidden:
@@ -134,7 +135,7 @@ class EngineBlocks:
     def snapshot(self) -> HeldBlocks | None:
         """What is known, for `restore`; None while events wait, as they would be lost, and of an
         engine with windows, as what those hold would be."""
-        if self._pending.num_waiting or self._shown.is_partial:
+        if self._pending.num_waiting or self._windows.are_any:
             return None
         rows = [(name, b, b.references) for name, b in self._known.items() if b.references]
         return HeldBlocks(self._group, rows)
@@ -157,7 +158,7 @@ class EngineBlocks:
         changes: list[CacheEvent] = []
         for block in self._adapters.look(folders, self._known.values()):
             changes += self._turn(block)
-        return self._shown.take(changes)
+        return changes
 
     def _turn(self, block: AdapterBlock) -> Iterator[CacheEvent]:
         """Hide a block, or show it again."""
@@ -171,18 +172,6 @@ class EngineBlocks:
             for tier in tiers:
                 self._count_copy(block, tier)
                 yield Stored(block.blocks, block.parent, tier)
-
-    @property
-    def is_upper_bound(self) -> bool:
-        """Whether the engine may reuse less than the overlap with what is shown.
-
-        So it is if not all groups of its layers are the one that counts. Of those with a sliding
-        window or a recurrent state it is known where the engine can resume, and only what leads
-        there is shown; but a prompt that branches off on the way is reused up to an earlier such
-        end. What other groups need, as with chunked attention, events do not say. And where blocks
-        look ahead, for EAGLE or MTP, a prompt that branches off at the end of a block does without
-        that block."""
-        return self._is_upper_bound
 
     @property
     def num_left_out(self) -> int:
@@ -217,74 +206,101 @@ class EngineBlocks:
             meant, stored = self._take_one(following)
             changes += meant
             levels.append(self._pending.released(stored))
-        return joined(changes) if self._shown.is_partial else changes
+        return changes
 
     def _take_one(self, event: EngineEvent) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
         """What `event` alone means, and the blocks that other events may be waiting for."""
-        match event:
-            case AllBlocksCleared():
-                self._clear()
-                return [Cleared()], ()
-            case BlockStored() | BlockRemoved() if self._shown.depends_on(event):
-                return self._take_window(event), ()
-            case BlockStored() | BlockRemoved() if not self._counts(event):
-                return [], ()
+        if isinstance(event, AllBlocksCleared):
+            return [Cleared(), *self._clear()], ()
         tier = tier_of(event)
         if tier is None:
             self.num_unknown_media += not is_medium_known(event)
             return [], ()
         if isinstance(event, BlockRemoved):
-            return self._shown.take(self._remove(event, tier)), ()
+            return self._take_removed(event, tier), ()
+        if not self._counts(event):
+            return self._take_window(event, tier), ()
         if not event.token_ids:
-            return self._shown.take(self._store_announced(event, tier)), ()
+            return [
+                *self._store_announced(event, tier),
+                *self._store_in_window(event, tier),
+            ], ()
         if tier is Tier.DEVICE and event.kv_cache_spec_kind and event.block_size < self._largest:
             # vLLM also announces the part of a block at the end of a prompt, after another part
-            # that it does not announce. With a window it cannot resume there.
+            # that it does not announce.
             return [], ()
-        self._is_upper_bound |= event.looks_ahead
         changes, stored = self._store(event, tier)
         if tier is Tier.DEVICE:
             self._largest = max(self._largest, event.block_size)
-        return self._shown.take(changes) + self._shown.locate(stored), stored
+        if stored:
+            changes += self._look_ahead(event)
+            changes += self._store_in_window(event, tier)
+            changes += self._windows.locate(stored)
+        return changes, stored
 
-    def _take_window(self, event: BlockStored | BlockRemoved) -> list[CacheEvent]:
-        """What an event of a group with a window or a state means."""
-        tier = tier_of(event)
-        if tier is None:
+    def _take_removed(self, event: BlockRemoved, tier: Tier) -> list[CacheEvent]:
+        changes: list[CacheEvent] = []
+        is_of_window = self._windows.concern(event.group_idx)
+        if is_of_window:
+            changes += self._windows.remove(event, tier)
+        if self._counts(event) and (event.group_idx == self._group or not is_of_window):
+            changes += self._remove(event, tier)
+        return changes
+
+    def _take_window(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
+        """What an event of a group that does not stand for all means."""
+        changes: list[CacheEvent] = []
+        # Blocks of offloads may be larger than the group's.
+        if (
+            event.kv_cache_spec_kind is not None
+            and tier is Tier.DEVICE
+            and event.block_size > 0
+            and not self._windows.concern(event.group_idx)
+        ):
+            changes += self._windows.learn(event)
+        return changes + self._store_in_window(event, tier)
+
+    def _store_in_window(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
+        if not self._windows.concern(event.group_idx):
             return []
-        self._is_upper_bound = True
-        return self._shown.take_window(event, tier, self._all_held)
+        return [*self._windows.store(event, tier)]
 
-    def _end_of(self, name: BlockHash) -> SequenceHash | None:
+    def _look_ahead(self, event: BlockStored) -> list[CacheEvent]:
+        """Say how far it looks ahead, if it does, or was thought to.
+
+        Two blocks of such an engine may be one of the index, and only one of them lead to what
+        follows: it is the engine's chain that has to be whole."""
+        group = event.group_idx
+        if not (event.looks_ahead or self._lookahead_blocks) or self._windows.concern(group):
+            return []
+        tokens = max(map(len, event.lookahead_token_ids or ((0,),))) if event.looks_ahead else 0
+        return [*self._windows.learn(event, -(-tokens // self._block_size))]
+
+    def _chain_of(self, name: BlockHash) -> Chain | None:
         block = self._known.get(name)
-        return None if block is None else block.end
+        return None if block is None else (block.blocks, block.parent)
 
-    def _clear(self) -> None:
+    def _clear(self) -> list[Ends]:
         self._known.clear()
         self._adapters.clear()
         self._unreferenced.clear()
-        self._shown.clear()
         for copies in self._copies.values():
             copies.clear()
         self._pending.clear()
+        return self._windows.clear()
 
     def _counts(self, event: BlockStored | BlockRemoved) -> bool:
         """Is the event's group the one that stands for all?
 
-        It is the first one with attention over the whole prefix. vLLM reuses a block only if all
-        such groups hold it, and as a rule evicts it from all at about the same time. Groups use the
-        same hashes, even where their blocks differ in size. Offloads without tokens do not name the
-        kind.
+        It is the first one with attention over the whole prefix. Groups use the same hashes, even
+        where their blocks differ in size. Offloads without tokens do not name the kind.
         """
         group = event.group_idx
         kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
         if kind is not None and kind.lower() not in PREFIX_KINDS:
-            self._is_upper_bound = True
             return False
         if kind is not None and self._group is None:
             self._group = group
-        elif kind is not None and group != self._group:
-            self._is_upper_bound = True
         return group is None or self._group is None or group == self._group
 
     def _store(

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from app.core.errors import ConfigError, EngineUnavailable, cut, shown
+from app.core.errors import EngineUnavailable, EngineUnfit, cut, shown
+from workers.bridge.health import PROBE_S, Probe
 
 DEADLINE_S = 5.0
 MAX_BYTES = 32 * 2**20
@@ -38,10 +39,26 @@ class EngineHttp:
     async def get(self, path: str) -> bytes | None:
         """The body of the answer; None if the engine has no such path.
 
-        Raises EngineUnavailable if it does not answer in time or answers 5xx, and ConfigError if it
-        refuses.
+        Raises EngineUnavailable if it does not answer in time or answers 5xx, and EngineUnfit if it
+        refuses, or its URL is none.
         """
         return await self._ask("GET", path)
+
+    async def probe(self, path: str) -> Probe:
+        """What comes of asking whether it is well, which is given its own time."""
+        try:
+            async with self._session.get(
+                f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=PROBE_S)
+            ) as answer:
+                status = answer.status
+        except aiohttp.ClientConnectorError as error:
+            is_refused = isinstance(error.os_error, ConnectionRefusedError)
+            return Probe.REFUSED if is_refused else Probe.LATE
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return Probe.LATE
+        if status == 200 or status in _NOT_FOUND:
+            return Probe.ANSWERED
+        return Probe.UNWELL if status >= 500 else Probe.DENIED
 
     async def _ask(self, method: str, path: str, body_json: object = None) -> bytes | None:
         at = f"{self.url}{path}"
@@ -55,14 +72,14 @@ class EngineHttp:
                     if len(body) > MAX_BYTES:
                         raise EngineUnavailable(f"{at} answers with over {MAX_BYTES:,} bytes")
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, ValueError):
-            raise ConfigError(f"--engine-url {shown(self.url)} is no http:// address") from None
+            raise EngineUnfit(f"--engine-url {shown(self.url)} is no http:// address") from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             why = str(error) or type(error).__name__
             raise EngineUnavailable(f"{at} does not answer: {cut(why)}") from None
         if answer.status in _NOT_FOUND:
             return None
         if answer.status in (401, 403):
-            raise ConfigError(f"{at} answers {answer.status}: give the agent --engine-api-key")
+            raise EngineUnfit(f"{at} answers {answer.status}: give the agent --engine-api-key")
         if answer.status != 200:
             raise EngineUnavailable(f"{at} answers {answer.status}")
         return bytes(body)
@@ -88,7 +105,7 @@ def _object(body: bytes | None) -> dict[str, Any] | None:
 def whole(value: object, name: str) -> int | None:
     """A positive number that an engine says, also as text; None if it says none.
 
-    Raises ConfigError for anything else.
+    Raises EngineUnfit for anything else.
     """
     if value in (None, "", "None"):
         return None
@@ -97,5 +114,5 @@ def whole(value: object, name: str) -> int | None:
     except (TypeError, ValueError):
         number = 0
     if number < 1:
-        raise ConfigError(f"the engine says that its {name} is {shown(value)}")
+        raise EngineUnfit(f"the engine says that its {name} is {shown(value)}")
     return int(number)

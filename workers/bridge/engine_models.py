@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.core.errors import ConfigError
+from app.core.errors import EngineUnfit
 from app.core.tokenizer_hash import PROBE, hash_of_probe
 from workers.bridge.engine_http import EngineHttp, whole
 from workers.bridge.facts import Overrides
@@ -25,7 +25,7 @@ class EngineModels:
 async def models_of(engine: EngineHttp, overrides: Overrides) -> EngineModels:
     """What /v1/models lists; adapters come and go while the engine runs.
 
-    Raises EngineUnavailable, and ConfigError if there is no model and `overrides` names none.
+    Raises EngineUnavailable, and EngineUnfit if there is no model and `overrides` names none.
     """
     answer = await engine.get_object("/v1/models") or {}
     listed = answer.get("data")
@@ -33,7 +33,7 @@ async def models_of(engine: EngineHttp, overrides: Overrides) -> EngineModels:
     own = [card for card in cards if not card.get("parent")]
     names = overrides.model or tuple(str(card["id"]) for card in own if card.get("id"))
     if not names:
-        raise ConfigError("the engine lists no model at /v1/models: give the agent --model NAME")
+        raise EngineUnfit("the engine lists no model at /v1/models: give the agent --model NAME")
     adapters = [card for card in cards if card.get("parent") and card.get("id")]
     lengths = [
         length for card in own if (length := whole(card.get("max_model_len"), "max_model_len"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from app.core.errors import ConfigError
+from app.core.errors import EngineUnfit
 from workers.bridge.facts import EventSource, Overrides
 
 _TCP = re.compile(r"tcp://(\*|\[[^\]]*\]|::|[^:/]+):(\d{1,5})")
@@ -16,14 +16,14 @@ MAX_PORT = 65_535
 def reachable(endpoint: str, host: str, rank: int = 0) -> str:
     """The address to connect to for a socket that the engine on `host` has bound to `endpoint`.
 
-    rank: added to the port. Raises ConfigError for a bad address.
+    rank: added to the port. Raises EngineUnfit for a bad address.
     """
     if endpoint.startswith("ipc://") and not rank:
         return endpoint
     match = _TCP.fullmatch(endpoint)
     port = int(match[2]) + rank if match else 0
     if match is None or not 0 < port <= MAX_PORT:
-        raise ConfigError(f"the events endpoint {endpoint!r} is not tcp://HOST:PORT")
+        raise EngineUnfit(f"the events endpoint {endpoint!r} is not tcp://HOST:PORT")
     return f"tcp://{host if match[1] in _WILDCARDS else match[1]}:{port}"
 
 

@@ -30,9 +30,12 @@ class EngineFacts:
     folders: of each adapter, its name and what it was loaded from, if the engine says.
     block_size: tokens of one block in its events. capacity_tokens: of KV on each rank's device.
     reuse_tokens: hits land on multiples of so many tokens. recomputed_tokens: so many at the end of
-    what it could reuse are computed again. announces_copies: see EngineBlocks. tokenizer: the
-    folder or Hugging Face name that the model was loaded from; "": it does not say.
-    started_s: when its process started, seconds since 1970; None: it does not say.
+    what it could reuse are computed again. lookahead_tokens: a block is reused only of prompts that
+    go on with so many tokens as the first one did, as far as is known before events tell.
+    announces_copies: see EngineBlocks. tokenizer: the folder or Hugging Face name that the model
+    was loaded from; "": it does not say.
+    started_s: when its process started, seconds since 1970; None: it does not say. kv_dtype, and
+    what else it is set to that KV depends on: as it says; "": it does not.
     """
 
     kind: EngineKind
@@ -49,6 +52,9 @@ class EngineFacts:
     started_s: float | None
     tokenizer: str = ""
     folders: tuple[tuple[str, str], ...] = ()
+    lookahead_tokens: int = 0
+    kv_dtype: str = ""
+    kv_settings: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,11 @@ class EngineLoad:
     inter_token_s: float | None = None
     steps: float | None = None
     """Steps in which `inter_tokens` were generated."""
+    leases_ended: float | None = None
+    """On KV that others had not fetched all of."""
+    fetched_late: float | None = None
+    """Fetches that it heard of after that."""
+    failed_transfers: float | None = None
     transfers: float | None = None
     """Of KV from other engines."""
     transfer_s: float | None = None

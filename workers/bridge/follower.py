@@ -4,45 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+from urllib.parse import urlsplit
 
 import aiohttp
 import zmq.asyncio
 
 from app.core.agent_settings import EngineAgentSettings
-from app.core.errors import ConfigError, EngineUnavailable, RedisUnavailable
+from app.core.errors import ConfigError, EngineUnavailable, EngineUnfit, RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.loads import Load
 from app.core.types import WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Role, Speed, WorkerInfo
+from app.core.worker_report import UNKNOWN, ForwardPassMetrics, Role, Speed, WorkerInfo
+from app.http.supervisor import supervised
 from app.simulation.profiles import PROFILES, Profile
 from app.state import leases
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import AgentSettings
+from workers.bridge import kv_fingerprint
 from workers.bridge.discovery import discover
 from workers.bridge.engine_http import EngineHttp
 from workers.bridge.engine_models import models_of, tokenizer_hash
-from workers.bridge.facts import EngineFacts, EngineLoad, EngineReading, EventSource, Overrides
+from workers.bridge.facts import EngineFacts, EngineLoad, EventSource, Overrides
+from workers.bridge.health import EngineHealth, Life, Probe
+from workers.bridge.kv_hosts import kv_hosts
 from workers.bridge.load import LoadReader
 from workers.bridge.rank import Rank
 from workers.bridge.speed import EngineSpeed
+from workers.bridge.taint import cleanse, life_of
 from workers.retry import until_it_works
+from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.75
-MAX_FAILURES = 2
-"""An engine that has not answered so many times in a row is not routed to: after 3 s at most."""
+READ_S = 5.0
+"""A reading of its load that takes longer is missed."""
 LOOK_AGAIN_S = 10.0
 """How often it is asked for its models, and for its adapters while it has none."""
+UNFIT_S = 30.0
+"""The longest pause until an engine that cannot be followed is looked at again."""
 CAPACITY_WORKERS = 16
 
 IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0)
 
-State = Literal["unavailable", "asleep", "serving", "draining"]
+State = Literal["unavailable", "unfit", "refused", "asleep", "serving", "ill", "draining"]
+"""unavailable: it does not answer. unfit: it cannot be followed as it is. refused: Redis does not
+take it. ill: it is there, and does not work."""
+STATES: tuple[State, ...] = get_args(State)
 
 
 class EngineFollower:
@@ -61,42 +75,82 @@ class EngineFollower:
         memory: Path,
     ) -> None:
         self.facts: EngineFacts | None = None
-        self.state: State = "unavailable"
         self.ranks: list[Rank] = []
         self.loads: dict[int, EngineLoad] = {}
+        self.read_s = 0.0
+        """When they were asked for, by the loop's clock."""
+        self._reserved: dict[int, list[Load | None]] = {}
+        """What routers had reserved on each rank before that, and after."""
         self.speeds: dict[int, EngineSpeed] = {}
         """Outlive the engine, which as a rule comes back as it was."""
+        self._state: State = "unavailable"
+        self._unfit = ""
+        """Why it cannot be followed, or not by what it says now; "": it can."""
+        self._healths: dict[int, EngineHealth] = {}
         self._settings = settings
         self._keyspace = keyspace
         self._runner = runner
         self._session = session
-        self._engine = EngineHttp(session, settings.engine_url, POLL_S)
+        self._engine = EngineHttp(session, settings.engine_url, READ_S)
         self._overrides = overrides
         self._memory = memory
         self._profile = _profile_of(settings.profile)
+        self._is_kept = False
+        """Whether the engine is to stay in service once `run` is cancelled."""
+
+    @property
+    def state(self) -> State:
+        if self._state != "serving":
+            return self._state
+        if any(rank.agent.refused for rank in self.ranks):
+            return "refused"
+        return "ill" if any(rank.agent.ill for rank in self.ranks) else "serving"
+
+    @property
+    def why(self) -> str:
+        """What is wrong; "": nothing that is known."""
+        said = [
+            told for rank in self.ranks for told in (rank.agent.refused, rank.agent.ill) if told
+        ]
+        return said[0] if said else self._unfit
+
+    def lateness(self) -> dict[int, float]:
+        """For how long each rank keeps others waiting now, in seconds."""
+        now = asyncio.get_running_loop().time()
+        return {number: health.verdict(now).late_s for number, health in self._healths.items()}
 
     async def run(self) -> None:
-        """Raises ConfigError if the engine cannot be followed, and what Agent.run raises."""
+        """Run until cancelled."""
         with zmq.asyncio.Context() as context:
             while True:
-                facts = await self._discovered()
+                facts, block_size = await until_it_works(
+                    self._fit, EngineUnfit, "the engine is not followed", 0.5, UNFIT_S
+                )
                 reader = LoadReader(self._engine, facts.kind)
                 await self._awake(facts, reader)
-                self.ranks = await self._new_ranks(context, facts)
-                self.state = "serving"
+                self.ranks = await self._new_ranks(context, facts, block_size)
+                self._state = "serving"
                 try:
-                    await self._serve(facts, reader)
+                    await self._serve(context, facts, reader)
                 finally:
-                    self.state = "unavailable"
-                    await asyncio.gather(*(rank.leave() for rank in self.ranks))
+                    self._state = "unavailable"
+                    keeps = self._is_kept
+                    await asyncio.gather(*(rank.leave(keeps_engine=keeps) for rank in self.ranks))
                     self.ranks = []
+
+    async def stop(self) -> None:
+        """While `run` runs, before it is cancelled: take the engine out of service, once it has no
+        request left. With --keep-engine it stays, and routers look after it."""
+        self._is_kept = self._settings.keep_engine and self._state == "serving"
+        if not self._is_kept:
+            await self.drain(self._settings.drain_s)
 
     async def drain(self, timeout_s: float) -> None:
         """While `run` runs: from now on nothing is routed to the engine; waits until it has no
         request left, whoever sent it, for at most timeout_s."""
-        if self.state != "serving":
+        if self._state != "serving":
             return
-        self.state = "draining"
+        self._state = "draining"
 
         def is_idle(rank: int) -> bool:
             load = self.loads.get(rank, IDLE)
@@ -107,56 +161,104 @@ class EngineFollower:
                 number = rank.info.key.dp_rank
                 tasks.create_task(rank.agent.drain(timeout_s, partial(is_idle, number)))
 
-    async def _discovered(self) -> EngineFacts:
-        self.facts = await until_it_works(
-            partial(discover, self._session, self._engine.url, self._overrides),
-            EngineUnavailable,
-            "waiting for the engine",
-            wait_s=0.25,
-        )
+    async def _fit(self) -> tuple[EngineFacts, int]:
+        """What the engine is, and tokens per block of the index. Raises EngineUnfit."""
+        try:
+            self.facts = await until_it_works(
+                partial(discover, self._session, self._engine.url, self._overrides),
+                EngineUnavailable,
+                "waiting for the engine",
+                wait_s=0.25,
+            )
+            block_size = await self._block_size(self.facts)
+        except EngineUnfit as error:
+            self._state, self._unfit = "unfit", str(error)
+            raise
+        self._state, self._unfit = "unavailable", ""
         log.info("%s %s: %s", self.facts.kind, self.facts.version, self.facts)
-        return self.facts
+        return self.facts, block_size
 
     async def _awake(self, facts: EngineFacts, reader: LoadReader) -> None:
         """Wait while it sleeps: it has dropped all blocks, and would serve nobody."""
         while True:
-            with suppress(EngineUnavailable):
-                self.loads = (await self._read(facts, reader)).loads
-                if not any(load.asleep for load in self.loads.values()):
+            with suppress(EngineUnavailable, EngineUnfit):
+                outcome = await self._engine.probe(_health_path(facts))
+                self.read_s = asyncio.get_running_loop().time()
+                self.loads = (await reader.read()).loads
+                is_asleep = any(load.asleep for load in self.loads.values())
+                if outcome in (Probe.ANSWERED, Probe.DENIED) and not is_asleep:
                     return
-                self.state = "asleep"
+                self._state = "asleep" if is_asleep else "unavailable"
             await asyncio.sleep(POLL_S)
 
-    async def _serve(self, facts: EngineFacts, reader: LoadReader) -> None:
-        """Until the engine is gone, asleep or has other models."""
+    async def _serve(
+        self, context: zmq.asyncio.Context, facts: EngineFacts, reader: LoadReader
+    ) -> None:
+        """Until the engine is gone, asleep or another."""
+        now = asyncio.get_running_loop().time()
+        self._healths = {
+            rank.info.key.dp_rank: EngineHealth(
+                now,
+                stall_s=self._settings.stall_s,
+                waits_for_others=bool(self._settings.kv_transfer),
+            )
+            for rank in self.ranks
+        }
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(rank.run()) for rank in self.ranks]
-            looking = tasks.create_task(self._look_for_changes(facts))
-            adapting = tasks.create_task(self._follow_adapters())
-            watching = tasks.create_task(self._watch(facts, reader))
-            await asyncio.wait([looking, watching], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*running, looking, adapting, watching):
+            adapting = _begun(tasks, "adapters", self._follow_adapters)
+            cleansing = _begun(tasks, "taints", partial(cleanse, self._engine, self.ranks))
+            ending = [
+                _begun(tasks, "facts", partial(self._look_for_changes, context, facts)),
+                _begun(tasks, "health", partial(self._probe, _health_path(facts))),
+                _begun(tasks, "load", partial(self._watch, facts, reader)),
+            ]
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*running, adapting, cleansing, *ending):
                 task.cancel()
 
+    async def _probe(self, path: str) -> None:
+        """Ask whether it is well, until it is gone."""
+        clock = asyncio.get_running_loop().time
+        while not self._judge():
+            await asyncio.sleep(POLL_S)
+            for health in self._healths.values():
+                health.asked(clock())
+            outcome = await self._engine.probe(path)
+            for health in self._healths.values():
+                health.probed(outcome, clock())
+
+    def _judge(self) -> bool:
+        """By all that is known of it by now. Returns whether it is gone."""
+        now, lives = asyncio.get_running_loop().time(), list[Life]()
+        for rank in self.ranks:
+            health = self._healths[rank.info.key.dp_rank]
+            health.heard(rank.stream.counters.heard, now)
+            verdict = health.verdict(now)
+            lives.append(verdict.life)
+            rank.agent.ill, before = verdict.why, rank.agent.ill
+            if verdict.why != before:
+                told = f"the engine {verdict.why}" if verdict.why else "the engine is well again"
+                log.log(
+                    logging.WARNING if verdict.why else logging.INFO, "%s: %s", rank.info.key, told
+                )
+        return all(life is Life.GONE for life in lives)
+
     async def _watch(self, facts: EngineFacts, reader: LoadReader) -> None:
-        """Read its load, until it does not answer or sleeps."""
-        loop = asyncio.get_running_loop()
-        failures = 0
-        while failures < MAX_FAILURES:
+        """Read its load, until it is another or sleeps. What cannot be read is only not known."""
+        while True:
             await asyncio.sleep(POLL_S)
             try:
-                reading = await self._read(facts, reader)
-            except EngineUnavailable as error:
-                failures += 1
-                log.warning("the engine fails: %s", error)
+                # Not together: a `gather` that is cancelled may raise what one of them raises.
+                before = await self._reserved_now()
+                asked_s = asyncio.get_running_loop().time()
+                reading = await reader.read()
+            except (EngineUnavailable, EngineUnfit) as error:
+                log.debug("load not read: %s", error)
                 continue
-            failures = 0
-            self.loads = reading.loads
-            for number, load in self.loads.items():
-                if number in self.speeds:
-                    self.speeds[number].observe(load, loop.time())
-            for rank in self.ranks:
-                rank.compare(self.loads.get(rank.info.key.dp_rank, IDLE), loop.time())
+            after = await self._reserved_now()
+            self._reserved = {rank: [load, after.get(rank)] for rank, load in before.items()}
+            self._note(reading.loads, asked_s)
             if reading.started_s is not None and reading.started_s != facts.started_s:
                 log.warning("the engine was started again")
                 return
@@ -166,18 +268,63 @@ class EngineFollower:
                     rank.clear()
                 return
 
-    async def _read(self, facts: EngineFacts, reader: LoadReader) -> EngineReading:
-        # SGLang's /health generates a token.
-        await self._engine.get("/health" if facts.kind == "vllm" else "/ready")
-        return await reader.read()
+    async def _reserved_now(self) -> dict[int, Load | None]:
+        """On each rank."""
+        loads = await asyncio.gather(*(rank.agent.reserved() for rank in self.ranks))
+        ranks = (rank.info.key.dp_rank for rank in self.ranks)
+        return dict(zip(ranks, loads, strict=True))
 
-    async def _look_for_changes(self, facts: EngineFacts) -> None:
-        """Until it has come to have other models, or is another."""
+    def _note(self, loads: dict[int, EngineLoad], asked_s: float) -> None:
+        """Learn from a reading. asked_s: when it was asked for."""
+        now = asyncio.get_running_loop().time()
+        self.loads, self.read_s = loads, asked_s
+        for number, load in loads.items():
+            if number in self.speeds:
+                self.speeds[number].observe(load, now)
+        for rank in self.ranks:
+            number = rank.info.key.dp_rank
+            load = loads.get(number, IDLE)
+            rank.compare(load, now)
+            self._healths[number].read(load, now, self._longest_prompt_s(rank.info))
+        self._judge()
+
+    def _longest_prompt_s(self, info: WorkerInfo) -> float:
+        speed, tokens = self.speeds[info.key.dp_rank].speed(), info.most_tokens
+        per_pair_s = speed.prefill_s_per_token2 * tokens / 2
+        return tokens * (speed.prefill_s_per_token + per_pair_s)
+
+    async def _tells_more(self, context: zmq.asyncio.Context, facts: EngineFacts) -> bool:
+        """Whether something that it did not tell of its KV is known now."""
+        for rank in self.ranks:
+            told = rank.info.kv_fingerprint
+            if any(one.endswith(f"={UNKNOWN}") for one in told):
+                number = rank.info.key.dp_rank
+                if await self._kv_fingerprint(context, facts, number) != told:
+                    return True
+        return False
+
+    async def _look_for_changes(self, context: zmq.asyncio.Context, facts: EngineFacts) -> None:
+        """Until it has come to be another, or to have other models, for longer than a moment."""
+        changed: EngineFacts | None = None
         while True:
-            await asyncio.sleep(LOOK_AGAIN_S)
-            with suppress(EngineUnavailable):
+            await asyncio.sleep(LOOK_AGAIN_S if changed is None else POLL_S)
+            if await self._tells_more(context, facts):
+                log.info("the engine tells more of its KV: it registers anew")
+                return
+            before, changed = changed, None
+            try:
                 found = await discover(self._session, self._engine.url, self._overrides)
-                if replace(found, adapters=facts.adapters, folders=facts.folders) != facts:
+            except EngineUnavailable:
+                continue
+            except EngineUnfit as error:
+                if self._unfit != str(error):
+                    log.warning("the engine is followed by what it said before: %s", error)
+                self._unfit = str(error)
+                continue
+            self._unfit = ""
+            if replace(found, adapters=facts.adapters, folders=facts.folders) != facts:
+                changed = found
+                if changed == before:
                     log.info("the engine has changed: it registers anew")
                     return
 
@@ -186,27 +333,30 @@ class EngineFollower:
         while True:
             has_some = any(rank.agent.info.adapters for rank in self.ranks)
             await asyncio.sleep(POLL_S if has_some else LOOK_AGAIN_S)
-            with suppress(EngineUnavailable):
+            with suppress(EngineUnavailable, EngineUnfit):
                 found = await models_of(self._engine, self._overrides)
                 for rank in self.ranks:
                     rank.agent.info = replace(rank.agent.info, adapters=found.adapters)
                     rank.load_adapters(dict(found.folders))
 
-    async def _new_ranks(self, context: zmq.asyncio.Context, facts: EngineFacts) -> list[Rank]:
+    async def _new_ranks(
+        self, context: zmq.asyncio.Context, facts: EngineFacts, block_size: int
+    ) -> list[Rank]:
         settings = self._settings
-        block_size = await self._block_size(facts)
         agent_settings = AgentSettings(
             settings.lease_ttl_s,
             settings.index_blocks or CAPACITY_WORKERS * facts.capacity_tokens // block_size,
             settings.index_shards,
         )
         probed = ""
-        with suppress(EngineUnavailable, ConfigError):
+        with suppress(EngineUnavailable, EngineUnfit):
             probed = await tokenizer_hash(self._engine, facts.models[0])
+        hosts = await self._kv_hosts()
         ranks = []
         for source in facts.sources:
             self.speeds.setdefault(source.rank, EngineSpeed(facts.capacity_tokens, self._profile))
-            info = self._info(facts, source, block_size, probed)
+            fingerprint = await self._kv_fingerprint(context, facts, source.rank)
+            info = self._info(facts, source, block_size, probed, hosts, fingerprint)
             ranks.append(
                 Rank(
                     context,
@@ -224,9 +374,16 @@ class EngineFollower:
         return ranks
 
     def _info(
-        self, facts: EngineFacts, source: EventSource, block_size: int, probed: str
+        self,
+        facts: EngineFacts,
+        source: EventSource,
+        block_size: int,
+        probed: str,
+        hosts: tuple[str, ...],
+        fingerprint: tuple[str, ...],
     ) -> WorkerInfo:
-        """What one of the engine's ranks registers. probed: the hash of its tokenizer."""
+        """What one of the engine's ranks registers. probed: the hash of its tokenizer. hosts: where
+        its KV is fetched. fingerprint: of that."""
         settings = self._settings
         return WorkerInfo(
             key=WorkerKey(settings.resolved_id(), source.rank),
@@ -236,6 +393,7 @@ class EngineFollower:
             max_requests=settings.max_requests,
             reuse_blocks=max(1, facts.reuse_tokens // block_size),
             recomputed_blocks=-(-facts.recomputed_tokens // block_size),
+            lookahead_blocks=-(-facts.lookahead_tokens // block_size),
             accelerator="",
             engine=f"{facts.kind} {facts.version}",
             models=facts.models,
@@ -247,16 +405,38 @@ class EngineFollower:
             role=Role.parse(settings.role),
             kv_transfer=settings.kv_transfer,
             kv_lease_s=settings.kv_lease_s,
+            kv_hosts=hosts,
+            kv_fingerprint=fingerprint,
+            kv_compatible=settings.kv_compatible,
+            engine_life=life_of(facts),
             bootstrap_port=settings.bootstrap_port if settings.kv_transfer == "sglang" else 0,
         )
 
+    async def _kv_hosts(self) -> tuple[str, ...]:
+        settings = self._settings
+        if settings.kv_transfer != "nixl":
+            return ()
+        address = urlsplit(settings.address or self._engine.url).hostname
+        return await kv_hosts(address or "", settings.kv_host)
+
+    async def _kv_fingerprint(
+        self, context: zmq.asyncio.Context, facts: EngineFacts, rank: int
+    ) -> tuple[str, ...]:
+        settings = self._settings
+        if settings.kv_transfer == "nixl":
+            address = urlsplit(settings.address or self._engine.url).hostname
+            hosts = dict.fromkeys(filter(None, (settings.kv_host, address, self._engine.host)))
+            port = settings.side_channel_port + rank
+            return await kv_fingerprint.of_vllm(context, facts, hosts, port, settings.kv_lease_s)
+        return kv_fingerprint.of_sglang(facts) if settings.kv_transfer else ()
+
     async def _block_size(self, facts: EngineFacts) -> int:
-        """Of the index, in tokens. Raises ConfigError if it does not divide the engine's."""
+        """Of the index, in tokens. Raises EngineUnfit if it does not divide the engine's."""
         settings = self._settings
         block_size = settings.block_size or await self._namespace_block_size()
         block_size = block_size or facts.block_size
         if facts.block_size % block_size:
-            raise ConfigError(
+            raise EngineUnfit(
                 f"the engine's blocks of {facts.block_size} tokens are not whole blocks of the "
                 f"{block_size} that namespace {settings.namespace!r} has: start it with a multiple "
                 "of them, or give it a namespace of its own (--namespace)"
@@ -285,8 +465,31 @@ class EngineFollower:
             gpu_prefix_cache_hit_rate=load.hit_rate or 0.0,
             kv_idle_before_evict_s=load.idle_before_evict_s or 0.0,
             events_silent_s=None if silent_since is None else now - silent_since,
+            late_s=self._healths[rank].verdict(now).late_s,
+            read_s_ago=now - self.read_s,
+            mean_prefill_tokens=self.speeds[rank].mean_prefill_tokens,
+            kv_leases_ended=_count(load.leases_ended),
+            kv_fetched_late=_count(load.fetched_late),
+            kv_transfers=_count(load.transfers),
+            kv_transfers_failed=_count(load.failed_transfers),
+            engine_steps=None if load.leases_ended is None else _count(load.steps),
         )
-        return metrics, self.speeds[rank].speed()
+        return metrics.beside(*self._reserved.get(rank, [None])), self.speeds[rank].speed()
+
+
+def _begun(
+    tasks: asyncio.TaskGroup, name: str, run: Callable[[], Awaitable[None]]
+) -> asyncio.Task[None]:
+    return tasks.create_task(supervised(name, run, FAILURES))
+
+
+def _health_path(facts: EngineFacts) -> str:
+    # SGLang's /health generates a token.
+    return "/health" if facts.kind == "vllm" else "/ready"
+
+
+def _count(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _profile_of(name: str) -> Profile | None:

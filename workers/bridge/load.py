@@ -54,6 +54,9 @@ _VLLM: dict[str, tuple[str, ...]] = {
         "vllm:time_per_output_token_seconds_sum",
     ),
     "steps": ("vllm:iteration_tokens_total_count",),
+    "leases_ended": ("vllm:nixl_num_kv_expired_reqs_total",),
+    "fetched_late": ("vllm:nixl_num_notifications_after_expiry_total",),
+    "failed_transfers": ("vllm:nixl_num_failed_transfers_total",),
     "transfers": ("vllm:nixl_xfer_time_seconds_count",),
     "transfer_s": ("vllm:nixl_xfer_time_seconds_sum",),
     "transferred_tokens": (TRANSFERRED,),
@@ -92,7 +95,7 @@ class LoadReader:
         self._hits: defaultdict[int, HitRate] = defaultdict(HitRate)
 
     async def read(self) -> EngineReading:
-        """Raises EngineUnavailable if the engine does not answer, and ConfigError if it refuses."""
+        """Raises EngineUnavailable if the engine does not answer, and EngineUnfit if it refuses."""
         if self._has_loads:
             loads = await self._engine.get_object(LOADS)
             if loads is not None:

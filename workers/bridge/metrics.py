@@ -9,13 +9,15 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from app.http.metrics import Family, Sampled, Scraped
-from workers.bridge.follower import EngineFollower
+from workers.bridge.follower import STATES, EngineFollower
 from workers.bridge.rank import Rank
+from workers.tasks import FAILURES
 
 STATE = Family(
     "kvroute_agent_engine_state",
     "gauge",
-    "1 for what the engine is: serving, asleep or unavailable. Only a serving one is routed to.",
+    "1 for what the engine is: serving; draining; asleep; ill: it is there, and does not work; "
+    "refused by Redis; unfit: it cannot be followed as it is; unavailable.",
     ("state",),
 )
 ENGINE = Family("kvroute_agent_engine", "info", "The engine, as detected.")
@@ -27,13 +29,6 @@ UNKNOWN = Family(
     "gauge",
     "At most this share of a rank's cache holds blocks that the agent does not know of, as it came "
     "after them; 0-1.",
-    ("rank",),
-)
-UPPER_BOUND = Family(
-    "kvroute_agent_overlap_is_upper_bound",
-    "gauge",
-    "1 if the engine may reuse less than is shown, because events do not say what some of its "
-    "layers need, or because it reuses some blocks only before the same next token (EAGLE, MTP).",
     ("rank",),
 )
 LEFT_OUT = Family(
@@ -69,6 +64,12 @@ SILENT = Family(
     "kvroute_agent_events_silent",
     "gauge",
     "1 if the engine computes and nothing is heard from where the agent listens.",
+    ("rank",),
+)
+LATE = Family(
+    "kvroute_agent_engine_late_seconds",
+    "gauge",
+    "For so long a rank keeps others waiting, for a sign of life or a token, beyond what is usual.",
     ("rank",),
 )
 BATCHES = Family(
@@ -107,13 +108,13 @@ FAMILIES = (
         ENGINE,
         HELD,
         UNKNOWN,
-        UPPER_BOUND,
         LEFT_OUT,
         MEDIA,
         LOSSES,
         LAG,
         ANSWERS,
         SILENT,
+        LATE,
         BATCHES,
     ),
     *(SPEED, SPEED_SOURCE, SPEED_ERROR, SPEED_LENGTH),
@@ -121,7 +122,7 @@ FAMILIES = (
 
 
 def _samples(follower: EngineFollower) -> Iterator[Sampled]:
-    for state in ("serving", "asleep", "unavailable"):
+    for state in STATES:
         yield STATE, (state,), follower.state == state
     facts = follower.facts
     if facts is not None:
@@ -130,6 +131,8 @@ def _samples(follower: EngineFollower) -> Iterator[Sampled]:
         yield ENGINE, (), about | {name: str(size) for name, size in sizes.items()}
     for rank in follower.ranks:
         yield from _of_rank(rank, str(rank.info.key.dp_rank))
+    for number, late_s in follower.lateness().items():
+        yield LATE, (str(number),), late_s
     for number, speed in follower.speeds.items():
         yield SPEED_LENGTH, (str(number),), speed.longest_prefill
         for constant in speed.constants():
@@ -143,7 +146,6 @@ def _samples(follower: EngineFollower) -> Iterator[Sampled]:
 def _of_rank(rank: Rank, name: str) -> Iterator[Sampled]:
     yield HELD, (name,), rank.blocks.num_held
     yield UNKNOWN, (name,), rank.unknown_share
-    yield UPPER_BOUND, (name,), rank.blocks.is_upper_bound
     yield LEFT_OUT, (name,), rank.blocks.num_left_out
     yield MEDIA, (name,), rank.blocks.num_unknown_media
     for reason, number in asdict(rank.losses).items():
@@ -158,5 +160,6 @@ def _of_rank(rank: Rank, name: str) -> Iterator[Sampled]:
 
 def registry_of(follower: EngineFollower) -> CollectorRegistry:
     registry = CollectorRegistry()
+    registry.register(FAILURES)
     registry.register(Scraped(FAMILIES, partial(_samples, follower)))
     return registry

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq.asyncio
@@ -81,6 +81,8 @@ class Rank:
         ]
         self._folders = dict(facts.folders)
         self._known = self._load()
+        self._last = self._known and self._known.position
+        """The last batch of its events that is known."""
         self.stream = EventStream(context, source, self._known and self._known.position)
         self.blocks = self._new_blocks(joined_late=False)
         self.agent = Agent(runner, keyspace, info, settings, measure)
@@ -121,9 +123,11 @@ class Rank:
         elif was_silent and not is_silent:
             log.info("%s: events are heard again", self.info.key)
 
-    async def leave(self) -> None:
-        """Once `run` is cancelled: nobody is routed here any more, and what is known is kept."""
-        await self.agent.stop()
+    async def leave(self, *, keeps_engine: bool) -> None:
+        """Once `run` is cancelled: nobody is routed here any more, unless the engine is to be kept
+        in service, and what is known is kept."""
+        if not keeps_engine:
+            await self.agent.stop()
         await self._save()
 
     async def _follow(self) -> None:
@@ -142,10 +146,20 @@ class Rank:
                     self.agent.notify(self.blocks.held())
                     log.info("%s: %d blocks known from before", self.info.key, self.blocks.num_held)
                 case Batch():
+                    self._note_life()
                     self._take(item)
                     if self.stream.counters.batches % BATCHES_AT_ONCE == 0:
                         # A long replay must not keep the lease from being renewed.
                         await asyncio.sleep(0)
+
+    def _note_life(self) -> None:
+        """Of an engine that does not tell when it started: whether its events have begun anew."""
+        last, self._last = self._last, self.stream.position
+        if self._facts.started_s is not None or last is None or self._last is None:
+            return
+        if self._last.seq <= last.seq and self._last.ts > last.ts:
+            life = f"events-{self._last.ts:.3f}"
+            self.agent.info = replace(self.agent.info, engine_life=life)
 
     def _take(self, batch: Batch) -> None:
         changes: list[CacheEvent] = []
@@ -193,6 +207,8 @@ class Rank:
             self.info.block_size,
             joined_late=joined_late,
             announces_copies=self._facts.announces_copies,
+            recomputed_blocks=self.info.recomputed_blocks,
+            lookahead_blocks=self.info.lookahead_blocks,
         )
         blocks.load_adapters(self._folders)
         return blocks

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from app.core.errors import ConfigError
+from app.core.errors import EngineUnfit
 from workers.bridge.engine_http import EngineHttp, whole
 from workers.bridge.engine_models import models_of
 from workers.bridge.event_sources import binds, overridden, reachable
@@ -21,12 +21,21 @@ EVENTS_FLAG = (
     '"replay_endpoint":"tcp://*:5657"}\''
 )
 """The ports of ranks count upwards from these."""
+KV_SETTINGS = (
+    "attention_backend",
+    "disaggregation_transfer_backend",
+    "dtype",
+    "quantization",
+    "revision",
+    "tp_size",
+)
+"""What the KV depends on that is handed on."""
 
 
 async def sglang_facts(
     engine: EngineHttp, info: dict[str, Any], overrides: Overrides
 ) -> EngineFacts:
-    """info: what /server_info answered. Raises EngineUnavailable and ConfigError as `discover`
+    """info: what /server_info answered. Raises EngineUnavailable and EngineUnfit as `discover`
     does."""
     # It answers while it still warms up. /health would generate a token.
     await engine.get("/ready")
@@ -37,7 +46,7 @@ async def sglang_facts(
         info.get("max_total_num_tokens"), "max_total_num_tokens"
     )
     if capacity is None:
-        raise ConfigError(
+        raise EngineUnfit(
             "SGLang does not say how much KV it holds: give the agent --capacity-tokens"
         )
     models = await models_of(engine, overrides)
@@ -56,16 +65,25 @@ async def sglang_facts(
         sources=sources,
         announces_copies=False,
         started_s=None,
+        # Its radix tree then has pairs of tokens.
+        lookahead_tokens=1 if info.get("speculative_algorithm") else 0,
+        kv_dtype=_told(info, "kv_cache_dtype"),
+        kv_settings=tuple((name, _told(info, name)) for name in KV_SETTINGS),
     )
+
+
+def _told(info: dict[str, Any], name: str) -> str:
+    """As text; "": it does not say."""
+    return str(info[name]) if name in info else ""
 
 
 def _check_prefix_cache(info: dict[str, Any]) -> None:
     if info.get("disable_radix_cache"):
-        raise ConfigError("SGLang caches no prefixes: start it without --disable-radix-cache")
+        raise EngineUnfit("SGLang caches no prefixes: start it without --disable-radix-cache")
     if info.get("disaggregation_mode") == "decode" and not info.get(
         "disaggregation_decode_enable_radix_cache"
     ):
-        raise ConfigError(
+        raise EngineUnfit(
             "this SGLang only decodes and caches no prefixes: start it with "
             "--disaggregation-decode-enable-radix-cache"
         )
@@ -80,11 +98,11 @@ def _page_size(info: dict[str, Any], overrides: Overrides) -> int:
         page = whole(info.get("page_size"), "page_size")
         size = page and page * (whole(info.get("dcp_size"), "dcp_size") or 1)
     if size is None:
-        raise ConfigError(
+        raise EngineUnfit(
             "SGLang does not say its page size: give the agent --engine-block-size 16"
         )
     if size == 1:
-        raise ConfigError("SGLang's pages have one token each: start it with --page-size 16")
+        raise EngineUnfit("SGLang's pages have one token each: start it with --page-size 16")
     return size
 
 
@@ -103,10 +121,10 @@ def _sources(host: str, info: dict[str, Any], overrides: Overrides) -> tuple[Eve
     if config.get("publisher") == "zmq" and not events and "kv_events" not in info:
         events = _described(config)  # from before /server_info described the publisher
     if events.get("publisher") != "zmq":
-        raise ConfigError(f"SGLang publishes no KV events: start it with {EVENTS_FLAG}")
+        raise EngineUnfit(f"SGLang publishes no KV events: start it with {EVENTS_FLAG}")
     endpoint = str(config.get("endpoint", "*"))
     if not binds(endpoint) and config.get("bind") is not True:
-        raise ConfigError(
+        raise EngineUnfit(
             f"SGLang connects to {endpoint} instead of binding it: start it with {EVENTS_FLAG}"
         )
     base = f"tcp://{events.get('endpoint_host')}"

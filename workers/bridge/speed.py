@@ -269,6 +269,11 @@ class EngineSpeed:
             before = self._errors.get(name, error)
             self._errors[name] = before + (error - before) / ERRORS
 
+    @property
+    def mean_prefill_tokens(self) -> float | None:
+        """That are computed of a prompt; None: not enough prompts were seen."""
+        return self._prompts.mean if self._prompts.count >= ENOUGH_PROMPTS else None
+
     def speed(self) -> Speed:
         """The learned constants, and where not enough was seen yet those that are assumed."""
         learned: dict[str, float] = {}

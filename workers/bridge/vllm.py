@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from app.core.errors import ConfigError
+from app.core.errors import EngineUnfit
 from workers.bridge.engine_http import EngineHttp, whole
 from workers.bridge.engine_models import models_of
 from workers.bridge.event_sources import overridden, reachable
@@ -48,13 +48,14 @@ class _Said:
 
 
 async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> EngineFacts:
-    """Raises EngineUnavailable and ConfigError as `discover` does."""
+    """Raises EngineUnavailable and EngineUnfit as `discover` does."""
     said = _read(list(_WANTED.samples(await engine.get("/metrics") or b"")))
     if said.config.get("enable_prefix_caching") == "False":
-        raise ConfigError("vLLM caches no prefixes: start it with --enable-prefix-caching")
+        raise EngineUnfit("vLLM caches no prefixes: start it with --enable-prefix-caching")
     sources = await _sources(engine, version, said, overrides)
     block_size = _block_size(said, overrides)
     models = await models_of(engine, overrides)
+    drops_block = _drops_last_block(said, version)
     return EngineFacts(
         kind="vllm",
         version=version,
@@ -66,10 +67,12 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         block_size=block_size,
         capacity_tokens=_capacity(said, overrides),
         reuse_tokens=_number(said, "cache_hit_alignment_tokens") or block_size,
-        recomputed_tokens=block_size if _drops_last_block(said, version) else 0,
+        recomputed_tokens=block_size if said.is_speculative and drops_block else 0,
+        lookahead_tokens=1 if said.is_speculative and not drops_block else 0,
         sources=sources,
         announces_copies=True,
         started_s=said.started_s,
+        kv_dtype=said.config.get("cache_dtype", ""),
     )
 
 
@@ -86,12 +89,12 @@ def _read(samples: list[Sample]) -> _Said:
 
 
 def _drops_last_block(said: _Said, version: str) -> bool:
-    """Whether it computes the last block of a hit again, as the drafter's KV of its last token may
-    be that of another continuation. Which kind of drafter it is, only its log says: EAGLE and MTP,
-    which need that, are most of them."""
+    """Whether it computes the last block of a hit again if it has a drafter, as that one's KV of
+    the last token may be that of another continuation. Which kind of drafter it is, only its log
+    says: EAGLE and MTP, which need that, are most of them."""
     numbers = re.match(r"v?(\d+)\.(\d+)", version)
     is_older = numbers is None or (int(numbers[1]), int(numbers[2])) < LOOKAHEAD_SINCE
-    return said.is_speculative and (is_older or said.is_connected)
+    return is_older or said.is_connected
 
 
 def _rank(sample: Sample) -> int:
@@ -110,12 +113,12 @@ def _block_size(said: _Said, overrides: Overrides) -> int:
         said, "effective_attention_block_size", "block_size"
     )
     if size is None:
-        raise ConfigError(
+        raise EngineUnfit(
             "vLLM does not say its block size: start it without --disable-log-stats, or give the "
             "agent --engine-block-size 16 --capacity-tokens TOKENS"
         )
     if size == 1:
-        raise ConfigError("vLLM's blocks have one token each: start it with --block-size 16")
+        raise EngineUnfit("vLLM's blocks have one token each: start it with --block-size 16")
     return size
 
 
@@ -127,7 +130,7 @@ def _capacity(said: _Said, overrides: Overrides) -> int:
         blocks, size = _number(said, "num_gpu_blocks"), _number(said, "block_size")
         tokens = blocks * size // len(said.ranks) if blocks and size else None
     if tokens is None:
-        raise ConfigError(
+        raise EngineUnfit(
             "vLLM does not say how much KV it holds: give the agent --capacity-tokens"
         )
     return tokens
@@ -142,14 +145,14 @@ async def _sources(
         ranks = range(count) if count else _listed_ranks(listed) or said.ranks
         return overridden(ranks, engine.host, overrides)
     if listed is None:
-        raise ConfigError(
+        raise EngineUnfit(
             f"vLLM {version} does not say where it publishes KV events: start it with "
             f"{EVENTS_FLAG} and the agent with --events-endpoint tcp://{engine.host}:5557 "
             f"--replay-endpoint tcp://{engine.host}:5657"
         )
     configs = {rank: listed[str(rank)] for rank in _listed_ranks(listed)}
     if not configs or not all(map(_publishes, configs.values())):
-        raise ConfigError(f"vLLM publishes no KV events: start it with {EVENTS_FLAG}")
+        raise EngineUnfit(f"vLLM publishes no KV events: start it with {EVENTS_FLAG}")
     return tuple(_source(rank, config, engine.host, overrides) for rank, config in configs.items())
 
 
@@ -170,7 +173,7 @@ def _source(rank: int, config: dict[str, Any], host: str, overrides: Overrides) 
     """The ports in `config` are this rank's own."""
     endpoint, replay = config["endpoint"], config.get("replay_endpoint")
     if endpoint.startswith(_LOCAL):
-        raise ConfigError(
+        raise EngineUnfit(
             f"vLLM connects to {endpoint} instead of binding it: start it with {EVENTS_FLAG}"
         )
     if overrides.replay_endpoint is not None:

@@ -173,6 +173,9 @@ class Engine(Protocol):
     def block_events(self) -> Mapping[str, int]:
         """How many KV blocks were evicted, loaded and so on since the start, by event."""
 
+    def kv_connections(self) -> Mapping[str, int]:
+        """Connections for KV that have ended here, by what became of them; empty: none can come."""
+
 
 class TextStream(Protocol):
     """The text of an output as it is produced, in whole characters."""
@@ -210,3 +213,5 @@ class Hosted:
     """Folder of the tokenizer and the chat template; "": there is none."""
     invents: bool = False
     """Its words are made up, so that they can be in any form."""
+    kv_kind: Mapping[str, str] = field(default_factory=dict)
+    """What has to be equal for others to use its KV, by name; empty: it hands none on."""

@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 
 from app.core.errors import ConfigError
+from app.core.extras import extra
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED
 from app.core.worker_settings import WorkerSettings
@@ -23,7 +24,8 @@ from workers.kv.remote.link import open_link
 def host(settings: WorkerSettings) -> Hosted:
     """Blocks for as long as reading a checkpoint takes. Raises ConfigError for a bad setting."""
     if settings.engine == "torch":
-        from workers.engines.torch.loading import load  # torch takes seconds to import
+        with extra("torch"):
+            from workers.engines.torch.loading import load  # torch takes seconds to import
 
         return load(settings)
     return _simulated(settings)
@@ -59,13 +61,17 @@ def _simulated(settings: WorkerSettings) -> Hosted:
         tokenizer=SimTokenizer(),
         invents=True,
         tokenizer_source=str(FOLDER),
+        kv_kind=_kind(settings) if settings.kv_transfer else {},
     )
+
+
+def _kind(settings: WorkerSettings) -> dict[str, str]:
+    return {"profile": settings.profile, "block_size": str(settings.block_size)}
 
 
 def _exchange(settings: WorkerSettings, engine: SimEngine, stack: ExitStack) -> SimExchange:
     """Open as long as `stack` is."""
-    kind = {"profile": settings.profile, "block_size": str(settings.block_size)}
-    link = open_link(settings, kind, stack)
+    link = open_link(settings, _kind(settings), stack)
     leaving = Link(
         bytes_per_s=settings.link_gbit * 1e9 / 8 * settings.speedup,
         first_s=DEFAULT_SPEED.transfer_s / settings.speedup,

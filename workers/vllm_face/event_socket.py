@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from app.core.errors import ConfigError
+from app.core.rate_limit import RateLimit
 from workers.bridge.engine_events import EngineEvent
 from workers.bridge.wire import encode
 
@@ -26,6 +27,10 @@ log = logging.getLogger(__name__)
 BUFFER_BATCHES = 10_000
 HWM = 100_000
 """Batches that may wait for a slow subscriber; it misses what exceeds them."""
+MAX_MESSAGE_BYTES = 1024
+"""Of what others send: a subscription, or the number of a batch."""
+HANDSHAKE_MS = 5000
+COMPLAINTS_PER_S = 1 / 60
 END = b"\xff" * 8
 """In place of a number, after the last batch of an answer."""
 BATCHES_AT_ONCE = 256
@@ -53,6 +58,7 @@ class EventSocket:
         self._rank = rank
         self._batches: deque[tuple[bytes, bytes]] = deque(maxlen=buffered)
         self._next = 0
+        self._complaints = RateLimit(COMPLAINTS_PER_S)
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(HWM)
@@ -60,6 +66,9 @@ class EventSocket:
         # A whole answer has to fit, or ROUTER would drop its end: as the peer reports what it has
         # read only every so often, twice as much may count as unread.
         self._replay.setsockopt(zmq.SNDHWM, 2 * (buffered + 1))
+        for sock in (self._pub, self._replay):
+            sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         try:
             self.events_port = _bind(self._pub, host, events_port)
             self.replay_port = _bind(self._replay, host, replay_port)
@@ -100,7 +109,8 @@ class EventSocket:
         while True:
             frames = await asked.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                log.warning("not a request for a replay: %d frames", len(frames))
+                if self._complaints.allows(time.monotonic()):
+                    log.warning("not a request for a replay: %d frames", len(frames))
                 continue
             await self._answer(frames[0], int.from_bytes(frames[2], "big"))
 

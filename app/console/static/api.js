@@ -74,7 +74,7 @@ export async function ask(path, body = null) {
   const options =
     body === null
       ? {}
-      : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
+      : { method: "POST", headers: { "content-type": "application/json", "x-kvroute-console": "1" }, body: JSON.stringify(body) };
   return (await send(path, options, ASK_TIMEOUT_MS)).json();
 }
 

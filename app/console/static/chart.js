@@ -28,7 +28,7 @@ function marking(marks) {
   };
 }
 
-function options(width, height, lines, text, plugin) {
+function options(width, height, lines, text, plugin, span) {
   const axis = {
     stroke: colour("faint"),
     grid: { stroke: colour("grid"), width: 1 },
@@ -42,7 +42,10 @@ function options(width, height, lines, text, plugin) {
     padding: [8, 28, 0, 0],
     legend: { live: true },
     cursor: { y: false, points: { size: 5 }, sync: { key: "kvroute" } },
-    scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.1 : 1] } },
+    scales: {
+      x: { range: (_, low, high) => (span.current ? [Math.min(low, high - span.current), high] : [low, high]) },
+      y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.1 : 1] },
+    },
     axes: [
       {
         ...axis,
@@ -71,8 +74,11 @@ const lastOf = (values) => values.findLast((value) => value !== null && value !=
 const at = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 
 // One set of axes. at: seconds, ascending. lines: [{label, values, tone, fill}], null for a gap.
-export function Chart({ title, at, lines, marks = [], text = short, height = 150, children }) {
+// from: seconds that the time axis has, up to now; 0: as many as there are samples of.
+export function Chart({ title, at, from = 0, lines, marks = [], text = short, height = 150, children }) {
   const box = useRef(null);
+  const span = useRef(from);
+  span.current = from;
   const plot = useRef(null);
   const seen = useRef(marks);
   const [theme, setTheme] = useState(0);
@@ -87,7 +93,7 @@ export function Chart({ title, at, lines, marks = [], text = short, height = 150
   }, []);
   useEffect(() => {
     const width = () => Math.max(box.current.clientWidth, 120);
-    plot.current = new uPlot(options(width(), height, lines, text, marking(seen)), data, box.current);
+    plot.current = new uPlot(options(width(), height, lines, text, marking(seen), span), data, box.current);
     const resized = new ResizeObserver(() => plot.current?.setSize({ width: width(), height }));
     resized.observe(box.current);
     return () => {

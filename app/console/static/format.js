@@ -50,6 +50,9 @@ export function bytes(value) {
   return `${value} B`;
 }
 
+// How long ago a time by the Redis clock is, by the one of this machine.
+export const since = (ms) => (known(ms) ? `${seconds(Math.max(0, Math.round((Date.now() - ms) / 1000)))} ago` : NONE);
+
 export const clock = (ms) => (known(ms) ? new Date(ms).toLocaleTimeString("en-GB") : NONE);
 export const day = (ms) => (known(ms) ? new Date(ms).toLocaleString("sv-SE") : NONE);
 

@@ -63,10 +63,10 @@ function KeyForm() {
     dispatchEvent(new Event("kvroute-key"));
   };
   return html`<section>
-    <h2>This router asks for a key</h2>
-    <p class="note">Any key that opens its API. It is kept by this tab alone, and forgotten when the tab closes.</p>
+    <h2>This router asks for an operator's key</h2>
+    <p class="note">One that its --api-key-file names so: NAME KEY operator. Keys of other clients do not open the console. It is kept by this tab alone, and forgotten when the tab closes.</p>
     <form onSubmit=${submit}>
-      <label class="grow">Key<input type="password" autocomplete="off" required value=${text} onInput=${(e) => setText(e.target.value)} /></label>
+      <label class="grow">Operator's key<input type="password" autocomplete="off" required value=${text} onInput=${(e) => setText(e.target.value)} /></label>
       <button class="main">Open</button>
     </form>
   </section>`;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from app.core.errors import shown
@@ -15,17 +16,30 @@ from app.door.tokens.errors import Unrenderable
 from app.door.tokens.messages import BILLING, check_numbers, text_of
 from app.door.tokens.templates import Message
 
+_CHANGES = ("tool_addition", "tool_removal")
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
-def chat_of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of the chat request. Raises Unrenderable."""
-    thinking = body.get("thinking")
-    if thinking is not None and _kind(thinking) not in ("enabled", "adaptive"):
-        raise Unrenderable("reasoning_effort", f"thinking is {shown(thinking)}")
-    messages = [*_system(body.get("system")), *_messages(body.get("messages"))]
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What the engine makes of a request by its model's templates. merges_systems: messages of role
+    `system` between others go to the beginning. effort_without_thoughts: what `thinking` disabled
+    stands for."""
+
+    merges_systems: bool
+    effort_without_thoughts: str
+
+
+def chat_of_messages(body: Mapping[str, Any], habits: Habits | None) -> dict[str, Any]:
+    """The body of the chat request. habits: None: not known. Raises Unrenderable."""
+    given = _listed(body.get("messages"))
+    if habits is None and any(message.get("role") == "system" for message in given):
+        raise Unrenderable("message", "a message of role system among others")
+    merges = habits is not None and habits.merges_systems
+    inline = [text for m in given if m.get("role") == "system" for text in _of_system(m)]
+    messages = [*_system(body.get("system"), inline if merges else []), *_messages(given, merges)]
     chat: dict[str, Any] = {"messages": messages}
-    tools = _tools(body.get("tools"))
+    tools = _tools(body.get("tools"), given)
     choice = _tool_choice(body.get("tool_choice")) or ("auto" if tools else None)
     output = body.get("output_config")
     if output is not None and not isinstance(output, dict):
@@ -34,12 +48,23 @@ def chat_of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
         ("tools", tools),
         ("tool_choice", choice),
         ("chat_template_kwargs", body.get("chat_template_kwargs")),
-        ("reasoning_effort", (output or {}).get("effort")),
+        ("reasoning_effort", _effort(body.get("thinking"), output or {}, habits)),
         ("response_format", (output or {}).get("format")),
     ):
         if value is not None:
             chat[name] = value
     return chat
+
+
+def _effort(thinking: Any, output: dict[str, Any], habits: Habits | None) -> object:
+    match None if thinking is None else _kind(thinking):
+        case None if thinking is None:
+            return output.get("effort")
+        case "enabled" | "adaptive":
+            return output.get("effort")
+        case "disabled" if habits is not None:
+            return habits.effort_without_thoughts
+    raise Unrenderable("reasoning_effort", f"thinking is {shown(thinking)}")
 
 
 def _kind(value: Any) -> object:
@@ -52,16 +77,28 @@ def _listed(value: Any) -> list[dict[str, Any]]:
     return value
 
 
-def _system(system: Any) -> Iterator[Message]:
-    if not system:
-        return
-    if isinstance(system, str):
-        text = system
-    else:
+def _system(system: Any, inline: list[str]) -> Iterator[Message]:
+    """inline: what messages of that role say that go along."""
+    texts = []
+    if isinstance(system, str) and system:
+        texts = [system]
+    elif system:
         texts = [_text(block, "text") for block in _listed(system)]
-        text = "".join(text for text in texts if not text.startswith(BILLING))
-    if text or isinstance(system, str):
-        yield {"role": "system", "content": text}
+        texts = [text for text in texts if text and not text.startswith(BILLING)]
+    if texts or inline:
+        yield {"role": "system", "content": "".join((*texts, *inline))}
+
+
+def _of_system(message: Message) -> Iterator[str]:
+    """What one between others says, if it says anything."""
+    content = message.get("content")
+    if isinstance(content, str):
+        texts = [content]
+    else:
+        blocks = [block for block in _listed(content) if _kind(block) not in _CHANGES]
+        texts = [_text(block, "text") for block in blocks]
+    if text := "".join(text for text in texts if not text.startswith(BILLING)):
+        yield text
 
 
 def _text(block: dict[str, Any], kind: str) -> str:
@@ -71,9 +108,13 @@ def _text(block: dict[str, Any], kind: str) -> str:
     return text_of(block.get(kind) or "")
 
 
-def _messages(messages: Any) -> Iterator[Message]:
-    for message in _listed(messages):
+def _messages(messages: list[Message], merges: bool) -> Iterator[Message]:
+    for message in messages:
         role, content = message.get("role"), message.get("content")
+        if role == "system":
+            texts = () if merges else _of_system(message)
+            yield from ({"role": role, "content": text} for text in texts)
+            continue
         if role not in ("user", "assistant"):
             raise Unrenderable("message", f"a message of {shown(role)}")
         if isinstance(content, str):
@@ -140,15 +181,44 @@ def _tool_result(block: dict[str, Any]) -> Message:
     return {"role": "tool", "tool_call_id": call, "content": content}
 
 
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
+def _in_effect(tools: Any, messages: list[Message]) -> list[dict[str, Any]] | None:
+    """The tools that there are in the end: messages may add some, and take some away."""
+    changes = [
+        block
+        for message in messages
+        if message.get("role") == "system" and isinstance(message.get("content"), list)
+        for block in message["content"]
+        if _kind(block) in _CHANGES
+    ]
+    if not changes:
+        return None if tools is None else _listed(tools)
+    by_name = {tool.get("name"): tool for tool in _listed(tools or [])}
+    gone: set[object] = set()
+    for block in changes:
+        change, adds = block.get("tool"), block["type"] == "tool_addition"
+        if adds and _kind(change) == "tool_definition":
+            [tool] = _listed([change.get("definition")])
+            by_name[name := tool.get("name")] = tool
+        elif _kind(change) == "tool_reference" and (name := change.get("name")) in by_name:
+            if adds:
+                by_name[name] = by_name[name] | {"defer_loading": None}
+        else:
+            raise Unrenderable("tools", shown(block))
+        (gone.discard if adds else gone.add)(name)
+    return [tool for name, tool in by_name.items() if name not in gone]
+
+
+def _tools(given: Any, messages: list[Message]) -> list[dict[str, Any]] | None:
+    tools = _in_effect(given, messages)
     if tools is None:
         return None
     made = []
-    for tool in _listed(tools):
+    for tool in tools:
         schema = tool.get("input_schema")
-        if not isinstance(schema, dict) or tool.get("defer_loading") is not None:
+        if not isinstance(schema, dict):
             raise Unrenderable("tools", shown(tool))
-        function = {name: tool.get(name) for name in ("name", "description", "strict")}
+        names = ("name", "description", "strict", "defer_loading")
+        function = {name: tool.get(name) for name in names}
         function["parameters"] = schema if "type" in schema else schema | {"type": "object"}
         made.append({"type": "function", "function": function})
     if not made:

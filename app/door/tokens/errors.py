@@ -39,6 +39,13 @@ class Unrenderable(KvrouteError):
         self.cause = message
 
 
+class OutOfTime(Unrenderable):
+    """To render or to tokenize it here takes longer than it may."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("size", message)
+
+
 class TooManyTokens(KvrouteError):
     """A prompt has more tokens than it may. num_tokens: that were counted until that was clear."""
 

@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 
 from app.core.errors import cut
 from app.door.tokens.errors import TokenizerUnavailable
+from app.door.tokens.media import Rule, rule_of
 from app.door.tokens.templates import SPECIAL_TOKENS
 
 _OWN_RENDERERS = frozenset(
@@ -39,13 +40,15 @@ _GENERIC = frozenset({None, "PreTrainedTokenizerFast", "TokenizersBackend"})
 class ModelFiles:
     """templates: sources, by name; without "default", chats cannot be rendered, and
     `why_no_template` says why. special_tokens: by name (bos_token). unsure: names of special tokens
-    that the tokenizer's class may define."""
+    that the tokenizer's class may define. media_rule: how many tokens an image is; None: nobody can
+    tell from these files."""
 
     tokenizer: tokenizers.Tokenizer
     templates: Mapping[str, str]
     why_no_template: str
     special_tokens: Mapping[str, str]
     unsure: frozenset[str]
+    media_rule: Rule | None
 
 
 def folder_of(source: str) -> Path:
@@ -86,7 +89,9 @@ def read(folder: Path) -> ModelFiles:
     tokenizer = _tokenizer(folder, config, special_tokens)
     is_generic = config.get("tokenizer_class") in _GENERIC
     unsure = frozenset() if is_generic else frozenset(SPECIAL_TOKENS) - config.keys()
-    return ModelFiles(tokenizer, templates, why_not, special_tokens, unsure)
+    preprocessor = _json(folder / "preprocessor_config.json")
+    media_rule = rule_of(preprocessor, _json(folder / "config.json"))
+    return ModelFiles(tokenizer, templates, why_not, special_tokens, unsure, media_rule)
 
 
 def _text(path: Path) -> str | None:

@@ -23,11 +23,16 @@ from app.door.tokens.templates import Message
 MAX_MESSAGES = 10_000
 """Some templates look at all messages for each."""
 
+MAX_ARGUMENT_VALUES = 100_000
+"""Of one call of a tool: nothing else runs while they are read."""
+CHARACTERS_A_TOOL = 2_000
+"""Templates take longer for tools than for texts."""
+CHARACTERS_AT_MOST = 1 << 20
+"""Of what cannot be counted."""
+
 _LEFT_TO_THE_ENGINE: dict[str, Reason] = {
     "chat_template": "template",
-    "chat_template_kwargs": "template_kwargs",
     "documents": "documents",
-    "reasoning_effort": "reasoning_effort",
     "functions": "tools",
     "function_call": "tool_choice",
     "truncate_prompt_tokens": "truncation",
@@ -38,6 +43,17 @@ _LEFT_TO_THE_ENGINE: dict[str, Reason] = {
     "echo": "echo",
 }
 """Members of a request that change how it is rendered, unless null, false or an empty object."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_OVERRULED = frozenset({"add_generation_prompt", "continue_final_message", "reasoning_effort"})
+"""Variables of templates that other members of a request say."""
+_OF_THE_TOKENIZER = frozenset(
+    {
+        *("chat_template", "conversation", "documents", "messages", "tokenize", "tools"),
+        *("max_length", "padding", "return_assistant_tokens_mask", "return_dict"),
+        *("return_tensors", "tokenizer_kwargs", "truncation"),
+    }
+)
+"""Names that are no variables of templates, but arguments of what renders them."""
 _KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 _REASONING = ("reasoning", "reasoning_content")
 _IGNORED = frozenset({"annotations", "audio", "function_call", "refusal", "tools", "task"})
@@ -49,40 +65,32 @@ _LARGE_FLOAT = re.compile(rb"[0-9]e\+?[0-9]")
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """messages: for templates that take content in the format asked for."""
+    """messages: for templates that take content in the format asked for. variables: of the
+    template, besides."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
 
 
 def size(body: Mapping[str, Any]) -> int:
-    """About how many characters there are to render. Of any body, however malformed."""
-    messages = body.get("messages")
+    """About how many characters there are to render: of all texts, wherever they are. Of any body,
+    however malformed."""
     tools = body.get("tools")
-    total = 2_000 * len(tools) if isinstance(tools, list) else 0
-    for message in messages if isinstance(messages, list) else ():
-        total += 20
-        if isinstance(message, dict):
-            content, calls = message.get("content"), message.get("tool_calls")
-            total += len(content) if isinstance(content, str) else _length(content, "text")
-            total += _length(calls, "function")
-    return total
+    total = CHARACTERS_A_TOOL * len(tools) if isinstance(tools, list) else 0
+    given = [body.get(name) for name in ("messages", "tools", "chat_template_kwargs")]
+    try:
+        return total + len(orjson.dumps(given))
+    except TypeError:  # nested so deeply that it will be refused, but who knows after how long
+        return total + CHARACTERS_AT_MOST
 
 
-def _length(items: Any, name: str) -> int:
-    """Of the texts of parts, or the arguments of tool calls."""
-    total = 0
-    for item in items if isinstance(items, list) else ():
-        value = item.get(name) if isinstance(item, dict) else item
-        text = value.get("arguments") if isinstance(value, dict) else value
-        total += 20 + (len(text) if isinstance(text, str) else 0)
-    return total
+def tools_of(body: Mapping[str, Any], *, may_be_none: bool = False) -> list[dict[str, Any]] | None:
+    """The tools as the engine passes them on: known members only, in the order of its models.
 
-
-def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools as the engine passes them on: known members only, in the order of its models."""
+    may_be_none: their list may be empty."""
     tools = body.get("tools")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
@@ -91,7 +99,7 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if choice == "auto":
             raise Unrenderable("tool_choice", "auto, without tools")
         return None
-    if not isinstance(tools, list) or not tools:
+    if not isinstance(tools, list) or not (tools or may_be_none):
         raise Unrenderable("tools", "not a list of at least one")
     check_numbers(tools)
     return [_tool(tool) for tool in tools]
@@ -125,23 +133,35 @@ def _tool(tool: Any) -> dict[str, Any]:
         or not isinstance(function.get("description"), str | None)
         or not isinstance(function.get("parameters"), dict | None)
         or not isinstance(function.get("strict"), bool | None)
-        or {"defer_loading"} & (tool.keys() | function.keys())
+        or not isinstance(function.get("defer_loading"), bool | None)
+        or not isinstance(tool.get("defer_loading"), bool | None)
     ):
         raise Unrenderable("tools", shown(tool))
     made = {name: function.get(name) for name in ("name", "description", "parameters")}
     if function.get("strict") is not None:
         made["strict"] = function["strict"]
-    return {"type": "function", "function": made}
+    deferred, of_function = tool.get("defer_loading"), function.get("defer_loading")
+    if of_function is not None or deferred is not None:
+        made["defer_loading"] = deferred if of_function is None else of_function
+    more = {} if deferred is None else {"defer_loading": deferred}
+    return {"type": "function", "function": made, **more}
 
 
-def chat_of(body: Mapping[str, Any], content: ContentFormat, *, takes_developers: bool) -> Chat:
-    """The chat in the body of a request, for a template of these habits. Raises Unrenderable."""
+def chat_of(
+    body: Mapping[str, Any],
+    content: ContentFormat,
+    *,
+    takes_developers: bool,
+    of_response: bool = False,
+) -> Chat:
+    """The chat in the body of a request, for a template of these habits. of_response: made by
+    `chat_of_response`. Raises Unrenderable."""
     for name, reason in _LEFT_TO_THE_ENGINE.items():
         value = body.get(name)
         if value is not None and value is not False and value != {}:
             raise Unrenderable(reason, f"{name} is given")
     _check_response_format(body.get("response_format"))
-    tools = tools_of(body)
+    tools = tools_of(body, may_be_none=of_response)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Unrenderable("message", "not a list of at least one")
@@ -154,7 +174,25 @@ def chat_of(body: Mapping[str, Any], content: ContentFormat, *, takes_developers
     continued = _flag(body, "continue_final_message", False)
     if prompted and continued:
         raise Unrenderable("refused", "both add_generation_prompt and continue_final_message")
-    return Chat(parsed, tools, prompted, continued)
+    return Chat(parsed, tools, variables_of(body), prompted, continued)
+
+
+def variables_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request gives the template: an effort asks for thoughts, unless it is none. Raises
+    Unrenderable."""
+    given = body.get("chat_template_kwargs")
+    if given is None:
+        given = {}
+    if not isinstance(given, dict) or given.keys() & _OF_THE_TOKENIZER:
+        raise Unrenderable("template_kwargs", shown(given))
+    check_numbers(given)
+    variables = {name: value for name, value in given.items() if name not in _OVERRULED}
+    effort = body.get("reasoning_effort")
+    if effort is None:
+        return variables | {n: v for n, v in given.items() if n == "reasoning_effort"}
+    if effort not in EFFORTS:
+        raise Unrenderable("reasoning_effort", shown(effort))
+    return {"enable_thinking": effort != "none", **variables, "reasoning_effort": effort}
 
 
 def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -269,6 +307,9 @@ def _followed(first: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
+    # What of them is in strings counts too: to tell it apart takes as long as to read them.
+    if sum(map(text.count, "[{,")) > MAX_ARGUMENT_VALUES:
+        raise Unrenderable("size", f"arguments of a tool call: over {MAX_ARGUMENT_VALUES} values")
     try:
         parsed = json.loads(text) if text else {}
     except ValueError:

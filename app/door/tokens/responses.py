@@ -6,7 +6,8 @@ ways than these is not converted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app.core.errors import shown
@@ -14,7 +15,17 @@ from app.door.tokens.errors import Unrenderable
 from app.door.tokens.messages import text_of
 from app.door.tokens.templates import Message
 
-_MESSAGE = frozenset({"type", "role", "content", "id", "status"})
+_MESSAGE = frozenset({"type", "role", "content", "id", "status", "phase"})
+_INPUT = "input"
+"""The one argument of what a custom tool is shown as."""
+_OF_CUSTOM_TOOLS = {
+    "type": "object",
+    "properties": {
+        _INPUT: {"type": "string", "description": "The freeform text payload for this tool."}
+    },
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
 
 
 def chat_of_response(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +46,7 @@ def chat_of_response(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = _tools(body.get("tools"))
     for name, value in (
         ("tools", tools),
-        ("tool_choice", body.get("tool_choice", "auto") if tools else None),
+        ("tool_choice", body.get("tool_choice", "auto") if tools is not None else None),
         ("chat_template_kwargs", body.get("chat_template_kwargs")),
         ("reasoning_effort", (reasoning or {}).get("effort")),
     ):
@@ -80,10 +91,10 @@ def _message(item: dict[str, Any]) -> Message:
             return _said(item)
         case "reasoning":
             return {"role": "assistant", "reasoning": _thought(item)}
-        case "function_call":
+        case "function_call" | "custom_tool_call":
             return {"role": "assistant", "tool_calls": [_call(item)]}
-        case "function_call_output":
-            output = {"role": "tool", "content": text_of(item.get("output"))}
+        case "function_call_output" | "custom_tool_call_output":
+            output = {"role": "tool", "content": _content(item.get("output"))}
             return output | {"tool_call_id": text_of(item.get("call_id"))}
     raise Unrenderable("message", f"an item of type {shown(item.get('type'))}")
 
@@ -94,15 +105,19 @@ def _said(item: dict[str, Any]) -> Message:
         raise Unrenderable("message", f"a message of another form: {shown(item)}")
     if role == "assistant":
         parts = content if isinstance(content, list) else [{"type": "output_text", "text": content}]
-        if len(parts) != 1:
-            raise Unrenderable("message", "an answer of other than one part")
+        if not parts:
+            raise Unrenderable("message", "an answer of no part")
         return {"role": role, "content": _part(parts[0], "output_text")}
     if role not in ("user", "system", "developer"):
         raise Unrenderable("message", f"a message of {shown(role)}")
+    return {"role": role, "content": _content(content)}
+
+
+def _content(content: Any) -> str | list[dict[str, str]]:
     if isinstance(content, list):
         texts = [_part(part, "input_text") for part in content]
-        return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
-    return {"role": role, "content": text_of(content)}
+        return [{"type": "text", "text": text} for text in texts]
+    return text_of(content)
 
 
 def _part(part: Any, kind: str) -> str:
@@ -112,18 +127,26 @@ def _part(part: Any, kind: str) -> str:
 
 
 def _thought(item: dict[str, Any]) -> str:
-    parts = item.get("content") or item.get("summary")
-    if item.get("encrypted_content") or not isinstance(parts, list) or not parts:
-        raise Unrenderable("message", "reasoning without text")
+    parts = item.get("content") or item.get("summary") or []
+    if item.get("encrypted_content") or not isinstance(parts, list):
+        raise Unrenderable("message", "reasoning that nobody here can read")
+    if not parts:
+        return ""
     if not isinstance(parts[0], dict):
         raise Unrenderable("message", f"reasoning of {shown(parts[0])}")
     return text_of(parts[0].get("text"))
 
 
 def _call(item: dict[str, Any]) -> dict[str, Any]:
-    if item.get("namespace"):
-        raise Unrenderable("tools", "a call in a namespace")
-    function = {name: text_of(item.get(name)) for name in ("name", "arguments")}
+    name = text_of(item.get("name"))
+    if item["type"] == "custom_tool_call":
+        given = text_of(item.get("input") or "")
+        arguments = json.dumps({_INPUT: given}, ensure_ascii=False)
+    else:
+        arguments = text_of(item.get("arguments"))
+        if item.get("namespace"):
+            name = _flat(text_of(item["namespace"]), name)
+    function = {"name": name, "arguments": arguments}
     return {"id": text_of(item.get("call_id")), "function": function, "type": "function"}
 
 
@@ -132,10 +155,39 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list):
         raise Unrenderable("tools", shown(tools))
-    made = []
-    for tool in tools:
-        if not isinstance(tool, dict) or tool.get("type") != "function":
+    return [made for tool in tools for made in _shown_as(tool)]
+
+
+def _flat(namespace: str, name: str) -> str:
+    return f"{namespace}__{name}"
+
+
+def _shown_as(tool: Any) -> Iterator[dict[str, Any]]:
+    """The functions that a tool is shown to the model as: none, if it is not one to call."""
+    match tool.get("type") if isinstance(tool, dict) else None:
+        case "function":
+            function = {name: value for name, value in tool.items() if name != "type"}
+        case "custom" if _is_free(tool.get("format")):
+            function = {name: tool.get(name) for name in ("name", "description")}
+            function["parameters"] = _OF_CUSTOM_TOOLS
+        case "namespace" if isinstance(tool.get("tools"), list):
+            for inner in tool["tools"]:
+                for made in _shown_as(inner) if _is_function(inner) else ():
+                    name = _flat(text_of(tool.get("name")), text_of(made["function"].get("name")))
+                    made["function"]["name"] = name
+                    yield made
+            return
+        case str(other) if other != "custom":
+            return
+        case _:
             raise Unrenderable("tools", shown(tool))
-        function = {name: value for name, value in tool.items() if name != "type"}
-        made.append({"type": "function", "function": function})
-    return made
+    yield {"type": "function", "function": function}
+
+
+def _is_free(given: Any) -> bool:
+    """Whether the form of what a custom tool is called with is any text."""
+    return given is None or (isinstance(given, dict) and given.get("type") == "text")
+
+
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "function"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -19,14 +19,15 @@ import jinja2.meta
 import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.runtime import Context
 
 from app.core.errors import cut
+from app.door.tokens.allowance import Allowance
 from app.door.tokens.content_format import content_format
-from app.door.tokens.errors import Unrenderable
+from app.door.tokens.errors import Abandoned, Unrenderable
 
 MAX_CHARACTERS = 32 << 20
 """Of a rendered prompt: several million tokens."""
-TIMEOUT_S = 10.0
 SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -36,6 +37,9 @@ SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
+_ALLOWANCE = "_kvroute_allowance"
+_ITEMS_PER_CHECK = 64
+_SYSTEMS_S = 1.0
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind the final message while it is rendered, to be found again."""
 
@@ -83,6 +87,35 @@ def _strftime_now(format: str) -> str:  # noqa: A002
     return datetime.now().strftime(format)
 
 
+@jinja2.pass_context
+def _allowed(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    """The items, as long as the prompt's allowance lasts."""
+    allowance: Allowance = context[_ALLOWANCE]
+    for number, item in enumerate(items):
+        if not number % _ITEMS_PER_CHECK:
+            allowance.check()
+        yield item
+
+
+def _bounded(tree: nodes.Template, environment: jinja2.Environment) -> jinja2.Template:
+    """The template, whose loops and macros all ask its variable _ALLOWANCE whether they may go on:
+    they can take any time without a piece of text coming out."""
+    environment.filters[_ALLOWANCE] = _allowed
+    check = nodes.Getattr(nodes.Name(_ALLOWANCE, "load"), "check", "load")
+    for macro in tree.find_all(nodes.Macro):
+        macro.body.insert(0, _call(check, macro.lineno))
+    for loop in tree.find_all(nodes.For):
+        loop.iter = nodes.Filter(loop.iter, _ALLOWANCE, [], [], None, None, lineno=loop.lineno)
+        if loop.recursive:  # it calls itself with other items than these
+            loop.body.insert(0, _call(check, loop.lineno))
+    tree.set_environment(environment)
+    return environment.from_string(tree)
+
+
+def _call(called: nodes.Expr, line: int) -> nodes.ExprStmt:
+    return nodes.ExprStmt(nodes.Call(called, [], [], None, None), lineno=line)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -95,6 +128,26 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
+def has_system_first(source: str) -> bool:
+    """Whether the template `source` refuses messages of role `system` between others, as vLLM finds
+    it out: without what templates may call. One that takes long counts as if it did."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    roles = ("system", "user", "system", "user")
+    messages = [{"role": role, "content": "t"} for role in roles]
+    allowance = Allowance()
+    allowance.begin(_SYSTEMS_S)
+    try:
+        template = _bounded(environment.parse(source), environment)
+        template.render(
+            {"messages": messages, "add_generation_prompt": False, _ALLOWANCE: allowance}
+        )
+    except Exception:  # as many kinds as Python code has; it may want tools, or our functions
+        return True
+    return False
+
+
 class ChatTemplate:
     """One template, compiled. Safe to call from several threads.
 
@@ -105,11 +158,12 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
         tree = environment.parse(source)
-        self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
         self._reads_content = "content" in source
         self.content_format = content_format(tree)
+        self.has_system_first = has_system_first(source)
         self.variables = jinja2.meta.find_undeclared_variables(tree)
+        self._template = _bounded(tree, environment)
         self.takes_developers = '"developer"' in source or "'developer'" in source
 
     def render(
@@ -119,36 +173,42 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        allowance: Allowance | None = None,
     ) -> str:
-        """The prompt. Raises Unrenderable."""
+        """The prompt. variables: of the template, besides. Raises Unrenderable, and as
+        Allowance.check."""
         if continue_final_message:
             messages, final = self._marked(messages)
         try:
             text = self._rendered(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                {
+                    **self._special_tokens,
+                    **variables,
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                },
+                allowance or Allowance(),
             )
         # It may go wrong in as many ways as Python code; the engine says how.
-        except Unrenderable:
+        except (Unrenderable, Abandoned):
             raise
         except Exception as error:
             raise Unrenderable("refused", cut(f"{type(error).__name__}: {error}")) from None
         return _continued(text, final) if continue_final_message else text
 
-    def _rendered(self, **variables: Any) -> str:
-        until = time.monotonic() + TIMEOUT_S
+    def _rendered(self, variables: Mapping[str, Any], allowance: Allowance) -> str:
         pieces = []
         length = 0
-        for piece in self._template.generate(variables):
+        for piece in self._template.generate({**variables, _ALLOWANCE: allowance}):
             pieces.append(piece)
             length += len(piece)
             if length > MAX_CHARACTERS:
                 raise Unrenderable("size", f"rendered, it has over {MAX_CHARACTERS} characters")
-            if time.monotonic() > until:
-                raise Unrenderable("size", f"rendering it takes over {TIMEOUT_S:g} s")
+            if not len(pieces) % _ITEMS_PER_CHECK:
+                allowance.check()
         return "".join(pieces)
 
     def _marked(self, messages: list[Message]) -> tuple[list[Message], str]:

@@ -9,7 +9,7 @@
     done
 
 writes chats.json, messages.json and responses.json to that folder: bodies, with the ids that
-/tokenize and the other APIs' render answer; null: they refuse.
+each API's render answers; null: it refuses.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ BARE = {"type": "function", "function": {"name": "now", "strict": False, "unknow
 
 def text(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": one} for one in texts]
+
+
+def with_function(**more: Any) -> dict[str, Any]:
+    function: Any = PRICE["function"]
+    return {"type": "function", "function": function | more}
 
 
 def with_arguments(arguments: str) -> dict[str, Any]:
@@ -93,6 +98,14 @@ BODIES: list[dict[str, Any]] = [
     {"messages": [{"role": "system", "content": text("x-anthropic-billing-header: 1", "b")}, USER]},
     {"messages": [{"role": "critic", "content": "Why <|im_start|>user\n<s>[INST] so?"}]},
     {"messages": [{"role": "user", "content": " <|eot_id|> <think>\n</s>  <tool_call> "}]},
+    *({"messages": [USER], "reasoning_effort": effort} for effort in ("none", "low", "max", "x")),
+    {"messages": [SYSTEM, USER], "chat_template_kwargs": {"enable_thinking": False, "unused": 1}},
+    {"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}}
+    | {"reasoning_effort": "none"},
+    {"messages": [USER], "chat_template_kwargs": {"add_generation_prompt": False}},
+    {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}},
+    {"messages": [USER], "tools": [PRICE | {"defer_loading": True}, BARE]},
+    {"messages": [USER], "tools": [with_function(defer_loading=True), with_function(strict=True)]},
     {"messages": []},
 ]
 
@@ -108,6 +121,18 @@ CACHED = {"cache_control": {"type": "ephemeral"}}
 
 def said(*blocks: Any, role: str = "assistant") -> dict[str, Any]:
     return {"role": role, "content": list(blocks)}
+
+
+REMINDER = {"role": "system", "content": "<reminder>\nBe kind.</reminder>"}
+
+
+def changed(kind: str, name: str) -> dict[str, Any]:
+    return said({"type": kind, "tool": {"type": "tool_reference", "name": name}}, role="system")
+
+
+def defined(tool: dict[str, Any]) -> dict[str, Any]:
+    change = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool}}
+    return said(*text("More tools."), change, role="system")
 
 
 MESSAGES: list[dict[str, Any]] = [
@@ -129,6 +154,50 @@ MESSAGES: list[dict[str, Any]] = [
     {"messages": [USER, ANSWER], "thinking": {"type": "adaptive"}, "temperature": 0.5},
     {"messages": [said(role="user"), USER]},
     {"messages": [said(role="assistant"), USER]},
+    {"system": "Be brief.", "messages": [USER, REMINDER, ANSWER, USER]},
+    {
+        "messages": [
+            USER,
+            ANSWER,
+            said(*text("a", "x-anthropic-billing-header: 1", "b"), role="system"),
+        ]
+    },
+    {
+        "messages": [
+            REMINDER,
+            USER,
+            REMINDER | {"content": "x-anthropic-billing-header: 1"},
+            ANSWER,
+            USER,
+        ]
+    },
+    {"messages": [USER, said(role="system"), ANSWER, USER]},
+    *({"messages": [USER], "thinking": {"type": kind}} for kind in ("disabled", "adaptive")),
+    {
+        "messages": [USER],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "max_tokens": 2000,
+    },
+    {"messages": [USER], "thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
+    {"messages": [USER], "output_config": {"effort": "low"}},
+    {"messages": [USER], "tools": [PRICED | {"defer_loading": True}, NOW | CACHED]},
+    {"messages": [USER], "tools": [PRICED | {"type": "custom", "eager_input_streaming": True}]},
+    {"messages": [USER, changed("tool_addition", "price"), USER]}
+    | {"tools": [NOW, PRICED | {"defer_loading": True}]},
+    {"messages": [USER, changed("tool_removal", "price"), USER], "tools": [PRICED, NOW]},
+    {"messages": [USER, defined(PRICED), ANSWER, USER], "tools": [NOW]},
+    {
+        "messages": [
+            USER,
+            defined(PRICED),
+            changed("tool_removal", "now"),
+            changed("tool_addition", "now"),
+        ]
+    }
+    | {"tools": [NOW]},
+    {"messages": [USER, changed("tool_removal", "unknown"), USER], "tools": [PRICED]},
+    {"messages": [USER], "tools": [{"name": "web_search", "type": "web_search_20250305"}]},
+    {"messages": [USER], "context_management": {"edits": []}, "metadata": {"user_id": "u"}},
     {"messages": []},
 ]
 QUESTION = {"role": "user", "content": [{"type": "input_text", "text": "What for?"}]}
@@ -145,6 +214,11 @@ REQUEST = {"type": "function_call", "call_id": "call_1", "name": "price"}
 REQUEST |= {"arguments": '{"unit": "€/h", "of": ["a", 1.50]}', "id": "fc_1", "status": "completed"}
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "free €"}
 FLAT = {"type": "function", **PRICE["function"]}  # type: ignore[dict-item]
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Change files"}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+PATCHED = {"type": "custom_tool_call", "call_id": "call_2", "name": "apply_patch", "input": "é\n+"}
+PATCHED_SO = {"type": "custom_tool_call_output", "call_id": "call_2", "output": "Done"}
+NAMESPACE = {"type": "namespace", "name": "shop", "description": "A shop", "tools": [FLAT]}
 RESPONSES: list[dict[str, Any]] = [
     {"input": "What does kvroute cost?"},
     {"input": [USER], "instructions": "  You are brief.\n", "stream": True, "store": False},
@@ -166,13 +240,36 @@ RESPONSES: list[dict[str, Any]] = [
     },
     {"input": "x", "tools": [], "truncation": "disabled", "reasoning": {"effort": None}},
     {"input": [{"role": "user", "content": [*QUESTION["content"], *QUESTION["content"]]}]},
+    {"input": [QUESTION, THOUGHT | {"content": None}, REPLY, QUESTION]},
+    {"input": [QUESTION, {"type": "reasoning", "id": "rs_2", "summary": []}, REQUEST, OUTPUT]},
+    {"input": [QUESTION, THOUGHT | {"encrypted_content": "x"}, REPLY, QUESTION]},
+    {"input": [QUESTION, REPLY | {"content": [*REPLY["content"], *REPLY["content"]]}, QUESTION]},
+    {"input": [REPLY | {"phase": "commentary"}, REPLY | {"phase": "final_answer"}, QUESTION]},
+    {
+        "input": [
+            QUESTION,
+            REQUEST,
+            OUTPUT | {"output": [*QUESTION["content"], *QUESTION["content"]]},
+        ]
+    },
+    {"input": [QUESTION], "tools": [{"type": "web_search"}, FLAT, PATCH]},
+    {"input": [QUESTION], "tools": [{"type": "web_search"}]},
+    {"input": [QUESTION], "tools": [PATCH | {"format": {"type": "text"}}]},
+    {"input": [QUESTION], "tools": [FLAT, PATCH | {"format": GRAMMAR}]},
+    {"input": [QUESTION], "tools": [NAMESPACE, FLAT | {"defer_loading": True}]},
+    {"input": [QUESTION, REQUEST | {"namespace": "shop"}, OUTPUT, PATCHED, PATCHED_SO, QUESTION]}
+    | {"tools": [NAMESPACE, PATCH]},
+    {"input": "x", "tools": [FLAT], "tool_choice": "auto", "parallel_tool_calls": True},
+    *({"input": "x", "reasoning": {"effort": e, "summary": "auto"}} for e in ("none", "medium")),
+    {"input": "x", "include": ["reasoning.encrypted_content"], "client_metadata": {"a": "b"}},
+    {"input": "x", "text": {"verbosity": "low"}, "prompt_cache_key": "k"},
     {"input": []},
 ]
 
 
 def main(folder: Path, url: str) -> None:
     for name, path, key, bodies in (
-        ("chats", "/tokenize", "tokens", BODIES),
+        ("chats", "/v1/chat/completions/render", "token_ids", BODIES),
         ("messages", "/v1/messages/render", "token_ids", MESSAGES),
         ("responses", "/v1/responses/render", "token_ids", RESPONSES),
     ):

@@ -130,6 +130,9 @@ LLAMA = """\
         {{- "\\n\\n" }}
     {%- endfor %}
 {%- endif %}
+{%- if reasoning_effort is defined %}
+    {{- "Reasoning: " + reasoning_effort + "\\n" }}
+{%- endif %}
 {{- system_message }}
 {{- "<|eot_id|>" }}
 {%- for message in messages %}
@@ -209,11 +212,17 @@ QWEN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}
 """
 
 PARTS = """\
 {{ bos_token }}{% for message in messages %}
+{%- if message.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}
+{%- endif %}
 {%- if message.role == 'assistant' %}{{ ' ' }}{% else %}{{ '[INST] ' }}{% endif %}
 {%- if message.content is string %}{{ message.content }}
 {%- else %}{% for part in message.content %}{{ part.text }}{{ '|' }}{% endfor %}{% endif %}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,14 @@ CASES = [
 ]
 
 
+@cache
+def renderer_of(family: str) -> Renderer:
+    return load(str(DATA / family))
+
+
 async def ids_of(renderer: Renderer, kind: str, body: dict[str, Any]) -> list[int]:
     if kind == "messages":
-        return (await renderer.of_chat(chat_of_messages(body))).tolist()
+        return (await renderer.of_chat(chat_of_messages(body, renderer.habits))).tolist()
     if kind == "responses":
         return (await renderer.of_response(chat_of_response(body))).tolist()
     return (await renderer.of_chat(body)).tolist()
@@ -35,7 +41,7 @@ async def ids_of(renderer: Renderer, kind: str, body: dict[str, Any]) -> list[in
 async def test_a_prompt_has_the_ids_that_the_engine_gives_it(
     family: str, kind: str, body: dict[str, Any], ids: list[int] | None
 ) -> None:
-    renderer = load(str(DATA / family))
+    renderer = renderer_of(family)
     if ids is None:
         with pytest.raises(Unrenderable):
             await ids_of(renderer, kind, body)

@@ -62,7 +62,7 @@ TEXTS = st.lists(PIECES, max_size=30).map("".join)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("min_part_bytes", [1, 24])
 @settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

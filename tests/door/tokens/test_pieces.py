@@ -114,7 +114,7 @@ async def test_a_caller_that_is_gone_ends_its_tokenizing() -> None:
         begun.set()
         gate.wait()
 
-    waiting = asyncio.ensure_future(renderer._run(LARGE, 0, call))  # type: ignore[arg-type]
+    waiting = asyncio.ensure_future(renderer._run(LARGE, 0, "", call))  # type: ignore[arg-type]
     await asyncio.to_thread(begun.wait)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)

@@ -24,7 +24,9 @@ from app.door.tokens import (
     load,
 )
 from app.door.tokens import messages as messages_module
+from app.door.tokens import renderer as renderer_module
 from app.door.tokens import templates as templates_module
+from app.door.tokens.templates import ChatTemplate
 from tests.door.tokens import models
 
 DATA = Path(__file__).parents[2] / "data/door"
@@ -76,9 +78,10 @@ async def test_the_fingerprint_is_the_hash_of_an_engine_that_tokenizes_alike() -
     ("fields", "reason"),
     [
         ({"chat_template": "x"}, "template"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "template_kwargs"),
+        ({"chat_template_kwargs": 7}, "template_kwargs"),
         ({"documents": []}, "documents"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "utmost"}, "reasoning_effort"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"truncate_prompt_tokens": 0}, "truncation"),
         ({"add_special_tokens": True}, "special_tokens"),
@@ -158,7 +161,7 @@ async def test_a_prompt_that_grows_too_long_or_takes_too_long_is_given_up(
     with pytest.raises(Unrenderable, match="10000 characters"):
         await renderer.of_chat(body)
     monkeypatch.setattr(templates_module, "MAX_CHARACTERS", 1 << 30)
-    monkeypatch.setattr(templates_module, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(renderer_module, "PROMPT_S", 0.0)
     with pytest.raises(Unrenderable, match="takes over 0 s"):
         await renderer.of_chat(body)
     monkeypatch.setattr(messages_module, "MAX_MESSAGES", 999)
@@ -267,3 +270,120 @@ def test_a_model_is_found_by_name_in_the_local_cache(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.stdout.strip() == load(str(DATA / "qwen")).fingerprint, done.stderr
+
+
+LONG = "x" * 6_000_000
+
+
+def called(**members: object) -> dict[str, Any]:
+    function = CALL["function"] | members.pop("function", {})  # type: ignore[operator]
+    return {"role": "assistant", "tool_calls": [CALL | {"function": function} | members]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [USER | {"content": LONG}]},
+        {"messages": [USER | {"content": [{"type": "text", "text": LONG}]}]},
+        {"messages": [USER, called(id=LONG)]},
+        {"messages": [USER, called(function={"name": LONG})]},
+        {"messages": [USER, called(function={"arguments": orjson.dumps({LONG: 1}).decode()})]},
+        {"messages": [USER, called(function={"more": LONG})]},
+        {"messages": [USER, called(more={LONG: 1})]},
+        {"messages": [USER | {"name": LONG}]},
+        {"messages": [USER, {"role": "assistant", "reasoning": LONG}]},
+        {"messages": [USER, {"role": "tool", "content": "", "tool_call_id": LONG}]},
+        {"messages": [USER], "chat_template_kwargs": {"documents_of_mine": [LONG]}},
+        {"messages": [USER], "tools": [{"type": "function", "function": {"name": LONG}}]},
+        {"messages": [USER | {"content": [[["deep"] * 9] * 9] * 99}]},
+        {"messages": [USER] * 60},
+    ],
+    ids=lambda body: str(body).replace(LONG, "LONG")[:80],
+)
+async def test_nothing_large_is_rendered_where_requests_are_answered(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    here = threading.get_ident()
+    seen: list[int] = []
+
+    def note(*_: object, **__: object) -> str:
+        seen.append(threading.get_ident())
+        raise Unrenderable("size", "seen")
+
+    monkeypatch.setattr(renderer_module, "rendered", note)
+    with pytest.raises(Unrenderable, match="seen"):
+        await renderer.of_chat(body)
+    assert seen
+    assert here not in seen
+    seen.clear()
+    with pytest.raises(Unrenderable, match="seen"):
+        await renderer.of_chat({"messages": [USER]})
+    assert seen == [here]
+
+
+SILENT = 8 * "{% for m in messages %}" + 8 * "{% endfor %}"
+RECURSIVE = (
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(messages|length) }}"
+)
+WITHIN_ITSELF = (
+    "{% for x in messages recursive %}{% if loop.depth < 9 %}{{ loop(messages) }}{% endif %}"
+    "{% endfor %}"
+)
+LOOPING = "{% for x in messages recursive %}{{ loop(messages) }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [SILENT, RECURSIVE, WITHIN_ITSELF])
+async def test_a_template_that_writes_nothing_is_stopped_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(renderer_module, "PROMPT_S", 0.05)
+    renderer = load(model(tmp_path, template))
+    with pytest.raises(Unrenderable, match=r"takes over 0\.05 s") as refused:
+        await renderer.of_chat({"messages": [USER] * 60})
+    assert refused.value.reason == "size"
+
+
+async def test_a_template_that_calls_itself_for_ever_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unrenderable, match="RecursionError"):
+        await load(model(tmp_path, LOOPING)).of_chat({"messages": [USER]})
+
+
+async def test_what_nobody_waits_for_is_rendered_no_further(tmp_path: Path) -> None:
+    pool = TokenizerThreads(num_threads=1)
+    renderer = load(model(tmp_path, SILENT), pool=pool)
+    asking = asyncio.create_task(renderer.of_chat({"messages": [USER] * 60}))
+    await asyncio.sleep(0.1)
+    asking.cancel()
+    # The only thread is free again.
+    assert await pool.run(1, int) == 0
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_short_body_that_takes_long_is_rendered_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renderer_module, "AT_ONCE_S", -1.0)
+    renderer = load(model(tmp_path))
+    threads: set[int] = set()
+    chat = renderer._chat
+
+    def seen(*args: Any) -> Any:
+        threads.add(threading.get_ident())
+        return chat(*args)
+
+    monkeypatch.setattr(renderer, "_chat", seen)
+    assert len(await renderer.of_chat({"messages": [USER]}))
+    assert len(threads) == 2
+
+
+async def test_loops_know_their_length_and_neighbours_as_ever(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.revindex }}"
+        "{{ loop.last }}{{ loop.nextitem is defined }}{{ loop.previtem is defined }}"
+        "{% else %}none{% endfor %}{% for k, v in {'a': 1}.items() if v %}{{ k }}{% endfor %}"
+        "{% for x in nothing %}{% else %}empty{% endfor %}"
+    )
+    chat = ChatTemplate(template, {})
+    said = chat.render([USER, USER], None, add_generation_prompt=True, continue_final_message=False)
+    assert said == "1/22FalseTrueFalse2/21TrueFalseTrueaempty"

@@ -9,3 +9,9 @@ from tests.workers.agent.harness import Observer
 @pytest.fixture
 def observer(redis: Redis) -> Observer:
     return Observer(redis)
+
+
+@pytest.fixture(autouse=True)
+def frequent_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of leases that are long: short ones lapse on a busy machine."""
+    monkeypatch.setattr("workers.agent.agent.MAX_RENEWAL_S", 0.1)

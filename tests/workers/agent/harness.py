@@ -14,9 +14,10 @@ from app.core.keys import Keyspace
 from app.core.loads import Reservation, Wish
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
-from app.state import reservations
+from app.state import leases, reservations
 from app.state.overlap import match
 from app.state.scripts import Call, ScriptRunner
+from tests.eventually import eventually
 from workers.agent.agent import Agent, AgentSettings
 
 LATER = 1 << 53
@@ -36,13 +37,14 @@ def info(worker_id: str = "w0", block_size: int = 16) -> WorkerInfo:
 def new_agent(
     redis: Redis,
     *,
-    ttl_s: float = 0.3,
+    ttl_s: float = 60.0,
     shards: int = 1,
     runner: ScriptRunner | None = None,
     **changed: Any,
 ) -> Agent:
+    """One that renews its lease ten times a second: see conftest.py."""
     return Agent(
-        runner or ScriptRunner(redis, timeout_s=0.2),
+        runner or ScriptRunner(redis, timeout_s=5.0),
         KEYS,
         info(**changed),
         AgentSettings(lease_ttl_s=ttl_s, index_blocks=128, shards=shards),
@@ -103,6 +105,16 @@ class Observer:
         seconds, micros = await self.redis.time()
         just_now_ms = seconds * 1000 + micros // 1000 - 1
         await self.redis.zadd(KEYS["leases"], {str(incarnation): just_now_ms})
+
+    async def retire(self, incarnation: Incarnation) -> None:
+        """Retire it, as routers do some time after its lease has expired. It may renew that before
+        they come, and then is not: until it is, it expires again."""
+
+        async def retired() -> int:
+            await self.lapse(incarnation)
+            return await self.runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=LATER))
+
+        await eventually(retired)
 
     async def reserve(self, incarnation: Incarnation, request_id: str) -> None:
         reservation = Reservation(request_id, prefill_tokens=100, prefill_us=8500, blocks=7)

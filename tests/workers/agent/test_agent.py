@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,12 @@ from redis.asyncio import Redis
 import workers.agent.agent
 import workers.agent.publish
 from app.core import worker_report
-from app.core.errors import NamespaceMismatch, RedisUnavailable, WorkerReplaced
+from app.core.errors import RedisUnavailable
 from app.core.events import Removed, Stored
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN
+from app.core.loads import Load
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
+from app.http import supervisor
 from app.local.redis_server import EmbeddedRedis
 from app.state import leases, reservations
 from app.state.client import RedisClient
@@ -38,6 +41,9 @@ from tests.workers.agent.harness import (
     info,
     new_agent,
 )
+from workers.agent.agent import Agent
+from workers.agent.publish import Publisher
+from workers.tasks import FAILURES
 
 
 async def test_a_worker_whose_agent_started_is_routed_to(redis: Redis, observer: Observer) -> None:
@@ -65,7 +71,7 @@ async def test_a_running_agent_follows_a_redis_that_moves_without_a_failed_call(
 async def test_a_worker_whose_agent_stopped_is_no_longer_routed_to(
     redis: Redis, observer: Observer
 ) -> None:
-    agent = new_agent(redis, ttl_s=60.0)
+    agent = new_agent(redis)
     await agent.start()
     agent.notify([Stored(tuple(CHAIN), None)])
     published = asyncio.ensure_future(agent.published())
@@ -84,65 +90,83 @@ async def test_an_agent_that_never_started_has_nothing_to_stop(redis: Redis) -> 
     assert await redis.keys() == []
 
 
-async def test_a_block_size_other_than_the_namespaces_is_refused(redis: Redis) -> None:
-    await new_agent(redis, worker_id="w0", block_size=16).start()
-    with pytest.raises(
-        NamespaceMismatch, match="w1:0 has block_size 32, but namespace agents has 16"
-    ):
-        await new_agent(redis, worker_id="w1", block_size=32).start()
+async def test_a_worker_that_its_namespace_does_not_take_says_so_until_it_does(
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.agent.agent.REGISTER_AGAIN_S", 0.5)
+    await new_agent(redis, worker_id="w0", block_size=16, ttl_s=60.0).start()
+    agent = new_agent(redis, worker_id="w1", block_size=32, ttl_s=60.0)
+
+    async def refused() -> str:
+        return agent.refused
+
+    starting = asyncio.ensure_future(agent.start())
+    assert await eventually(refused) == "worker w1:0 has block_size 32, but namespace agents has 16"
+    await redis.flushall()
+    await starting
+    assert list((await observer.live()).values()) == ["w1:0"]
+    assert agent.refused == ""
 
 
 async def test_the_lease_is_renewed_while_the_agent_runs(redis: Redis, observer: Observer) -> None:
-    async with running(new_agent(redis, ttl_s=0.3)):
+    async with running(new_agent(redis)):
         registered = await redis.zscore(KEYS["leases"], "1")
         assert registered is not None
 
         async def expiry_ms() -> float:
             return await redis.zscore(KEYS["leases"], "1") or 0.0
 
-        # Three lifetimes later; without renewals it would have lapsed long before.
+        # As long as it was, from each renewal on.
         await eventually(expiry_ms, lambda at: at >= registered + 900)
         assert await observer.live() == {1: "w0:0"}
 
 
 class DeafRunner(ScriptRunner):
-    """The first renewal gets no answer and times out after `timeout_s`."""
+    """The first renewal gets no answer, and is given up after `patience_s`."""
 
-    def __init__(self, redis: Redis, timeout_s: float) -> None:
-        super().__init__(redis, timeout_s)
-        self.renewed_at: list[float] = []
-        self._patience_s = timeout_s
+    def __init__(self, redis: Redis, patience_s: float) -> None:
+        super().__init__(redis, 5.0)
+        self.num_renewals = 0
+        self._patience_s = patience_s
+        self._sleep = asyncio.sleep
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
         if calls[0].name == "renew":
-            self.renewed_at.append(asyncio.get_running_loop().time())
-            if len(self.renewed_at) == 1:
-                await asyncio.sleep(self._patience_s)
+            self.num_renewals += 1
+            if self.num_renewals == 1:
+                await self._sleep(self._patience_s)
                 raise RedisUnavailable("no answer")
         return await super().run_each(calls)
 
 
-async def test_an_unanswered_renewal_is_retried_before_the_lease_lapses(
-    redis: Redis, observer: Observer
+async def test_an_unanswered_renewal_is_retried_at_once(
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Sent at 0.2 s and timed out at 0.45 s; a further pause of 0.2 s would exceed the TTL of 0.6 s.
-    runner = DeafRunner(redis, timeout_s=0.25)
-    async with running(new_agent(redis, ttl_s=0.6, runner=runner)):
+    """With a pause on top, an agent that missed one answer would lose its lease."""
+    runner, pauses = DeafRunner(redis, patience_s=0.15), list[float]()
+    sleep = asyncio.sleep
 
-        async def renewals() -> list[float]:
-            return runner.renewed_at
+    async def noting(delay: float) -> None:
+        if sys._getframe(1).f_code.co_name == "_keep_lease":
+            pauses.append(delay)
+        await sleep(delay)
 
-        first, second = (await eventually(renewals, lambda seen: len(seen) >= 2))[:2]
-        assert 0.25 <= second - first < 0.35
-        await eventually(renewals, lambda seen: len(seen) >= 4)
+    async def renewals() -> int:
+        return runner.num_renewals
+
+    monkeypatch.setattr("workers.agent.agent.asyncio.sleep", noting)
+    async with running(new_agent(redis, runner=runner)):
+        await eventually(renewals, lambda number: number >= 4)
         assert await observer.live() == {1: "w0:0"}
+    assert 0 < pauses[0] <= 0.1
+    assert pauses[1] <= 0
 
 
 async def test_a_lease_that_is_made_to_lapse_is_renewed_soon_however_long_it_is(
     redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.agent.agent.MAX_RENEWAL_S", 0.05)
-    async with running(new_agent(redis, ttl_s=600)):
+    async with running(new_agent(redis)):
         await redis.zadd(KEYS["leases"], {"1": 1})
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
 
@@ -155,9 +179,7 @@ async def test_the_more_workers_there_are_the_longer_an_agent_pauses(
     sleep = asyncio.sleep
 
     async def noting(delay: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        pauses[task.get_coro().__name__] = delay  # type: ignore[union-attr]
+        pauses[sys._getframe(1).f_code.co_name] = delay
         await sleep(min(delay, 0.01))
 
     async def look() -> tuple[float | None, float | None]:
@@ -182,13 +204,16 @@ class RenewalRunner(ScriptRunner):
         return await super().run_each(calls)
 
 
-async def test_loads_of_many_workers_are_counted_less_often(redis: Redis) -> None:
+async def test_loads_of_many_workers_are_counted_less_often(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.agent.agent.MAX_RENEWAL_S", 0.01)
     runner = RenewalRunner(redis)
 
     async def renewals() -> list[int]:
         return runner.thorough
 
-    async with running(new_agent(redis, ttl_s=0.03, runner=runner)):
+    async with running(new_agent(redis, runner=runner)):
         first = await eventually(renewals, lambda found: len(found) >= 6)
         assert first[:6] == [0, 0, 1] * 2
         await redis.zadd(KEYS["leases"], {str(n): LATER for n in range(2, 1025)})
@@ -210,8 +235,7 @@ async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again
         agent.notify([Stored(tuple(CHAIN[:6]), None), Stored((CHAIN[6],), CHAIN[5], Tier.HOST)])
         held = TierOverlap(device=6, host=1)
         await eventually(observer.overlaps, lambda o: o == {1: held})
-        await observer.lapse(Incarnation(1))
-        await observer.runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=LATER))
+        await observer.retire(Incarnation(1))
         await eventually(observer.overlaps, lambda o: o == {2: held})
 
         async def current() -> dict[bytes, bytes]:
@@ -305,8 +329,9 @@ async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(
 async def test_the_next_batch_notices_that_redis_was_flushed(
     redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.agent.agent.AUDIT_INTERVAL_S", 3600.0)
-    async with running(new_agent(redis, ttl_s=600.0)) as agent:
+    for others in ("AUDIT_INTERVAL_S", "MAX_RENEWAL_S"):
+        monkeypatch.setattr(f"workers.agent.agent.{others}", 3600.0)
+    async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN[:6]), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
         await redis.flushall()
@@ -315,7 +340,7 @@ async def test_the_next_batch_notices_that_redis_was_flushed(
 
 
 async def test_a_batch_that_redis_lost_leads_to_a_resync(redis: Redis, observer: Observer) -> None:
-    async with running(new_agent(redis, ttl_s=600.0)) as agent:
+    async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN[:4]), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
         await observer.reserve(Incarnation(1), "req-1")
@@ -333,7 +358,7 @@ async def test_an_incarnation_with_a_refused_batch_is_not_activated(
 ) -> None:
     monkeypatch.setattr("workers.agent.agent.AUDIT_INTERVAL_S", 3600.0)
     runner = FaultyRunner(redis)
-    async with running(new_agent(redis, ttl_s=60.0, runner=runner)) as agent:
+    async with running(new_agent(redis, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN[:4]), None)])
         await agent.published()
         runner.answers = [False, False]
@@ -352,8 +377,7 @@ async def test_a_resync_abandons_a_batch_that_is_still_under_way(
         runner.reached.clear()
         agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
         await runner.reached.wait()
-        await observer.lapse(Incarnation(1))
-        await observer.runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=LATER))
+        await observer.retire(Incarnation(1))
         await eventually(observer.live, lambda live: live == {2: "w0:0"})
         runner.gate.set()
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
@@ -400,7 +424,7 @@ async def test_a_worker_whose_agent_stops_during_activation_is_no_longer_routed_
     redis: Redis, observer: Observer
 ) -> None:
     runner = GatedRunner(redis, "activate", answer=True)
-    agent = new_agent(redis, ttl_s=60.0, runner=runner)
+    agent = new_agent(redis, runner=runner)
     async with running(agent):
         runner.gate.clear()
         runner.reached.clear()
@@ -460,46 +484,113 @@ async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRe
 async def test_a_second_process_with_the_same_key_takes_over_at_once(
     redis: Redis, observer: Observer
 ) -> None:
-    old = new_agent(redis, ttl_s=60.0)
+    old = new_agent(redis)
     await old.start()
     old.notify([Stored(tuple(CHAIN), None)])
-    await new_agent(redis, ttl_s=60.0).start()
+    await new_agent(redis).start()
     assert await observer.live() == {2: "w0:0"}
     assert await observer.overlaps() == {}
 
 
-async def test_a_replaced_agent_stops_running(redis: Redis) -> None:
-    old = new_agent(redis, ttl_s=0.6)
-    await old.start()
-    running_old = asyncio.ensure_future(old.run())
-    new = new_agent(redis, ttl_s=60.0)
-    await new.start()
-    with pytest.raises(ExceptionGroup) as ended:
-        await asyncio.wait_for(running_old, 10)
-    assert ended.group_contains(WorkerReplaced, match="w0:0")
-
-
-async def test_an_agent_stops_running_if_the_namespace_keeps_another_block_size(
-    redis: Redis,
+async def test_a_replaced_agent_waits_until_the_other_process_has_ended(
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = new_agent(redis, ttl_s=0.6)
-    await agent.start()
-    running_agent = asyncio.ensure_future(agent.run())
-    async with redis.pipeline(transaction=True) as pipe:
-        pipe.delete(KEYS["writers"])
-        pipe.hset(KEYS["meta"], "block_size", "4")
-        await pipe.execute()
-    with pytest.raises(ExceptionGroup) as ended:
-        await asyncio.wait_for(running_agent, 10)
-    assert ended.group_contains(NamespaceMismatch, match="w0:0 has block_size 16")
+    monkeypatch.setattr("workers.agent.agent.REGISTER_AGAIN_S", 0.5)
+    async with running(new_agent(redis)) as old:
+        old.notify([Stored(tuple(CHAIN), None)])
+        new = new_agent(redis)
+        await new.start()
+
+        async def refused() -> str:
+            return old.refused
+
+        assert await eventually(refused) == "another process has registered as worker w0:0"
+        assert await observer.live() == {new.incarnation: "w0:0"}
+        await new.stop()
+        await eventually(observer.overlaps, lambda o: list(o.values()) == [TierOverlap(device=8)])
+        assert await observer.live() == {old.incarnation: "w0:0"}
+
+
+async def test_an_agent_is_back_once_its_namespace_has_its_block_size_again(
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.agent.agent.REGISTER_AGAIN_S", 0.5)
+    async with running(new_agent(redis)) as agent:
+
+        async def refused() -> str:
+            return agent.refused
+
+        async with redis.pipeline(transaction=True) as pipe:
+            pipe.delete(KEYS["writers"])
+            pipe.hset(KEYS["meta"], "block_size", "4")
+            await pipe.execute()
+        assert "w0:0 has block_size 16" in await eventually(refused)
+        await redis.hset(KEYS["meta"], "block_size", "16")
+        await eventually(refused, lambda why: not why)
+        await eventually(observer.live, lambda live: live == {agent.incarnation: "w0:0"})
+
+
+async def test_a_worker_whose_engine_is_ill_gets_no_requests_and_keeps_its_blocks(
+    redis: Redis, observer: Observer
+) -> None:
+    await new_agent(redis, worker_id="other").start()
+    async with running(new_agent(redis)) as agent:
+        agent.notify([Stored(tuple(CHAIN), None)])
+        assert await agent.published()
+        agent.ill = "does not answer"
+        await eventually(observer.live, lambda live: "w0:0" not in live.values())
+        assert agent.is_out
+        agent.ill = ""
+        await eventually(observer.live, lambda live: live.get(agent.incarnation) == "w0:0")
+        assert (await observer.overlaps())[agent.incarnation] == TierOverlap(device=8)
+
+
+@pytest.mark.parametrize(
+    ("task", "owner", "method"),
+    [
+        ("lease", Agent, "_renew"),
+        ("blocks", Publisher, "publish"),
+        ("audit", Agent, "_audit"),
+        ("measurements", Agent, "_publish_metrics"),
+        ("models", Agent, "_announce"),
+    ],
+)
+async def test_no_surprise_in_an_agent_ends_it(
+    redis: Redis,
+    observer: Observer,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    owner: type[Any],
+    method: str,
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    surprises, does = [RecursionError(task)], getattr(owner, method)
+
+    def fails_at_first(*given: Any, **named: Any) -> Any:
+        if surprises:
+            raise surprises.pop()
+        return does(*given, **named)
+
+    async def failures() -> float:
+        [metric] = FAILURES.collect()
+        return sum(one.value for one in metric.samples if one.labels == {"task": task})
+
+    before = await failures()
+    monkeypatch.setattr(owner, method, fails_at_first)
+    async with running(new_agent(redis)) as agent:
+        await eventually(failures, lambda number: number == before + 1)
+        agent.notify([Stored(tuple(CHAIN), None)])
+        await eventually(observer.overlaps, lambda o: list(o.values()) == [TierOverlap(device=8)])
+        assert await observer.live() == {agent.incarnation: "w0:0"}
 
 
 async def test_a_process_is_not_replaced_by_an_ended_one_that_redis_brings_back(
-    redis: Redis, observer: Observer
+    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await new_agent(redis, ttl_s=0.6).start()
+    monkeypatch.setattr("workers.agent.agent.REGISTER_AGAIN_S", 0.5)
+    await new_agent(redis).start()
     before = {key: await redis.dump(key) for key in await redis.keys()}
-    async with running(new_agent(redis, ttl_s=0.6)) as agent:
+    async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
         async with redis.pipeline(transaction=True) as failover:
             failover.flushall()
@@ -507,6 +598,7 @@ async def test_a_process_is_not_replaced_by_an_ended_one_that_redis_brings_back(
                 failover.restore(key, 0, value or b"")
             await failover.execute()
         assert await observer.live() == {1: "w0:0"}
+        await observer.lapse(Incarnation(1))
         await eventually(observer.live, lambda live: live == {agent.incarnation: "w0:0"})
         await eventually(observer.overlaps, lambda o: list(o.values()) == [TierOverlap(device=8)])
 
@@ -517,7 +609,7 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
     agent = new_agent(redis)
     agent.notify([Stored(tuple(CHAIN), None), Stored(tuple(CHAIN[:3]), None, Tier.HOST)])
     agent.notify([Removed(tuple(CHAIN[2:]))])
-    shown = replace(MEASURED, device_blocks=2, host_blocks=1, disk_blocks=0)
+    shown = replace(MEASURED, device_blocks=2, host_blocks=1, disk_blocks=0).beside(Load())
     async with running(agent):
 
         async def entries() -> list[tuple[bytes, dict[bytes, bytes]]]:

@@ -8,6 +8,7 @@ and dead incarnations are swept. The model is a plain set per worker and tier.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import cycle
 from unittest import mock
 
 import pytest
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from app.core.chains import parse_owners
-from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.keys import Keyspace
 from app.core.overlaps import Overlaps
+from app.core.resume import ReuseRule
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis
@@ -47,6 +49,10 @@ def chain_to(n: int) -> list[int]:
 
 
 CHAINS = [[BLOCKS[n] for n in chain_to(leaf)] for leaf in LEAVES]
+RULES = (ReuseRule(), ReuseRule(3), ReuseRule(2, lookahead=1))
+"""Of the first worker, the second, and so on."""
+AHEAD = (0, 2, 1)
+"""How far each looks ahead once it has told where it can go on."""
 
 
 @dataclass
@@ -54,11 +60,16 @@ class Worker:
     """The model of a worker's cache, the worker's bookkeeping, and what it has sent to Redis."""
 
     fake: FakeWorker
+    rule: ReuseRule
+    ahead: int
     cache: CacheModel = field(default_factory=CacheModel)
-    ownership: Ownership = field(default_factory=Ownership)
+    ownership: Ownership = field(init=False)
     undelivered: list[Change] = field(default_factory=list)
     sent: list[list[Change]] = field(default_factory=list)
     """Batches of this incarnation; the n-th has seq n + 1."""
+
+    def __post_init__(self) -> None:
+        self.ownership = Ownership(self.rule)
 
     def take(self, event: CacheEvent) -> None:
         self.cache.take(event)
@@ -73,14 +84,16 @@ class World:
         self.runner = ScriptRunner(redis, timeout_s=60.0)
         self.boundaries = overlap.Boundaries()
         self.workers = [
-            Worker(FakeWorker(self.runner, KEYSPACE, worker_info(f"w{i}"), bucket_bits=2))
-            for i in range(num_workers)
+            Worker(
+                FakeWorker(self.runner, KEYSPACE, worker_info(f"w{i}"), bucket_bits=2), rule, ahead
+            )
+            for i, rule, ahead in zip(range(num_workers), cycle(RULES), cycle(AHEAD), strict=False)
         ]
 
     async def restart(self, worker: Worker) -> None:
         """Replace the process, and with it the cache, by a new one that is empty."""
         worker.cache = CacheModel()
-        worker.ownership = Ownership()
+        worker.ownership = Ownership(worker.rule)
         worker.undelivered, worker.sent = [], []
         await worker.fake.register()
         await worker.fake.activate()
@@ -121,6 +134,7 @@ class World:
                     self.runner, KEYSPACE, CHAINS, boundaries=boundaries
                 )
             assert sampled == whole
+            assert [found.resumes for found in sampled] == [found.resumes for found in whole]
         with_learnt, _ = await overlap.match(
             self.runner, KEYSPACE, CHAINS, boundaries=self.boundaries
         )
@@ -137,6 +151,13 @@ class World:
             expected = {w.fake.incarnation: w.cache.scan(chain) for w in self.workers}
             live = {inc: answer.get(inc, TierOverlap()) for inc in expected}
             assert live == expected
+            for worker in self.workers:
+                inc = worker.fake.incarnation
+                held = answer.get(inc, TierOverlap()).total
+                resume = answer.resumes.get(inc)
+                for most in range(len(chain) - 1, len(chain) + 1):
+                    reused = resume.reused(most) if resume else worker.rule.reused(held, most)
+                    assert reused == worker.cache.reused(chain, most, worker.rule)
 
     async def check_between_batches(self) -> None:
         """At any moment, a query equals a walk over the entries in Redis: it skips none."""
@@ -178,6 +199,7 @@ def steps_of(num_workers: int) -> st.SearchStrategy[Step]:
         st.tuples(st.just("store_one"), workers, NODES, TIERS),
         st.tuples(st.just("remove"), workers, NODES, TIERS),
         st.tuples(st.just("move"), workers, NODES, TIERS, TIERS),
+        st.tuples(st.just("ends"), workers, st.sets(NODES, max_size=6), st.booleans()),
         st.tuples(st.just("deliver"), workers, st.sampled_from((1, 2, 5, 100))),
         st.tuples(st.just("repeat"), workers, st.integers(1, 3)),
         # One strategy for all four, so that they are rare: they leave little state to test.
@@ -204,6 +226,8 @@ async def step(world: World, name: str, *args: object) -> None:
                 worker.take(Stored((BLOCKS[n],), parent, target))
                 if source != target:
                     worker.take(Removed((BLOCKS[n],), source))
+        case ("ends", nodes, are_ends):
+            worker.take(Ends(tuple(BLOCKS[n] for n in nodes), are_ends, worker.ahead))
         case ("clear",):
             worker.take(Cleared())
         case ("deliver", size):
@@ -267,7 +291,7 @@ def examples(count: int) -> settings:
 
 
 @pytest.mark.timeout(600)
-@examples(150)
+@examples(80)
 @given(steps=st.lists(steps_of(3), min_size=40, max_size=60))
 def test_queries_equal_scans_of_every_workers_cache(
     redis_server: EmbeddedRedis, steps: list[Step]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.chains import GROUP_BLOCKS
-from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
+from app.core.resume import ReuseRule
 from app.core.types import SequenceHash, Tier
 from app.state.index import FIRST_PLACE, Change, Claims
 from workers.agent import ownership as module
@@ -40,7 +41,7 @@ def drained(ownership: Ownership, *events: CacheEvent) -> list[tuple[SequenceHas
     changes = ownership.drain(0)
     ownership.check()
     assert ownership.num_pending == 0
-    return [(block, tier) for block, tier, _ in changes]
+    return [(block, tier) for block, tier, *_ in changes]
 
 
 @pytest.fixture
@@ -331,18 +332,23 @@ def plain_published(held: Mapping[SequenceHash, set[Tier]], parents: Parents) ->
     return published
 
 
-def leader_of(block: SequenceHash, parents: Parents) -> SequenceHash:
-    """The first block of the group of GROUP that `block` is in."""
+def chain_of(block: SequenceHash, parents: Parents) -> list[SequenceHash]:
+    """`block` after those that lead to it."""
     chain = [block]
     while (parent := parents[chain[-1]]) is not None:
         chain.append(parent)
-    chain.reverse()
+    return chain[::-1]
+
+
+def leader_of(block: SequenceHash, parents: Parents) -> SequenceHash:
+    """The first block of the group of GROUP that `block` is in."""
+    chain = chain_of(block, parents)
     return chain[(len(chain) - 1) // GROUP * GROUP]
 
 
 def send(redis: Published, changes: list[Change], parents: Parents) -> None:
     """Apply changes one by one: the invariant must hold wherever they are cut into batches."""
-    for block, tier, leader in changes:
+    for block, tier, leader, _ in changes:
         assert leader == leader_of(block, parents)
         if tier is None:
             del redis[block]
@@ -454,6 +460,43 @@ def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
         assert ownership.num_pending == len(differing)
     send(redis, ownership.drain(0), parents)
     assert redis == plain_published(held, parents)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.data(),
+    st.integers(0, 3),
+    st.sampled_from([ReuseRule(), ReuseRule(2), ReuseRule(2, 1), ReuseRule(1, 0, 2)]),
+)
+def test_whatever_is_stored_and_removed_it_is_right_after_what_engines_go_on(
+    data: st.DataObject, lookahead: int, rule: ReuseRule
+) -> None:
+    # Few branches, as ends matter to each other along a chain.
+    above = data.draw(st.tuples(*[st.sampled_from([1, 1, 1, 2])] * NUM_BLOCKS))
+    parents = {
+        b: BLOCKS[i - n] if i >= n else None
+        for i, b, n in zip(range(NUM_BLOCKS), BLOCKS, above, strict=True)
+    }
+    ownership, ends = Ownership(rule), set[SequenceHash]()
+    ownership.apply([Stored((block,), parent) for block, parent in parents.items()])
+    blocks = st.lists(st.sampled_from(BLOCKS), max_size=4).map(tuple)
+    marks = st.builds(Ends, blocks, st.booleans(), st.just(lookahead))
+    removals = st.builds(Removed, blocks, st.sampled_from(Tier))
+    events = st.one_of(marks, marks, stores(parents), removals)
+    for event in data.draw(st.lists(events, min_size=4, max_size=16)):
+        ownership.apply([event])
+        ownership.check()
+        if isinstance(event, Ends):
+            ends = ends.union(event.blocks) if event.are_ends else ends - {*event.blocks}
+            changes = ownership.drain(0)
+            for block, tier, _, back in changes:
+                if tier is not None:
+                    chain = chain_of(block, parents)
+                    at = [
+                        n for n in range(len(chain) - lookahead + 1) if {*chain[n - 1 : n]} <= ends
+                    ]
+                    before = [n for n in at if n < len(chain)]
+                    assert back == rule.back(len(chain), max(at, default=0), max(before, default=0))
 
 
 CLAIM = (0, DEVICE)

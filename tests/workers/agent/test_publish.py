@@ -114,7 +114,7 @@ async def test_the_busier_redis_is_the_less_an_agent_sends_together_and_the_less
     monkeypatch.setattr("workers.agent.publish.MAX_PAUSE_S", 0.00123)
     monkeypatch.setattr("workers.agent.agent.asyncio.sleep", noting)
     runner = BatchRunner(redis, on_trip)
-    agent = new_agent(redis, ttl_s=30.0, runner=runner)
+    agent = new_agent(redis, runner=runner)
     blocks = tuple(SequenceHash(n) for n in range(1, 129))
     agent.notify([Stored(blocks, None)])
     async with running(agent):
@@ -174,7 +174,7 @@ async def test_events_during_an_outage_are_coalesced_and_published_after_it(
 ) -> None:
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
-        async with running(new_agent(redis, ttl_s=60.0)) as agent:
+        async with running(new_agent(redis)) as agent:
             agent.notify([Stored(tuple(CHAIN[:4]), None)])
             await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
             await agent.published()  # else the outage may interrupt the first batch
@@ -202,7 +202,7 @@ def _frequent_audits(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_blocks_deleted_from_the_index_are_published_again(
     redis: Redis, observer: Observer
 ) -> None:
-    async with running(new_agent(redis, ttl_s=60.0)) as agent:
+    async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
         bucket, block = SHARD[f"blocks:{CHAIN[0] >> 60:x}"], f"{CHAIN[3]:016x}"
@@ -214,7 +214,7 @@ async def test_blocks_deleted_from_the_index_are_published_again(
 async def test_blocks_added_to_the_index_by_others_are_dropped_by_a_resync(
     redis: Redis, observer: Observer
 ) -> None:
-    async with running(new_agent(redis, ttl_s=60.0)) as agent:
+    async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN[:4]), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
         bucket = SHARD[f"blocks:{CHAIN[0] >> 60:x}"]
@@ -227,7 +227,7 @@ async def test_blocks_added_to_the_index_by_others_are_dropped_by_a_resync(
 async def test_a_shard_that_lost_the_incarnation_is_distinguished_from_one_that_lost_blocks(
     redis: Redis, observer: Observer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(new_agent(redis, ttl_s=60.0)) as agent:
+    async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
         await agent.published()
         await redis.delete(SHARD["applied"])
@@ -315,7 +315,7 @@ async def test_settling_does_not_wait_for_an_unreachable_redis(
 ) -> None:
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
-        async with running(new_agent(redis, ttl_s=60.0)) as agent:
+        async with running(new_agent(redis)) as agent:
             agent.notify([Stored(tuple(CHAIN), None)])
             assert await agent.published()
             own_redis_server.kill()
@@ -343,7 +343,7 @@ async def test_settling_waits_for_a_reachable_shard_while_another_is_unreachable
 ) -> None:
     runner = PartitionedRunner(redis, "apply")
     first, second = SequenceHash(10), SequenceHash(11)  # one block in each shard
-    async with running(new_agent(redis, ttl_s=60.0, shards=2, runner=runner)) as agent:
+    async with running(new_agent(redis, shards=2, runner=runner)) as agent:
         agent.notify([Stored((first,), None), Stored((second,), None)])
         assert await agent.published()
         runner.is_partitioned = True
@@ -386,7 +386,7 @@ async def test_a_redis_that_goes_away_amid_a_resync_is_not_waited_for_either(
         observer = Observer(redis)
         runner = GatedRunner(redis, "register")
         runner.gate.set()
-        async with running(new_agent(redis, ttl_s=60.0, runner=runner)) as agent:
+        async with running(new_agent(redis, runner=runner)) as agent:
             agent.notify([Stored(tuple(CHAIN), None)])
             assert await agent.published()
             runner.gate.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
+from app.core.resume import EVERY_BLOCK
 from app.core.types import SequenceHash, TierOverlap
 from tests.workers.kv.cache_model import CacheModel
 from workers.bridge.engine_blocks import EngineBlocks
@@ -50,7 +51,8 @@ class Holder:
                 self.cache.take(change)
 
     def overlap(self, chain: list[SequenceHash] = CHAIN) -> TierOverlap:
-        return self.cache.scan(chain)
+        """What the engine reuses of it."""
+        return self.cache.scan(chain).first(self.cache.reused(chain, len(chain), EVERY_BLOCK))
 
 
 def stored(

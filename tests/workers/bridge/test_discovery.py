@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from app.core.errors import ConfigError, EngineUnavailable
+from app.core.errors import EngineUnavailable, EngineUnfit
 from tests.workers.bridge.engine_server import (
     SGLANG,
     SGLANG_INFO,
@@ -25,6 +25,7 @@ from workers.bridge import engine_http
 from workers.bridge.discovery import discover
 from workers.bridge.engine_http import EngineHttp
 from workers.bridge.facts import NO_OVERRIDES, EngineFacts, EventSource, Overrides
+from workers.bridge.sglang import KV_SETTINGS
 
 HOST = "127.0.0.1"
 EVENTS = "tcp://*:5557"
@@ -59,6 +60,7 @@ async def test_vllm_says_all_of_it() -> None:
         sources=(EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"),),
         announces_copies=True,
         started_s=1795479223.91,
+        kv_dtype="auto",
         tokenizer="example/tiny-model",
     )
 
@@ -80,6 +82,7 @@ async def test_sglang_says_all_but_when_it_started() -> None:
         ),
         announces_copies=False,
         started_s=None,
+        kv_settings=tuple((name, "") for name in KV_SETTINGS),
     )
 
 
@@ -146,6 +149,7 @@ async def test_speculation_costs_vllm_the_last_block_of_a_hit_unless_hashes_look
         metrics += b'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="in_progress"} 0.0\n'
     facts = await facts_of(VLLM | {"/metrics": metrics, "/version": {"version": version}})
     assert (facts.block_size, facts.recomputed_tokens) == (32, recomputed)
+    assert facts.lookahead_tokens == (0 if recomputed else 1)
 
 
 async def test_the_blocks_that_older_vllm_reports_belong_to_all_ranks() -> None:
@@ -247,7 +251,7 @@ SGLANG_EVENTS = (
     ],
 )
 async def test_one_line_names_the_flag_that_is_missing(answers: Answers, flag: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(EngineUnfit) as raised:
         await facts_of(answers)
     assert flag in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -272,7 +276,7 @@ async def test_an_engine_that_refuses_connections_may_be_asked_later() -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://[", "ftp://127.0.0.1"])
 async def test_a_url_that_is_none_is_named(url: str) -> None:
     async with aiohttp.ClientSession() as session:
-        with pytest.raises(ConfigError, match="--engine-url"):
+        with pytest.raises(EngineUnfit, match="--engine-url"):
             await discover(session, url)
 
 

@@ -376,7 +376,7 @@ def test_a_multimodal_item_counts_for_all_index_blocks_of_an_engines_block(holde
 def test_the_first_of_each_pair_of_tokens_counts(holder: Holder) -> None:
     pairs = list(pairwise(TOKENS))[: 2 * SIZE]
     holder.take(BlockStored([11, 12], None, pairs, SIZE))
-    assert holder.overlap() == TierOverlap(device=2)
+    assert holder.cache.scan(CHAIN) == TierOverlap(device=2)
 
 
 @pytest.mark.parametrize(
@@ -386,13 +386,40 @@ def test_the_first_of_each_pair_of_tokens_counts(holder: Holder) -> None:
         BlockStored([11], None, list(pairwise(TOKENS))[:SIZE], SIZE),
     ],
 )
-def test_blocks_that_look_ahead_may_be_reused_less_than_is_shown(
+def test_a_block_that_looks_ahead_is_reused_if_the_next_one_is_held(
     holder: Holder, event: BlockStored
 ) -> None:
-    holder.take(stored([10]))
-    assert not holder.blocks.is_upper_bound
     holder.take(event)
-    assert holder.blocks.is_upper_bound
+    assert holder.overlap() == TierOverlap()
+    more = replace(stored([12], 1, 11), lookahead_token_ids=[[7]])
+    holder.take(more)
+    assert holder.overlap() == TierOverlap(device=1)
+
+
+def test_of_an_engine_that_looks_ahead_the_chain_of_its_own_blocks_has_to_be_whole(
+    holder: Holder,
+) -> None:
+    """Blocks 11 and 21 have the same tokens, and look ahead to others; 12 follows 11."""
+    ahead, other = [[TOKENS[SIZE]]], [[7]]
+    first = replace(stored([11]), lookahead_token_ids=ahead)
+    holder.take(
+        first,
+        replace(stored([12], 1, 11), lookahead_token_ids=other),
+        replace(stored([21]), lookahead_token_ids=other),
+    )
+    assert holder.overlap() == TierOverlap(device=1)
+    holder.take(BlockRemoved([11]))
+    assert holder.overlap() == TierOverlap()
+    holder.take(first)
+    assert holder.overlap() == TierOverlap(device=1)
+
+
+def test_an_engine_that_was_thought_to_look_ahead_may_tell_that_it_does_not(
+    holder: Holder,
+) -> None:
+    holder.blocks = EngineBlocks(SIZE, lookahead_blocks=1)
+    holder.take(stored([11, 12]))
+    assert holder.overlap() == TierOverlap(device=2)
 
 
 @pytest.mark.parametrize(

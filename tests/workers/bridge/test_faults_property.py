@@ -205,7 +205,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "REPLY_S", 1.5)
 
 
-@pytest.mark.timeout(300)
 @settings(
     max_examples=60,
     deadline=None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
+from app.core.resume import ReuseRule
 from app.core.types import SequenceHash, Tier, TierOverlap
 
 
@@ -14,6 +15,9 @@ class CacheModel:
 
     def __init__(self) -> None:
         self._held: dict[SequenceHash, set[Tier]] = {}
+        self._ends: set[SequenceHash] | None = None
+        """None: it can go on after all blocks."""
+        self._lookahead = self._recomputed = 0
 
     def take(self, event: CacheEvent) -> None:
         match event:
@@ -25,6 +29,19 @@ class CacheModel:
                     self.tiers_of(block).discard(event.tier)
             case Cleared():
                 self._held.clear()
+                self._ends = None
+            case Ends():
+                ends = set() if self._ends is None else self._ends
+                self._ends = ends.union(event.blocks) if event.are_ends else ends - {*event.blocks}
+                self._lookahead, self._recomputed = event.lookahead, event.recomputed
+
+    def reused(self, chain: Sequence[SequenceHash], most: int, rule: ReuseRule) -> int:
+        """Leading blocks of `chain` that are reused, `most` at most."""
+        held = self.scan(chain).total
+        if self._ends is None:
+            return rule.reused(held, most)
+        ends = [n for n in range(1, held - self._lookahead + 1) if chain[n - 1] in self._ends]
+        return max((n - self._recomputed for n in ends if n <= most), default=0)
 
     def tiers_of(self, block: SequenceHash) -> set[Tier]:
         return self._held.get(block, set())

@@ -237,7 +237,7 @@ TIERS = [
 @pytest.mark.parametrize("num_slots", TIERS, ids=len)
 def test_the_manager_behaves_like_the_model(num_slots: dict[Tier, int], write: WritePolicy) -> None:
     done: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(2):
         run = Run(seed, num_slots, write)
         for _ in range(NUM_STEPS):
             run.step()

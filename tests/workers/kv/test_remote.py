@@ -2,102 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import product
 
+import orjson
 import pytest
 import torch
 
 from app.http.server import listen
-from tests.eventually import eventually
 from tests.workers.kv.bad_link import Alter, bad_link, cut, flipped
+from tests.workers.kv.pairs import KIND, SLOTS, WORD, Pair, answer_of, pair
 from tests.workers.kv.pools import ODD, SMALL, WIDE, joined, same
-from tests.workers.kv.words import chain, computed, free, manager_of
-from workers.kv.manager import BlockManager
-from workers.kv.memory import KVShape, MemoryPool
+from tests.workers.kv.words import chain
+from workers.kv.memory import KVShape
 from workers.kv.remote import frames
-from workers.kv.remote.frames import MAX_FRAME_BYTES, Source, TransferError, Wanted, wanted_frame
-from workers.kv.remote.kept import KeptBlocks
+from workers.kv.remote.frames import MAX_FRAME_BYTES, Source, TransferError
 from workers.kv.remote.layer_groups import LayerGroups
 from workers.kv.remote.receiver import Arrival, BlockReceiver
-from workers.kv.remote.sender import BlockSender
-from workers.kv.remote.server import TransferServer
-from workers.kv.tables import BlockTable
 
-WORD = "ABCDE"
-SLOTS = [7, 2, 9, 4, 0]
-KIND = {"shape": "wide", "model": "tiny"}
-LEASE_S = 60.0
-
-
-@dataclass
-class Pair:
-    """A source that keeps the blocks of WORD, and a target: their pools, by rank."""
-
-    manager: BlockManager
-    source: list[MemoryPool]
-    target: list[MemoryPool]
-    kept: KeptBlocks[BlockTable]
-    transfer_id: str
-    source_ids: list[int]
-    port: int
-
-    async def fetch(
-        self,
-        word: str = WORD,
-        *,
-        kind: Mapping[str, str] = KIND,
-        port: int | None = None,
-        transfer_id: str | None = None,
-    ) -> Arrival:
-        groups = LayerGroups(self.target)
-        arrival = Arrival(len(word), groups)
-        source = Source("127.0.0.1", port or self.port, transfer_id or self.transfer_id, 0)
-        receiver = BlockReceiver(groups, kind)
-        await receiver.fetch(source, chain(word), SLOTS[: len(word)], arrival)
-        assert arrival.ended
-        return arrival
-
-    async def until_let_go(self) -> None:
-        await eventually(lambda: _value(len(self.kept.tables)), lambda num: not num)
-
-    def copied(self, num_blocks: int) -> bool:
-        """Are these leading blocks in the target's slots?"""
-        return same(
-            joined(self.source)[self.source_ids[:num_blocks]],
-            joined(self.target)[SLOTS[:num_blocks]],
-        )
-
-
-@asynccontextmanager
-async def pair(
-    shape: KVShape = WIDE,
-    *,
-    device: str = "cpu",
-    lease_s: float = LEASE_S,
-    tp_sizes: tuple[int, int] = (1, 1),
-) -> AsyncIterator[Pair]:
-    manager = manager_of(12)
-    source, target = (
-        [MemoryPool(rank, 12, device) for rank in shape.split(tp_size)] for tp_size in tp_sizes
-    )
-    for pool in source:
-        pool.words.random_()
-    table = computed(manager, WORD)
-    kept = KeptBlocks(manager.release)
-    with listen("127.0.0.1", 0) as listening:
-        server = TransferServer(kept, KIND, BlockSender(LayerGroups(source)).offer)
-        running = asyncio.ensure_future(server.run(listening))
-        port = listening.getsockname()[1]
-        yield Pair(manager, source, target, kept, kept.keep(table, lease_s), table.block_ids, port)
-        running.cancel()
-        await asyncio.wait([running])
-    kept.close()
-    manager.check()
-    assert free(manager) + 5 == 12
+ASKED = {"version": 2, "transfer_id": "x", "num_blocks": 1, "kind": {}, "proof": ""}
 
 
 @pytest.mark.parametrize("shape", [SMALL, WIDE, ODD], ids=["small", "wide", "odd"])
@@ -220,27 +142,41 @@ async def test_workers_that_compute_other_bits_refuse_each_other(
 
 async def test_a_target_of_another_version_is_told_of_it() -> None:
     async with pair() as workers:
-        body = b'{"version": 2}'
-        assert b"version: 1 here, 2 there" in await _answer(workers.port, body)
+        body = b'{"version": 1}'
+        assert b"version: 2 here, 1 there" in await answer_of(workers.port, body)
 
 
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        (b"[]", b"no blocks are asked for"),
+        (b"[]", b"asks for no blocks"),
         (b"{", b"not JSON"),
-        (b'{"version": 1, "transfer_id": "x", "blocks": ["y"], "kind": {}}', b"no blocks"),
+        (b"[" * 4096, b"not JSON"),
+        (b"\xff", b"not JSON"),
+        *[
+            (orjson.dumps(ASKED | {name: value}), b"asks for no blocks")
+            for name, value in (
+                ("transfer_id", "x" * 65),
+                ("transfer_id", "\u20ac"),
+                ("transfer_id", None),
+                ("num_blocks", -1),
+                ("num_blocks", frames.MAX_BLOCKS + 1),
+                ("num_blocks", 1.5),
+                ("kind", {"model": ["tiny"]}),
+                ("proof", 1),
+            )
+        ],
     ],
 )
 async def test_a_malformed_request_is_refused(body: bytes, error: bytes) -> None:
     async with pair() as workers:
-        assert error in await _answer(workers.port, body)
+        assert error in await answer_of(workers.port, body)
 
 
 async def test_a_frame_that_is_too_long_is_not_read() -> None:
     async with pair() as workers:
-        answer = await _answer(workers.port, b"", length=MAX_FRAME_BYTES + 1)
-        assert b"4194305 bytes" in answer
+        answer = await answer_of(workers.port, b"", length=MAX_FRAME_BYTES + 1)
+        assert b"4097 bytes" in answer
 
 
 async def test_blocks_are_let_go_when_their_lease_ends() -> None:
@@ -268,21 +204,3 @@ async def test_a_fetch_that_nobody_wants_ends_early() -> None:
         await BlockReceiver(groups, KIND).fetch(source, chain(WORD), SLOTS, arrival)
         assert arrival.num_arrived == 0
         assert arrival.ended
-
-
-def test_a_request_of_many_blocks_fits_a_frame() -> None:
-    blocks = tuple((1 << 64) - 1 for _ in range(frames.MAX_BLOCKS))
-    assert len(wanted_frame(Wanted("x" * 32, blocks, KIND))) <= MAX_FRAME_BYTES
-
-
-async def _value(value: int) -> int:
-    return value
-
-
-async def _answer(port: int, body: bytes, length: int | None = None) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write((len(body) if length is None else length).to_bytes(4, "little") + body)
-    try:
-        return await asyncio.wait_for(reader.read(), 5)
-    finally:
-        writer.close()

@@ -108,7 +108,14 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
         yield tiers
 
 
-@pytest.mark.parametrize("shape", [SMALL, ODD, WIDE], ids=["small", "odd", "wide"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(SMALL, id="small"),
+        pytest.param(ODD, id="odd"),
+        pytest.param(WIDE, id="wide", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("source", "target"), [p for p in product(Tier, Tier) if p[0] is not p[1]])
 def test_blocks_are_copied_between_any_two_tiers(
     source: Tier, target: Tier, shape: KVShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -115,7 +115,7 @@ async def shows(mirror: Mirror, published: Published, held: Held) -> None:
 
 @pytest.mark.parametrize("announces_copies", [True, False])
 @pytest.mark.parametrize("host_blocks", [0, 24])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 async def test_a_subscriber_holds_what_the_simulated_engine_holds(
     seed: int, host_blocks: int, announces_copies: bool
 ) -> None:
@@ -141,7 +141,13 @@ async def test_a_subscriber_holds_what_the_simulated_engine_holds(
         runner.stop()
 
 
-@pytest.mark.parametrize("tiers", [(DEVICE,), (DEVICE, HOST), (DEVICE, HOST, DISK)])
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        *(pytest.param(few, marks=pytest.mark.slow) for few in ((DEVICE,), (DEVICE, HOST))),
+        (DEVICE, HOST, DISK),
+    ],
+)
 async def test_a_subscriber_holds_what_the_torch_engine_holds(
     tmp_path: Path, tiers: Sequence[Tier]
 ) -> None:

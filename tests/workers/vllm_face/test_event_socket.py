@@ -10,7 +10,7 @@ import zmq.asyncio
 from app.core.errors import ConfigError
 from workers.bridge.engine_events import BlockRemoved
 from workers.bridge.wire import decode
-from workers.vllm_face.event_socket import EventSocket
+from workers.vllm_face.event_socket import MAX_MESSAGE_BYTES, EventSocket
 
 END = b"\xff" * 8
 
@@ -152,3 +152,20 @@ def test_sources_say_where_to_connect_as_vllm_does(host: str) -> None:
             }
         }
         assert socket.events_port != socket.replay_port
+
+
+async def test_who_sends_more_than_a_request_is_cut_off_and_fills_no_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with closing(EventSocket("127.0.0.1")) as socket:
+        publish(socket, range(3))
+        async with asking(socket) as dealer:
+            for _ in range(20):
+                await dealer.send_multipart([b"", b"no number"])
+            async with other(socket) as stranger:
+                await stranger.send_multipart([b"", b"x" * (MAX_MESSAGE_BYTES + 1)])
+                assert await stranger.poll(200) == 0
+            assert len(await answer(dealer, 0)) == 3
+    assert [r.name for r in caplog.records if r.levelname == "WARNING"] == [
+        "workers.vllm_face.event_socket"
+    ]

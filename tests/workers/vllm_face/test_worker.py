@@ -59,7 +59,7 @@ def serving(engine: str, *more: str) -> Iterator[str]:
         assert process.wait(30) == 0, log
 
 
-@pytest.fixture(params=["sim", "torch"])
+@pytest.fixture(params=["sim", pytest.param("torch", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     with serving(request.param) as url:
         yield url

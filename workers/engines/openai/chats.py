@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
 from xxhash import xxh3_64_hexdigest
 
 from app.core.errors import InvalidRequest, shown
-from app.door.tokens import Unrenderable, chat_of_messages, chat_of_response
+from app.door.tokens import MAX_MESSAGES, Habits, Unrenderable, chat_of_messages, chat_of_response
 from workers.engines.openai.members import GENERATION, check_members, count, stops_in
 from workers.engines.openai.transfers import PARAMS
 
@@ -22,30 +23,41 @@ _CHAT = (
     | _RENDERED
     | {
         *("max_completion_tokens", "response_format", "add_generation_prompt"),
-        "continue_final_message",
+        *("continue_final_message", "chat_template_kwargs", "reasoning_effort"),
     }
 )
 _MESSAGES = frozenset(
     (
         *("model", "stream", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k"),
         *("system", "messages", "tools", "tool_choice", "output_config", "thinking"),
-        *("request_id", "cache_salt", *_ROUTERS),
+        *("context_management", "chat_template_kwargs", "request_id", "cache_salt", *_ROUTERS),
     )
 )
 _RESPONSE = frozenset(
     (
         *("model", "stream", "stream_options", "max_output_tokens", "temperature", "top_p"),
         *("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text"),
-        *("include", "request_id", "ignore_eos", "cache_salt", *_ROUTERS),
+        *("include", "reasoning", "client_metadata", "chat_template_kwargs", "request_id"),
+        *("ignore_eos", "cache_salt", *_ROUTERS),
     )
 )
 _GIVEN = (
     *("model", "stream", "temperature", "top_p", "top_k", "request_id", "ignore_eos"),
     "cache_salt",
 )
+MAX_ITEMS = {"messages": MAX_MESSAGES, "input": 2 * MAX_MESSAGES}
+"""Several items of a response may be one message."""
 MAX_DEPTH = 2
 """Of images: in the results of tools, which are in messages."""
 _IMAGES = frozenset({"image", "image_url", "input_image"})
+
+
+def check_numbers_of_messages(fields: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for more than are ever rendered, before one is looked at."""
+    for name, most in MAX_ITEMS.items():
+        given = fields.get(name)
+        if isinstance(given, list) and len(given) > most:
+            raise InvalidRequest(name, f"has {len(given)} items, over {most}")
 
 
 def chat_of(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,20 +67,14 @@ def chat_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields} if limit is None else {**fields, "max_tokens": limit}
 
 
-def chat_of_message(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request of the Messages API asks, as a chat. Raises InvalidRequest."""
+def chat_of_message(fields: Mapping[str, Any], habits: Habits | None) -> dict[str, Any]:
+    """What a request of the Messages API asks, as a chat. habits: None: there is no template.
+    Raises InvalidRequest."""
     check_members(fields, _MESSAGES)
-    thinking = fields.get("thinking")
-    if isinstance(thinking, dict) and thinking.get("type") in ("disabled", "adaptive"):
-        thinking = None
-    if thinking is not None:
-        raise InvalidRequest("thinking", f"is not supported by this engine, got {shown(thinking)}")
-    asked = {name: value for name, value in fields.items() if name != "thinking"}
-    chat = _converted(chat_of_messages, asked, "messages")
+    chat = _converted(partial(chat_of_messages, habits=habits), fields, "messages")
     form = chat.pop("response_format", None)
     if isinstance(form, dict) and form.get("type") == "json_schema":
         chat["response_format"] = {"type": "json_schema", "json_schema": form}
-    chat.pop("reasoning_effort", None)  # effort is a hint
     return (
         _given(fields)
         | chat
@@ -84,9 +90,6 @@ def chat_of_input(fields: Mapping[str, Any]) -> dict[str, Any]:
     check_members(fields, _RESPONSE)
     asked = {name: value for name, value in fields.items() if value is not None}
     asked["input"] = _items(fields.get("input"))
-    for tool in _dicts(fields.get("tools")):
-        if tool.get("type") != "function":
-            raise InvalidRequest("tools", f"only functions are supported, got {shown(tool)}")
     chat = _converted(chat_of_response, asked, "input")
     choice = chat.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
@@ -152,9 +155,6 @@ def _items(given: Any) -> Any:
             raise InvalidRequest("input", f"needs objects, got {shown(item)}")
         if item.get("type") == "item_reference":
             raise InvalidRequest("input", "refers to what would have to be stored here")
-        if item.get("type") == "reasoning" and not (item.get("content") or item.get("summary")):
-            continue  # only who wrote it can read it
-        item = {name: value for name, value in item.items() if name != "phase"}
         content = item.get("content")
         if item.get("role") == "assistant" and isinstance(content, list):
             texts = [str(part.get("text") or part.get("refusal") or "") for part in _dicts(content)]

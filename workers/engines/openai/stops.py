@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopStrings:
@@ -13,6 +14,8 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
+        self._begun = [0] * len(strings)
+        """How much of each is at the end of the text by now."""
         self._held = ""
         self.found: str | None = None
 
@@ -20,11 +23,14 @@ class StopStrings:
         """The text that is certain to come before any stop string."""
         if not self._strings:
             return text
+        num_held = len(self._held)
         self._held += text
-        at, found = min(
-            ((at, s) for s in self._strings if (at := self._held.find(s)) >= 0),
-            default=(len(self._held) - self._num_pending(), None),
-        )
+        matches = []
+        for index, string in enumerate(self._strings):
+            end = self._read(index, text)
+            if end is not None:
+                matches.append((num_held + end - len(string), string))
+        at, found = min(matches, default=(len(self._held) - max(self._begun), None))
         given, self._held, self.found = self._held[:at], self._held[at:], found
         return given
 
@@ -32,11 +38,29 @@ class StopStrings:
         """What was held back, as no more text is to come."""
         return "" if self.found is not None else self._held
 
-    def _num_pending(self) -> int:
-        """Characters at the end that a stop string may begin with."""
-        longest = min(len(self._held), max(map(len, self._strings)) - 1)
-        for length in range(longest, 0, -1):
-            end = self._held[-length:]
-            if any(string.startswith(end) for string in self._strings):
-                return length
-        return 0
+    def _read(self, index: int, text: str) -> int | None:
+        """Where in `text` the string is complete for the first time; None: nowhere. As Knuth,
+        Morris and Pratt do it: a text costs its length, however much of it begins like a string."""
+        string, begun = self._strings[index], self._begun[index]
+        borders = _borders(string)
+        for end, character in enumerate(text, 1):
+            while begun and string[begun] != character:
+                begun = borders[begun - 1]
+            begun += string[begun] == character
+            if begun == len(string):
+                return end
+        self._begun[index] = begun
+        return None
+
+
+@lru_cache(maxsize=256)
+def _borders(string: str) -> list[int]:
+    """For each beginning of it, the longest shorter one in which that ends, too."""
+    borders = [0] * len(string)
+    border = 0
+    for at in range(1, len(string)):
+        while border and string[border] != string[at]:
+            border = borders[border - 1]
+        border += string[border] == string[at]
+        borders[at] = border
+    return borders

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -14,11 +14,13 @@ from app.simulation.engine import SimEngine
 from app.simulation.link import Sending
 from workers.kv.remote.frames import (
     STALL_S,
+    WHOLE_S,
     Offered,
     Source,
     TransferError,
     Wanted,
     connected,
+    decline,
     log_failure,
     offered_frame,
     read_offered,
@@ -51,12 +53,17 @@ class SimExchange:
         self._link = link
         self._sending = sending
         self._kept: KeptBlocks[_Held] = KeptBlocks(lambda held: engine.let_go(held.name))
-        self._server = TransferServer(self._kept, link.kind, self._offer)
+        self._server = TransferServer(self._kept, link, self._offer)
+
+    @property
+    def answered(self) -> Mapping[str, int]:
+        """See Link."""
+        return self._link.answered
 
     async def run(self) -> None:
         """Run until cancelled; then nothing is handed on any more."""
         try:
-            await self._server.run(self._link.listening)
+            await self._server.run()
         finally:
             self._kept.close()
 
@@ -75,24 +82,38 @@ class SimExchange:
     async def fetch(self, source: Source, blocks: Sequence[SequenceHash]) -> int:
         """How many leading ones of the blocks have arrived; 0 if anything fails."""
         try:
-            with closing(await connected(source)) as sock:
-                wanted = Wanted(source.transfer_id, tuple(blocks), self._link.kind)
-                await send(sock, wanted_frame(wanted))
-                offered = await read_offered(sock, len(blocks))
-                state = bytearray(UNDERWAY)
-                while state != ARRIVED:
-                    await receive(sock, memoryview(state))
+            async with asyncio.timeout(WHOLE_S):
+                return await self._fetched(source, blocks)
         except (TransferError, OSError, TimeoutError) as error:
             log_failure(source, error)
             return 0
+
+    async def _fetched(self, source: Source, blocks: Sequence[SequenceHash]) -> int:
+        """Raises TransferError, OSError and TimeoutError."""
+        with closing(await connected(source)) as sock:
+            wanted = Wanted(source.transfer_id, blocks, self._link.kind)
+            await send(sock, wanted_frame(wanted, self._link.key))
+            offered = await read_offered(sock, len(blocks))
+            state = bytearray(UNDERWAY)
+            while state != ARRIVED:
+                await receive(sock, memoryview(state))
         return offered.num_blocks
+
+    async def decline(self, source: Source) -> None:
+        """Tell it that nothing of what it keeps is needed."""
+        await decline(source, self._link.key)
 
     async def _offer(
         self, sock: socket.socket, held: _Held, wanted: Sequence[SequenceHash]
     ) -> None:
         """See TransferServer."""
-        kept = frozenset(held.slots)
-        num_blocks = next((at for at, block in enumerate(wanted) if block not in kept), len(wanted))
+        kept = set(held.slots)
+        num_blocks = 0
+        for block in wanted:
+            if block not in kept:
+                break
+            kept.remove(block)  # each once, however often it is asked for
+            num_blocks += 1
         if not num_blocks:
             raise TransferError(f"blocks: none of the {len(wanted)} is among the {len(kept)} kept")
         await send(sock, offered_frame(Offered(num_blocks)))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
+
+import orjson
 
 from app.core.errors import InvalidRequest, shown
 from workers.engines.sim.text import WORDS
@@ -12,6 +15,12 @@ MAX_DEPTH = 24
 OPTIONAL_DEPTH = 3
 """Deeper, only what is required is made up, as schemas may contain themselves."""
 MAX_VALUES = 2_000
+MAX_WORK = 250_000
+"""Members of schemas that are looked at or copied, and characters that are made up, all in all:
+some 50 ms. A schema of 3 kB can stand for one of any size, whether much is made up for it or not.
+"""
+A_STEP = 25
+"""What a schema that stands for another costs, beside its members."""
 _FORMATS = {
     "date": "2026-01-31",
     "date-time": "2026-01-31T12:00:00Z",
@@ -31,7 +40,10 @@ _UNKNOWN = ("pattern", "not", "if", "dependentSchemas", "patternProperties", "co
 def made_up(schema: object, field: str) -> Any:
     """A value that the schema allows. Raises InvalidRequest, which names `field`, if it is none or
     nothing can be made up for it."""
-    return _Maker(schema, field).value(schema, 0)
+    try:
+        return _Maker(schema, field).value(schema, 0)
+    except OverflowError as error:
+        raise InvalidRequest(field, f"has bounds that no number is within: {error}") from None
 
 
 class _Maker:
@@ -39,6 +51,13 @@ class _Maker:
         self._root = root
         self._field = field
         self._num_values = 0
+        self._work = 0
+
+    def _spend(self, work: int) -> None:
+        """Before it is done."""
+        self._work += work
+        if self._work > MAX_WORK:
+            raise self._bad("takes too long to be made sense of")
 
     def value(self, schema: object, depth: int) -> Any:
         schema = self._resolved(schema, depth)
@@ -49,9 +68,9 @@ class _Maker:
             if name in schema:
                 raise self._bad(f"nothing is made up for {name!r} in a schema")
         if "const" in schema:
-            return schema["const"]
+            return self._copied(schema["const"])
         if isinstance(schema.get("enum"), list) and schema["enum"]:
-            return schema["enum"][0]
+            return self._copied(schema["enum"][0])
         kinds = schema.get("type", "object" if "properties" in schema else "string")
         if isinstance(kinds, list):
             kinds = next((kind for kind in kinds if kind != "null"), "null")
@@ -60,27 +79,56 @@ class _Maker:
             raise self._bad(f"has a type {shown(kinds)}")
         return make(self, schema, depth)
 
-    def _resolved(self, schema: object, depth: int) -> Mapping[str, Any]:
-        """With references, unions and intersections replaced by what they stand for."""
-        for _ in range(MAX_DEPTH):
+    def _copied(self, value: object) -> object:
+        try:
+            self._spend(len(orjson.dumps(value)))
+        except TypeError as error:  # what can be read can be written, but for its depth
+            raise self._bad(f"is nested too deeply: {error}") from None
+        return value
+
+    def _resolved(self, schema: object, depth: int, within: int = 0) -> Mapping[str, Any]:
+        """With references, unions and intersections replaced by what they stand for. within: so
+        many of those."""
+        for _ in range(MAX_DEPTH - within):
             if schema is True:
                 schema = {}
             if not isinstance(schema, dict):
                 raise self._bad(f"needs a schema, got {shown(schema)}")
+            self._spend(A_STEP + len(schema))
             rest = {n: v for n, v in schema.items() if n not in ("$ref", "allOf", "anyOf", "oneOf")}
             if "$ref" in schema:
                 schema = {**self._at(schema["$ref"]), **rest}
             elif schema.get("allOf"):
-                parts = [self._resolved(part, depth) for part in self._listed(schema["allOf"])]
-                schema = _merged([*parts, rest])
+                listed = self._listed(schema["allOf"])
+                parts = [self._resolved(part, depth, within + 1) for part in listed]
+                schema = self._merged([*parts, rest])
             elif options := schema.get("anyOf") or schema.get("oneOf"):
-                schema = _merged([self._resolved(self._option(options, depth), depth), rest])
+                option = self._resolved(self._option(options, depth), depth, within + 1)
+                schema = self._merged([option, rest])
             else:
                 return schema
-        raise self._bad("refers to itself")
+        raise self._bad("refers to itself, or to too much")
+
+    def _merged(self, parts: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """One schema that asks for what all of them do."""
+        merged: dict[str, Any] = {}
+        properties: dict[str, Any] = {}
+        required: list[Any] = []
+        for part in parts:
+            self._spend(A_STEP + len(part))
+            merged |= part
+            if isinstance(own := part.get("properties"), dict):
+                self._spend(len(own))
+                properties |= own
+            if isinstance(needed := part.get("required"), list):
+                self._spend(len(needed))
+                required += needed
+        merged |= {"properties": properties} if properties else {}
+        return merged | ({"required": required} if required else {})
 
     def _option(self, options: object, depth: int) -> object:
         listed = self._listed(options)
+        self._spend(len(listed))
         nulls = [option for option in listed if option == {"type": "null"}]
         others = [option for option in listed if option != {"type": "null"}]
         return nulls[0] if nulls and (depth > OPTIONAL_DEPTH or not others) else others[0]
@@ -92,7 +140,9 @@ class _Maker:
 
     def _at(self, reference: object) -> Mapping[str, Any]:
         found: Any = self._root
-        for step in str(reference).removeprefix("#").strip("/").split("/"):
+        steps = str(reference).removeprefix("#").strip("/").split("/")
+        self._spend(len(steps))
+        for step in steps:
             name = step.replace("~1", "/").replace("~0", "~")
             found = found if not step else found.get(name) if isinstance(found, dict) else None
         if not isinstance(found, dict):
@@ -107,8 +157,8 @@ class _Maker:
             or not all(isinstance(name, str) for name in required)
         ):
             raise self._bad("needs an object of properties and a list of required names")
-        names = [*properties] if depth <= OPTIONAL_DEPTH else required
-        names += [name for name in required if name not in names]
+        names = dict.fromkeys([*(properties if depth <= OPTIONAL_DEPTH else ()), *required])
+        self._spend(len(required) + sum(map(len, names)))
         return {name: self.value(properties.get(name, {}), depth + 1) for name in names}
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
@@ -126,6 +176,7 @@ class _Maker:
     def _string(self, schema: Mapping[str, Any], _: int) -> str:
         known = _FORMATS.get(str(schema.get("format")))
         if known is not None:
+            self._spend(len(known))
             return known
         least = int(self._number(schema, "minLength", 0))
         most = int(self._number(schema, "maxLength", max(least, 32)))
@@ -134,6 +185,7 @@ class _Maker:
         text = " ".join(WORDS[:2])
         while len(text) < least:
             text += " " + text
+        self._spend(len(text))
         return text[:most]
 
     def _numeric(self, schema: Mapping[str, Any], _: int) -> float:
@@ -147,7 +199,10 @@ class _Maker:
                 multiple += above and multiple * step == low
             else:
                 multiple -= below and multiple * step == high
-            return int(multiple * step) if is_whole else multiple * step
+            made = multiple * step
+            if not isfinite(made):
+                raise self._bad(f"has no multiple of {step} within its bounds")
+            return int(made) if is_whole else made
         if low is not None and high is not None:
             return (low + high) / 2
         return low + 0.5 if low is not None else (high or 0) - 0.5
@@ -170,19 +225,6 @@ class _Maker:
 
     def _bad(self, why: str) -> InvalidRequest:
         return InvalidRequest(self._field, why)
-
-
-def _merged(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """One schema that asks for what all of them do."""
-    merged: dict[str, Any] = {}
-    for part in parts:
-        both = {"properties": {}, "required": []} | merged
-        merged = {**merged, **part}
-        if isinstance(part.get("properties"), dict):
-            merged["properties"] = both["properties"] | part["properties"]
-        if isinstance(part.get("required"), list):
-            merged["required"] = both["required"] + part["required"]
-    return merged
 
 
 _MAKERS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from app.core.errors import InvalidRequest
 from app.core.events import CacheEvent
@@ -21,7 +21,7 @@ from workers.engines.base import (
     Watcher,
 )
 from workers.engines.sim.exchange import SimExchange
-from workers.kv.remote.frames import Source, decline
+from workers.kv.remote.frames import Source
 
 
 class EngineRunner:
@@ -210,6 +210,10 @@ class EngineRunner:
         """Empty: no blocks are moved here."""
         return {}
 
+    def kv_connections(self) -> Mapping[str, int]:
+        """See Engine."""
+        return self._exchange.answered if self._exchange is not None else {}
+
     async def _submit_fetched(self, request: SimRequest, source: Source) -> None:
         """Submit it once what it lacks has come, or is known not to come."""
         assert self._exchange is not None, "it fetches nothing"
@@ -235,7 +239,7 @@ class EngineRunner:
                 self._coming.pop(block, None)
             come.set()
         if not lacking:
-            await decline(source)
+            await self._exchange.decline(source)
 
     async def _submit_once_come(self, request: SimRequest) -> None:
         await self._come(request)
@@ -284,7 +288,8 @@ class EngineRunner:
         task, source = fetching
         task.cancel()
         if source is not None and self._tasks is not None and not self._stopped:
-            self._tasks.create_task(decline(source))
+            assert self._exchange is not None, "it fetches nothing"
+            self._tasks.create_task(self._exchange.decline(source))
 
     def _forget(self, generation: Generation) -> bool:
         """False if it was forgotten before; its id may then belong to another request by now."""

@@ -209,6 +209,10 @@ class TorchEngine:
             "lost": self._prefills.num_lost,
         }
 
+    def kv_connections(self) -> Mapping[str, int]:
+        """See Engine."""
+        return self._exchange.answered if self._exchange is not None else {}
+
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping contradicts itself."""
         self._manager.check()

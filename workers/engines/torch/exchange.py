@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from app.core.errors import NotEnoughBlocks
@@ -45,8 +45,8 @@ class Exchange:
         self._block_size = pools[0].shape.block_size
         self._on_room = on_room
         self._kept = KeptBlocks(self._let_go)
-        self._server = TransferServer(self._kept, link.kind, BlockSender(groups).offer)
-        self._receiver = BlockReceiver(groups, link.kind)
+        self._server = TransferServer(self._kept, link, BlockSender(groups).offer)
+        self._receiver = BlockReceiver(groups, link.kind, link.key)
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -55,12 +55,17 @@ class Exchange:
         held = Counter(slot for table in self._kept.tables for slot in table.slots)
         return sum(slot.references == times for slot, times in held.items())
 
+    @property
+    def answered(self) -> Mapping[str, int]:
+        """See Link."""
+        return self._link.answered
+
     async def run(self) -> None:
         """Run until cancelled; then nothing is handed on any more, and nothing more arrives."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                await self._server.run(self._link.listening)
+                await self._server.run()
         finally:
             self._tasks = None
             self._kept.close()
@@ -106,7 +111,7 @@ class Exchange:
     def decline(self, source: Source) -> None:
         """Tell it, soon, that nothing of what it keeps is needed, if this runs."""
         if self._tasks is not None:
-            self._tasks.create_task(decline(source))
+            self._tasks.create_task(decline(source, self._link.key))
 
     def _kept_as(self, table: BlockTable, lease_s: float) -> Source:
         return Source(

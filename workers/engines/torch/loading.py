@@ -109,6 +109,7 @@ def _with_tiers(
         gpu,
         settings.prefill_chunk,
         settings.model if tokenizer is not None else "",
+        kv_kind=link.kind if link is not None else {},
     )
 
 

@@ -1,41 +1,56 @@
 """What two workers say to each other while KV travels between them, over TCP.
 
-    target ── Wanted ─────────────► source     as a frame of JSON: u32 length, then the object
-           ◄───────────── Offered ──
+    target ── Asked ──────────────► source     as a frame of JSON: u32 length, then the object
+           ── blocks ─────────────►            one u64 each
+           ◄───────────── Offered ──           as a frame
            ◄─ checksums, contents ──           once for each group of layers, first layers first
 
 A target asks once: whatever comes of it, the source lets go. A target that needs nothing asks for
-no blocks, and is not answered.
+no blocks, and is not answered. Who does not prove that it has the workers' key asks in vain.
 
 A group's checksums are one u64 a block, its contents the same layers of each block in turn. Both
 sides know all lengths from the shape of a block and from `Offered`. Integers are little-endian.
+
+Neither side trusts the other before it is known: a frame is short, and no object is made of what
+follows it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import orjson
 
+from app.core.errors import cut
 from app.core.types import SequenceHash
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
-MAX_FRAME_BYTES = 4 << 20
-"""A hundred and fifty thousand blocks, each in at most twenty digits and a comma."""
-MAX_BLOCKS = MAX_FRAME_BYTES // 24
+VERSION = 2
+MAX_FRAME_BYTES = 4096
+MAX_BLOCKS = 150_000
+"""Of a prompt of two million tokens; they take 1.2 MB."""
+MAX_ID = 64
+"""Characters."""
 STALL_S = 2.0
 """A peer from which nothing comes, or to which nothing goes, for so long is given up."""
+MAX_ERROR = 300
+"""Characters that are shown of what the other side says is wrong."""
 CONNECT_S = 2.0
-SENT_BYTES = 1 << 20
-"""Sent within one STALL_S."""
+PIECE_BYTES = 1 << 20
+"""Sent, and received, within one STALL_S."""
+DROPPED_BYTES = 64 * 1024
+WHOLE_S = 300.0
+"""A transfer that takes longer is given up, however steadily it goes on."""
 
 
 class TransferError(Exception):
@@ -57,8 +72,22 @@ class Wanted:
     """Blocks that were handed on under an id. kind: what has to be equal on both sides, by name."""
 
     transfer_id: str
-    blocks: tuple[SequenceHash, ...]
+    blocks: Sequence[SequenceHash]
     kind: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a source is told before the blocks. proof: see `proof_of`."""
+
+    transfer_id: str
+    num_blocks: int
+    kind: Mapping[str, str]
+    proof: str
+
+    def is_proven(self, key: str) -> bool:
+        """Whether who asks has the key; "": none is needed."""
+        return not key or hmac.compare_digest(proof_of(key, self.transfer_id), self.proof.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +98,62 @@ class Offered:
     error: str = ""
 
 
-def wanted_frame(wanted: Wanted) -> bytes:
-    fields = {"version": VERSION, "transfer_id": wanted.transfer_id, "blocks": wanted.blocks}
-    return _frame({**fields, "kind": wanted.kind})
+def proof_of(key: str, transfer_id: str) -> bytes:
+    """What only who has the key can say of an id. It is of use for that id alone, and so once: the
+    source that it is sent to may be none."""
+    return hmac.new(key.encode(), transfer_id.encode(), hashlib.sha256).hexdigest().encode()
+
+
+def wanted_frame(wanted: Wanted, key: str) -> bytes:
+    """key: that workers have in common; "": none."""
+    fields = {
+        "version": VERSION,
+        "transfer_id": wanted.transfer_id,
+        "num_blocks": len(wanted.blocks),
+        "kind": wanted.kind,
+        "proof": proof_of(key, wanted.transfer_id).decode() if key else "",
+    }
+    return _frame(fields) + np.array(wanted.blocks, "<u8").tobytes()
 
 
 def offered_frame(offered: Offered) -> bytes:
     return _frame({"num_blocks": offered.num_blocks, "error": offered.error})
 
 
-async def read_wanted(sock: socket.socket) -> Wanted:
+async def read_asked(sock: socket.socket) -> Asked:
     """Raises TransferError, naming what is wrong, and OSError or TimeoutError."""
     match await _read_frame(sock):
         case {"version": int(version)} if version != VERSION:
-            raise TransferError(f"version: {VERSION} here, {version} there")
-        case {"transfer_id": str(transfer_id), "blocks": list(blocks), "kind": dict(kind)} if (
-            set(map(type, blocks)) <= {int} and len(blocks) <= MAX_BLOCKS
+            raise TransferError(f"version: {VERSION} here, {cut(str(version))} there")
+        case {
+            "version": int(),
+            "transfer_id": str(transfer_id),
+            "num_blocks": int(num_blocks),
+            "kind": dict(kind),
+            "proof": str(proof),
+        } if (
+            len(transfer_id) <= MAX_ID
+            and 0 <= num_blocks <= MAX_BLOCKS
+            and all(isinstance(value, str) for value in kind.values())
+            and transfer_id.isascii()
         ):
-            return Wanted(transfer_id, tuple(map(SequenceHash, blocks)), kind)
-    raise TransferError("no blocks are asked for")
+            return Asked(transfer_id, num_blocks, kind, proof)
+    raise TransferError("a frame that asks for no blocks")
+
+
+async def read_blocks(sock: socket.socket, num_blocks: int) -> list[SequenceHash]:
+    """Those that were asked for. Raises OSError and TimeoutError."""
+    blocks = np.empty(num_blocks, "<u8")
+    await receive(sock, blocks.data.cast("B"))
+    wanted: list[SequenceHash] = blocks.tolist()
+    return wanted
 
 
 async def read_offered(sock: socket.socket, num_wanted: int) -> Offered:
-    """Raises as `read_wanted`, and TransferError if nothing is offered."""
+    """Raises as `read_asked`, and TransferError if nothing is offered."""
     match await _read_frame(sock):
         case {"error": str(error)} if error:
-            raise TransferError(error)
+            raise TransferError(cut(error, MAX_ERROR))
         case {"num_blocks": int(num_blocks)} if 0 < num_blocks <= num_wanted:
             return Offered(num_blocks)
     raise TransferError(f"none of {num_wanted} blocks is offered")
@@ -122,12 +181,12 @@ async def connected(source: Source) -> socket.socket:
     raise failure
 
 
-async def decline(source: Source) -> None:
+async def decline(source: Source, key: str) -> None:
     """Tell the source that nothing of what it keeps is needed. If it does not hear that, it keeps
-    the blocks until its lease ends."""
+    the blocks until its lease ends. key: see `wanted_frame`."""
     try:
         with closing(await connected(source)) as sock:
-            await send(sock, wanted_frame(Wanted(source.transfer_id, (), {})))
+            await send(sock, wanted_frame(Wanted(source.transfer_id, (), {}), key))
     except (OSError, TimeoutError) as error:
         log.debug("%s:%d keeps what nobody needs: %s", source.host, source.port, error)
 
@@ -146,21 +205,34 @@ async def send(sock: socket.socket, data: bytes | memoryview) -> None:
     """Raises OSError, and TimeoutError if the other side takes nothing for STALL_S."""
     loop = asyncio.get_running_loop()
     view = memoryview(data).cast("B")
-    for at in range(0, len(view), SENT_BYTES):
+    for at in range(0, len(view), PIECE_BYTES):
         async with asyncio.timeout(STALL_S):
-            await loop.sock_sendall(sock, view[at : at + SENT_BYTES])
+            await loop.sock_sendall(sock, view[at : at + PIECE_BYTES])
+
+
+async def send_last(sock: socket.socket, data: bytes) -> None:
+    """The same, and drop what the other side has sent and still sends: if that was not read,
+    closing would take away from it what it is sent here. STALL_S at most."""
+    loop = asyncio.get_running_loop()
+    await send(sock, data)
+    sock.shutdown(socket.SHUT_WR)
+    async with asyncio.timeout(STALL_S):
+        for _ in range(0, 8 * MAX_BLOCKS, DROPPED_BYTES):
+            if not await loop.sock_recv(sock, DROPPED_BYTES):
+                return
 
 
 async def receive(sock: socket.socket, into: memoryview) -> None:
-    """Fill it. Raises OSError, and TimeoutError if nothing comes for STALL_S."""
+    """Fill it. Raises OSError, and TimeoutError if a piece has not come whole in STALL_S."""
     loop = asyncio.get_running_loop()
-    at = 0
-    while at < len(into):
+    for at in range(0, len(into), PIECE_BYTES):
+        piece = into[at : at + PIECE_BYTES]
         async with asyncio.timeout(STALL_S):
-            count = await loop.sock_recv_into(sock, into[at:])
-        if not count:
-            raise ConnectionResetError("the other worker closed the connection")
-        at += count
+            while piece:
+                count = await loop.sock_recv_into(sock, piece)
+                if not count:
+                    raise ConnectionResetError("the other worker closed the connection")
+                piece = piece[count:]
 
 
 def _frame(fields: Mapping[str, Any]) -> bytes:
@@ -172,11 +244,11 @@ async def _read_frame(sock: socket.socket) -> object:
     length = bytearray(4)
     await receive(sock, memoryview(length))
     size = int.from_bytes(length, "little")
-    if size > MAX_FRAME_BYTES:
+    if size > MAX_FRAME_BYTES:  # of another version, or of another protocol
         raise TransferError(f"a frame of {size} bytes, of which {MAX_FRAME_BYTES} are allowed")
     body = bytearray(size)
     await receive(sock, memoryview(body))
     try:
         return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+    except orjson.JSONDecodeError as error:  # says where, and repeats nothing
         raise TransferError(f"a frame that is not JSON: {error}") from None

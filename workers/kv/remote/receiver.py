@@ -16,6 +16,7 @@ from app.core.types import SequenceHash
 from workers.kv.memory import Ids
 from workers.kv.remote.frames import (
     STALL_S,
+    WHOLE_S,
     Source,
     TransferError,
     Wanted,
@@ -109,11 +110,12 @@ class Arrival:
 
 
 class BlockReceiver:
-    """Fetches blocks into the pool of `groups`. kind: see Wanted."""
+    """Fetches blocks into the pool of `groups`. kind: see Wanted. key: see `wanted_frame`."""
 
-    def __init__(self, groups: LayerGroups, kind: Mapping[str, str]) -> None:
+    def __init__(self, groups: LayerGroups, kind: Mapping[str, str], key: str = "") -> None:
         self.groups = groups
         self._kind = kind
+        self._key = key
 
     async def fetch(
         self,
@@ -128,14 +130,18 @@ class BlockReceiver:
         """
         try:
             with closing(await connected(source)) as sock:
-                wanted = Wanted(source.transfer_id, tuple(blocks), self._kind)
-                await send(sock, wanted_frame(wanted))
+                wanted = Wanted(source.transfer_id, blocks, self._kind)
+                await send(sock, wanted_frame(wanted, self._key))
                 offered = await read_offered(sock, len(blocks))
                 arrival.limit(offered.num_blocks)
                 ids = np.array(block_ids[: offered.num_blocks], np.int64)
+                until_s = time.monotonic() + WHOLE_S
                 for group in range(self.groups.num_groups):
                     if not arrival.num_good:
                         return
+                    # No timeout cuts this off: a thread may be writing to the slots.
+                    if time.monotonic() > until_s:
+                        raise TransferError(f"not all of it has come within {WHOLE_S:g} s")
                     await self._receive(sock, group, blocks[: len(ids)], ids, arrival)
         except (TransferError, OSError, TimeoutError) as error:
             log_failure(source, error)

@@ -47,11 +47,12 @@ def _held(table: BlockTable, wanted: Sequence[SequenceHash]) -> tuple[Sequence[S
     Raises TransferError if there is none.
     """
     slots = dict(zip(table.chain, table.slots, strict=False))
-    held = []
+    num_kept, held = len(slots), []
     for block in wanted:
-        if block not in slots:
+        slot = slots.pop(block, None)  # each once, however often it is asked for
+        if slot is None:
             break
-        held.append(slots[block].block_id)
+        held.append(slot.block_id)
     if not held:
-        raise TransferError(f"blocks: none of the {len(wanted)} is among the {len(slots)} kept")
+        raise TransferError(f"blocks: none of the {len(wanted)} is among the {num_kept} kept")
     return wanted[: len(held)], np.array(held, np.int64)

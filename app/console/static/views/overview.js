@@ -2,6 +2,7 @@ import { html, useState } from "../vendor/htm-preact-standalone.module.js";
 import { objects, usePoll } from "../api.js";
 import { Legend, Stack } from "../bars.js";
 import { Chart } from "../chart.js";
+import { Errors } from "../errors.js";
 import { bytes, number, percent, seconds, short } from "../format.js";
 import { Funnel } from "../funnel.js";
 import { Table } from "../table.js";
@@ -20,18 +21,23 @@ export const REASONS = {
   degraded: ["c6", "Redis was away"],
 };
 
-const Tile = ({ name, value, small }) =>
-  html`<div><dt>${name}</dt><dd><b data-tile=${name}>${value}</b><small>${small}</small></dd></div>`;
+const Tile = ({ name, value, small, tone }) =>
+  html`<div><dt>${name}</dt><dd><b class=${tone || ""} data-tile=${name}>${value}</b><small>${small}</small></dd></div>`;
 
 function Tiles({ tiles, redis, replicas }) {
   const memory = redis.max_bytes ? `${bytes(redis.used_bytes)} of ${bytes(redis.max_bytes)}` : bytes(redis.used_bytes);
   return html`<dl class="tiles">
-    <${Tile} name="requests a second" value=${number(tiles.requests_per_s, 1)} small=${`${number(tiles.refused_per_s, 1)} refused`} />
-    <${Tile} name="from cache" value=${percent(tiles.cached_share)} small="of prompt tokens" />
-    <${Tile} name="prefill saved" value=${`${number(tiles.saved_s_per_s, 2)} s/s`} small="by reading it from caches" />
+    <${Tile} name="requests a second" value=${number(tiles.requests_per_s, 1)} small=${`${number(tiles.output_tokens_per_s)} tokens out`} />
+    <${Tile} name="failed" tone=${tiles.failed_share > 0.05 && "bad"} value=${percent(tiles.failed_share)} small=${`${number(tiles.failed_per_s, 1)}/s by engines, ${number(tiles.cut_per_s, 1)}/s cut`} />
+    <${Tile} name="left waiting" value=${`${number(tiles.left_before_per_s, 1)}/s`} small=${`before a token; ${number(tiles.left_after_per_s, 1)}/s after it`} />
+    <${Tile} name="refused" value=${`${number(tiles.refused_per_s, 1)}/s`} small=${`by routers; ${number(tiles.unfit_per_s, 1)}/s by engines`} />
+    <${Tile} name="first token in time" tone=${tiles.in_time_share < 0.95 && "bad"} value=${percent(tiles.in_time_share)} small="within 5 s, of all that waited" />
     <${Tile} name="first token p50" value=${seconds(tiles.ttft_p50_s)} small=${`p99 ${seconds(tiles.ttft_p99_s)}`} />
+    <${Tile} name="from cache" value=${percent(tiles.cached_share)} small=${`as engines say; ${percent(tiles.predicted_share, 0)} predicted`} />
+    <${Tile} name="prefill saved" value=${tiles.saved_s_per_s === null ? "–" : `${number(tiles.saved_s_per_s, 2)} s/s`} small="by what engines had cached" />
+    <${Tile} name="retries" value=${`${number(tiles.retries_per_s, 1)}/s`} small=${`${number(tiles.migrations_per_s, 1)}/s migrated, ${number(tiles.sources_per_s, 1)}/s split`} />
     <${Tile} name="decision p50" value=${seconds(tiles.decision_p50_s)} small=${`p99 ${seconds(tiles.decision_p99_s)}`} />
-    <${Tile} name="waiting" value=${number(tiles.waiting)} small="for a worker with room" />
+    <${Tile} name="waiting" value=${number(tiles.waiting)} small=${`queue of a worker ${seconds(tiles.queue_s)}`} />
     <${Tile} name="workers" value=${number(tiles.workers)} small=${tiles.draining ? `${tiles.draining} draining` : "in service"} />
     <${Tile} name="replicas" value=${number(replicas.rows.length)} small=${`${number(tiles.degraded_per_s, 1)}/s degraded`} />
     <${Tile} name="Redis" value=${seconds(redis.rtt_s)} small=${`${memory}, ${redis.version ?? ""}`} />
@@ -70,24 +76,75 @@ export function Findings({ findings }) {
   </section>`;
 }
 
+const ENDINGS = [
+  ["ok_per_s", "answered", "c1"],
+  ["failed_per_s", "failed", "c6"],
+  ["cut_per_s", "cut", "c2"],
+  ["left_before_per_s", "left waiting", "c3"],
+  ["refused_per_s", "refused", "c4"],
+];
+const WORK = [
+  ["output_tokens_per_s", "tokens out", "c1"],
+];
+const REPAIR = [
+  ["retries_per_s", "retries", "c2"],
+  ["migrations_per_s", "migrations", "c3"],
+  ["sources_per_s", "sources", "c5"],
+];
+const lines = (series, names) =>
+  names.filter(([name]) => series[name]).map(([name, label, tone]) => ({ label, tone, values: series[name] }));
+
 function Curves({ marks }) {
   const [window_s, setWindow] = useState(3600);
   const { data } = usePoll(`history?window_s=${window_s}`, HISTORY_MS);
   if (!data) return null;
   const { at_s, series } = data;
   return html`<div class="two">
-    <${Chart} title="Requests a second" at=${at_s} marks=${marks} lines=${[{ label: "requests/s", tone: "c1", values: series.requests_per_s, fill: true }]}>
+    <${Chart} title="Requests a second" at=${at_s} from=${window_s} marks=${marks} lines=${lines(series, ENDINGS)}>
       <label class="note">last <select value=${window_s} onChange=${(e) => setWindow(Number(e.target.value))}>
         <option value="3600">hour</option><option value="86400">day</option>
       </select></label>
     </${Chart}>
-    <${Chart} title="First token" at=${at_s} marks=${marks} text=${seconds}
+    <${Chart} title="First token" at=${at_s} from=${window_s} marks=${marks} text=${seconds}
       lines=${[
         { label: "p50", tone: "c1", values: series.ttft_p50_s },
         { label: "p99", tone: "c2", values: series.ttft_p99_s },
       ]} />
+    <${Chart} title="Tokens out a second" at=${at_s} from=${window_s} marks=${marks} lines=${lines(series, WORK)} />
+    <${Chart} title="Seconds queued" at=${at_s} from=${window_s} marks=${marks} text=${seconds} lines=${lines(series, [["queue_s", "mean of workers", "c1"]])} />
+    <${Chart} title="Tried again a second" at=${at_s} from=${window_s} marks=${marks} lines=${lines(series, REPAIR)} />
   </div>`;
 }
+
+const count = (head, name, title) => ({ head, title, number: true, sort: (row) => row[name], cell: (row) => number(row[name]) });
+const MODELS = [
+  { head: "model", sort: (row) => row.model, cell: (row) => html`<span class="clip">${row.model || "(not known)"}</span>` },
+  { head: "failed", number: true, sort: (row) => row.failed_share, cell: (row) => html`<span class=${row.failed_share > 0.05 ? "bad" : ""}>${percent(row.failed_share)}</span>` },
+  count("answered", "ok", "To the end"),
+  count("by engines", "engine", "Engines answered with an error, or not at all"),
+  count("cut", "cut", "Answers that broke off"),
+  count("left waiting", "left_before", "Clients that left before their first token"),
+  count("left later", "left_after", "Clients that left after their first token"),
+  count("unfit", "unfit", "Engines took them for the request's own fault"),
+  count("refused", "refused", "By routers"),
+  { head: "first token", number: true, sort: (row) => row.ttft_mean_s, cell: (row) => seconds(row.ttft_mean_s) },
+];
+
+const Models = ({ models }) => html`<section>
+  <div class="title"><h2>Models</h2><span class="note">requests of the last minute</span></div>
+  <${Table} label="Models" columns=${MODELS} rows=${objects(models)} id=${(row) => row.model} empty="No request in the last minute." />
+</section>`;
+
+const ENGINE = "http:" + "//127.0.0.1:8000";
+const CHAT = '{"model": "MODEL", "messages": [{"role": "user", "content": "hi"}]}';
+
+const Beginning = ({ namespace, workers }) => html`<section>
+  <h2>${workers ? "Nothing was asked in the last hour" : "There is no worker yet"}</h2>
+  <dl class="facts">
+    ${!workers && html`<div><dt>a worker: beside vLLM or SGLang, with this router's REDIS_URL</dt><dd><code>kvroute agent --namespace ${namespace} --engine-url ${ENGINE}</code></dd></div>`}
+    <div><dt>a request; /v1/models lists the models</dt><dd><code>curl ${location.origin}/v1/chat/completions -H 'content-type: application/json' -d '${CHAT}'</code></dd></div>
+  </dl>
+</section>`;
 
 const REPLICAS = [
   { head: "replica", cell: (row) => html`<span class="id">${row.replica}</span>` },
@@ -114,6 +171,7 @@ export function Overview() {
   const { data: events } = usePoll("events", HISTORY_MS);
   if (!data) return html`<p class="empty">${error || "Loading…"}</p>`;
   return html`
+    ${funnel && !funnel.models[""] && html`<${Beginning} namespace=${data.namespace} workers=${data.tiles.workers} />`}
     <${Tiles} ...${data} />
     <div class="two">
       <section>
@@ -122,6 +180,8 @@ export function Overview() {
       </section>
       <div class="column"><${Findings} findings=${data.findings} /><${WhyNot} localities=${data.localities} /></div>
     </div>
+    <${Errors} errors=${data.errors} />
+    <${Models} models=${data.models} />
     <${Curves} marks=${events?.events} />
     <${Replicas} replicas=${data.replicas} />
   `;

@@ -1,6 +1,7 @@
 import { html, useRef, useState } from "../vendor/htm-preact-standalone.module.js";
 import { ask, objects, usePoll } from "../api.js";
 import { Chart } from "../chart.js";
+import { Errors } from "../errors.js";
 import { number, percent, seconds, short } from "../format.js";
 import { Table } from "../table.js";
 import { DECISION_COLUMNS } from "./decisions.js";
@@ -40,6 +41,8 @@ function Now({ row }) {
     state: row.state,
     queue: seconds(row.queue_s),
     requests: `${number(row.requests)}${row.max_requests ? ` of ${number(row.max_requests)}` : ""}`,
+    "last minute": `${number(row.ok)} answered, ${number(row.failed)} failed, ${number(row.left_before)} left waiting`,
+    "last error": row.last_error,
     "KV in use": percent(row.kv_used, 0),
     "blocks held": `${short(row.device_blocks)} device, ${short(row.host_blocks)} host, ${short(row.disk_blocks)} disk`,
     worth: seconds(row.unique_value_s),
@@ -57,13 +60,14 @@ export function Worker({ id }) {
   const back = html`<a href="#/workers">Workers</a>`;
   if (!data)
     return html`<section><div class="title">${back}<h2 class="id">${id}</h2></div><p class="empty">${error || "Loading…"}</p></section>`;
-  const { worker, series, prefixes, decisions } = data;
+  const { worker, series, prefixes, decisions, errors } = data;
   return html`
     <section>
       <div class="title">${back}<h2 class="id">${worker.worker}</h2><${Drain} name=${worker.worker} draining=${worker.state === "draining"} /></div>
       ${error && html`<p class="bad">${error}</p>`}
       <${Now} row=${worker} />
     </section>
+    <${Errors} errors=${errors} />
     <div class="two">
       <${Chart} title="Seconds queued" at=${series.at_s} text=${seconds} lines=${[{ label: "queue", tone: "c1", values: series.queue_s, fill: true }]} />
       <section>

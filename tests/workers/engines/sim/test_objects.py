@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from app.core.errors import InvalidRequest
+from workers.engines.sim import objects
 from workers.engines.sim.objects import made_up
 
 
@@ -66,3 +67,61 @@ def test_what_cannot_be_made_up_is_refused_by_the_field_it_is_in(
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"tools: .*{re.escape(message)}"):
         made_up(schema, "tools")
+
+
+MANY = 50_000
+LONG = "x" * 100_000
+
+
+def nested(name: str, times: int, width: int = 1) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(times):
+        schema = {name: [schema] * width}
+    return schema
+
+
+def doubling(name: str, times: int) -> dict[str, Any]:
+    """Each definition has the next one twice: what is at the end is there 2^times times."""
+    steps = {f"d{n}": {name: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(times)}
+    return {"$ref": "#/$defs/d0", "$defs": steps | {f"d{times}": {"type": "null"}}}
+
+
+LARGE = {f"p{n}": {} for n in range(1000)}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        doubling("allOf", 20),
+        doubling("allOf", 60),
+        nested("allOf", 900),
+        nested("anyOf", 900),
+        {"allOf": [{"properties": LARGE}] * 1000},
+        {"allOf": [{"required": ["a"] * 1000}] * 1000},
+        {"items": {"allOf": [{"properties": LARGE}] * 100}, "type": "array", "minItems": 2000},
+        {"items": {"const": LONG}, "type": "array", "minItems": 2000},
+        {"items": {"enum": [LONG]}, "type": "array", "minItems": 2000},
+        {"items": {"required": [LONG]}, "type": "array", "minItems": 2000},
+        {"items": {"minLength": 2000}, "type": "array", "minItems": 1999},
+        {"items": {"$ref": "#/" + "a/" * MANY}, "type": "array", "minItems": 2000, "a": {}},
+        {"type": "array", "items": {"$ref": "#/d"}, "minItems": 2000, "d": {"anyOf": [{}] * MANY}},
+        {"type": "array", "prefixItems": [{}] * MANY},
+        {"required": [f"r{n}" for n in range(MANY)], "type": "object"},
+        {"type": "number", "minimum": 1.7e308, "multipleOf": 5e-324},
+        {"const": nested("a", 900)},
+    ],
+)
+def test_no_schema_takes_more_work_than_it_may(
+    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[int] = []
+    spend = objects._Maker._spend
+
+    def counted(maker: Any, work: int) -> None:
+        spend(maker, work)
+        spent.append(maker._work)
+
+    monkeypatch.setattr(objects._Maker, "_spend", counted)
+    with pytest.raises(InvalidRequest):
+        made_up(schema, "tools")
+    assert len(spent) < 20_000, "whatever is done costs something"

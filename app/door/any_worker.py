@@ -1,0 +1,216 @@
+"""Requests that any worker of a model may answer, for which none is reserved."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from app.core.failures import Failure
+from app.core.outcomes import of_refusal
+from app.core.types import WorkerKey
+from app.core.worker_report import WorkerInfo
+from app.door import after_failure, whole_answer
+from app.door.after_failure import Tally
+from app.door.client import Client, Headers
+from app.door.engine_words import EngineWords
+from app.door.errors import Unreached, WorkerFailed
+from app.door.forwarding import renamed
+from app.door.members import headers_back
+from app.door.models import Model
+from app.door.record import Failed, RequestRecord
+from app.door.upstream import (
+    CONNECT_S,
+    MAX_WHOLE_BYTES,
+    ConnectFailed,
+    EngineAnswer,
+    Upstream,
+    UpstreamError,
+)
+from app.http.json_body import JsonBody
+
+log = logging.getLogger(__name__)
+
+Path = tuple[WorkerKey, str]
+
+
+class AnyWorker:
+    """Has one worker after another answer: first those that fail least, and of these the one which
+    is asked least.
+
+    A worker that fails a path is asked last at once, and once its pause is over, one request at a
+    time until it answers one; what it is asked besides goes on.
+    """
+
+    def __init__(self, upstream: Upstream, between_s: float, words: EngineWords) -> None:
+        self._upstream = upstream
+        self._words = words
+        self._between_s = between_s
+        self._asked = Counter[Path]()
+        """Tries that go on, of each worker and path."""
+        self._failed = Counter[Path]()
+        """Those that have failed, as Redis is still to be told."""
+
+    async def answer(
+        self,
+        model: Model,
+        asked: JsonBody,
+        path: str,
+        headers: Headers,
+        client: Client,
+        record: RequestRecord,
+    ) -> None:
+        """Have any worker of `model` answer. Raises WorkerFailed if none does."""
+        body = asked.changed(renamed(asked.fields.get("model"), model.name))
+        asking = _Asking(model, asked, body, path, headers, client, record)
+        while not asking.is_over:
+            worker = self._fittest(asking)
+            if worker is None:
+                break
+            at = worker.key, path
+            self._asked[at] += 1
+            try:
+                if await self._is_answered(asking, worker):
+                    return
+            finally:
+                _count_down(self._asked, at)
+        await asking.pardon_if_all_refuse()
+        failed = Unreached if asking.is_unreached else WorkerFailed
+        raise failed(f"model {model.name}: {asking.told}")
+
+    def _fittest(self, asking: _Asking) -> WorkerInfo | None:
+        """None: all were asked."""
+        model, path = asking.model, asking.path
+        shares, failed = model.failed_shares(path), model.failed(path)
+
+        def unfitness(worker: WorkerInfo) -> tuple[float, int, float]:
+            at = worker.key, path
+            is_tried = worker.key in failed and self._asked[at] > 0
+            is_left_alone = is_tried or self._failed[at] > 0
+            share = 1.0 if is_left_alone else shares.get(worker.key, 0.0)
+            return share, self._asked[at], random.random()
+
+        left = [worker for worker in model.workers if worker.key not in asking.tried]
+        return min(left, key=unfitness, default=None)
+
+    async def _is_answered(self, asking: _Asking, worker: WorkerInfo) -> bool:
+        """Whether that worker has answered, so that no other is to be asked."""
+        model, path = asking.model, asking.path
+        asking.tried.add(worker.key)
+        asking.record.any_worker = str(worker.key)
+        sent_ms = model.router.fleet.redis_now_ms
+        answer: EngineAnswer | None = None
+        try:
+            answer = await self._upstream.send(
+                *(worker.address, path, asking.headers, asking.body),
+                connect_s=CONNECT_S,
+                answer_s=self._between_s,
+            )
+            piece, is_all = await answer.read_up_to(MAX_WHOLE_BYTES, self._between_s)
+            failure = whole_answer.failure_of(
+                *(answer.status, answer.headers, piece), model=model.name, path=path, is_all=is_all
+            )
+            if failure is None:
+                asking.has_begun = True
+                await self._pass_on(asking, worker, answer, piece, is_all)
+                if worker.key in model.failed(path):
+                    await model.answers_again(worker, path)
+                return True
+            words = self._words.of(piece, asking.asked)
+            failure = asking.refused(worker, failure, answer.status, words)
+        except UpstreamError as error:
+            failure = asking.broke(worker, error)
+        finally:
+            if answer is not None:
+                answer.abort()
+        log.warning("worker %s: %s; %s", worker.key, asking.told, path)
+        at = worker.key, path
+        self._failed[at] += 1
+        try:
+            await model.worker_failed(worker, failure, sent_ms)
+        finally:
+            _count_down(self._failed, at)
+        return False
+
+    async def _pass_on(
+        self, asking: _Asking, worker: WorkerInfo, answer: EngineAnswer, piece: bytes, is_all: bool
+    ) -> None:
+        """An answer that begins with that piece. Raises UpstreamBroken."""
+        client, headers = asking.client, headers_back(answer.headers)
+        status = whole_answer.status_of(piece) if answer.status == 200 else answer.status
+        if is_all and status >= 400:
+            asking.record.error = self._words.of(piece, asking.asked)
+            outcome = of_refusal(status, is_failure=False, is_full=False)
+            asking.record.end(outcome, ended_by="worker")
+            await client.refuse(status, headers, piece, worker)
+            await asking.pardon()
+            return
+        more = [(b"content-length", b"%d" % len(piece))] if is_all else []
+        await client.start(answer.status, headers + more)
+        while not is_all and piece:
+            await client.send(piece)
+            piece = await answer.read(self._between_s)
+        await client.send(piece, last=True)
+
+
+@dataclass(slots=True)
+class _Asking:
+    """One request. told: what the last worker made of it. refusals: failures that workers answered
+    with, which are taken back if no other worker answers better."""
+
+    model: Model
+    asked: JsonBody
+    body: bytes
+    path: str
+    headers: Headers
+    client: Client
+    record: RequestRecord
+    tried: set[WorkerKey] = field(default_factory=set)
+    told: str = "no worker takes requests"
+    has_begun: bool = False
+    _tally: Tally = field(default_factory=Tally)
+    _refusals: list[tuple[WorkerInfo, Failure]] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_begun or self._tally.is_over
+
+    @property
+    def is_unreached(self) -> bool:
+        return self._tally.nobody_had_it
+
+    def refused(self, worker: WorkerInfo, failure: Failure, status: int, words: str) -> Failure:
+        """Returns what is to be counted. words: the engine's."""
+        self._tally.refused += 1
+        self.told = f"{failure.cause} (status {status}){words and f': {words}'}"
+        result = "full" if after_failure.takes_no_more(failure) else "failed"
+        self.record.failures.append(Failed(str(worker.key), result, failure.cause, words))
+        failure = after_failure.at_path(failure, self.path)
+        if not after_failure.takes_no_more(failure):
+            self._refusals.append((worker, failure))
+        return failure
+
+    def broke(self, worker: WorkerInfo, error: UpstreamError) -> Failure | None:
+        """The same of a worker that did not answer, or not to the end."""
+        self.record.failures.append(Failed(str(worker.key), "failed", error.cause, str(error)))
+        self._tally.broke(never_sent=isinstance(error, ConnectFailed))
+        self.told = str(error)
+        failure = after_failure.of_break(
+            error.cause, is_late=error.is_late, is_whole=not self.has_begun
+        )
+        return failure and after_failure.at_path(failure, self.path)
+
+    async def pardon_if_all_refuse(self) -> None:
+        if self._tally.refused > 1:
+            await self.pardon()
+
+    async def pardon(self) -> None:
+        """It was the request's own fault."""
+        await self.model.pardon(self._refusals)
+
+
+def _count_down(counts: Counter[Path], at: Path) -> None:
+    counts[at] -= 1
+    if not counts[at]:
+        del counts[at]

@@ -1,0 +1,109 @@
+"""Whether what an engine sent, and not in events, is an answer of its API. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from app.core.failures import Failure
+from app.door import after_failure
+from app.door.stream import is_error
+
+MAX_PARSED_BYTES = 64 * 1024
+"""What is larger is not parsed, as that would take milliseconds: it only has to begin and end like
+JSON."""
+_OPENS, _CLOSES = (b"{", b"["), (b"}", b"]")
+_OF_ERRORS = (b'"error"', b'"failed"')
+_HAS: Mapping[str, str] = {
+    "/v1/chat/completions": "choices",
+    "/v1/completions": "choices",
+    "/v1/messages": "content",
+    "/v1/responses": "output",
+}
+"""Path -> the member without which there is no answer. Of others, engines have their own."""
+_MAY_BE_BINARY = ("/v1/embeddings",)
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+def type_in(headers: Headers) -> bytes:
+    """The content type; b"": none is said. headers: names in lower case."""
+    said = next((value for name, value in headers if name == b"content-type"), b"")
+    return said.partition(b";")[0].strip().lower()
+
+
+def is_json(headers: Headers) -> bool:
+    kind = type_in(headers)
+    return kind == b"application/json" or kind.endswith(b"+json")
+
+
+def _is_binary(headers: Headers) -> bool:
+    kind = type_in(headers)
+    return kind != b"" and not kind.startswith(b"text/") and not is_json(headers)
+
+
+def failure_of(
+    status: int, headers: Headers, body: bytes, *, model: str, path: str, is_all: bool
+) -> Failure | None:
+    """How it fails; None: it does not, or that is the request's own fault.
+
+    body: its beginning. model, path: that were asked for. is_all: whether the body is whole.
+    """
+    if status != 200:
+        missing_path = path if after_failure.is_path_missing(status, body) else ""
+        return after_failure.of_status(status, headers, model=model, missing_path=missing_path)
+    if not body:
+        return after_failure.wrong(after_failure.EMPTY)
+    if path in _MAY_BE_BINARY and _is_binary(headers):
+        return None
+    if body.lstrip()[:1] not in _OPENS:
+        return after_failure.wrong(after_failure.FOREIGN)
+    if not is_all:
+        return None
+    return _failure_in(body, _HAS.get(path, ""))
+
+
+def _failure_in(body: bytes, member: str) -> Failure | None:
+    """The same of a whole body that begins as JSON does. member: that it must have; "": any."""
+    fields: Any = None
+    if body.rstrip()[-1:] not in _CLOSES:
+        return after_failure.wrong(after_failure.CUT)
+    if len(body) <= MAX_PARSED_BYTES:
+        try:
+            fields = _parsed(body)
+        except ValueError:
+            return after_failure.wrong(after_failure.CUT)
+    if isinstance(fields, dict) and is_error(fields):
+        return after_failure.of_error(fields)
+    if not member or (isinstance(fields, dict) and member in fields):
+        return None
+    is_there = fields is None and b'"%b"' % member.encode() in body
+    return None if is_there else after_failure.wrong(after_failure.FOREIGN)
+
+
+def status_of(body: bytes) -> int:
+    """The status that an answer with status 200 should have had: 200, unless it tells an error."""
+    if len(body) > MAX_PARSED_BYTES or not any(name in body for name in _OF_ERRORS):
+        return 200
+    fields: Any = None
+    with suppress(ValueError):
+        fields = _parsed(body)
+    if not isinstance(fields, dict) or not is_error(fields):
+        return 200
+    return after_failure.status_in(fields) or 400
+
+
+def _parsed(body: bytes) -> object:
+    """None: it is nested too deep to tell. Raises ValueError."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        # Engines in Python write NaN, and halves of characters.
+        try:
+            return json.loads(body.decode(errors="replace"))
+        except RecursionError:
+            return None

@@ -1,0 +1,239 @@
+"""Conditions that somebody should hear of: one list, each with its one threshold.
+
+The console and `kvroute doctor` look for them in what replicas told of the last minute;
+deploy/alerts.yaml has the same for Prometheus, with the same thresholds, which a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from app.core.check import Check
+from app.core.documents import page
+from app.core.outcomes import Kind
+from app.ops.figures import TARGET_S, WRONG, Together, share
+
+FEW = 10
+"""Requests in a minute: of fewer, no share is told."""
+MAX_TOLD = 3
+Found = Callable[[Together, float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """name: of the alert. threshold: above which it holds. found: what to say if it does; "": it
+    does not."""
+
+    name: str
+    threshold: float
+    found: Found
+    remedy: str
+
+
+def holding(all_of: Together) -> Iterator[Check]:
+    """Those that hold. Their alerts fire once they have for a while."""
+    for one in CONDITIONS:
+        if found := one.found(all_of, one.threshold):
+            yield Check(one.name, False, found, one.remedy)
+
+
+def _count(name: str, text: str) -> Found:
+    return lambda all_of, most: (
+        text.format(all_of.minute[name]) if all_of.minute[name] > most else ""
+    )
+
+
+def _gauge(name: str, text: str) -> Found:
+    def found(all_of: Together, most: float) -> str:
+        value = all_of.gauges.get(name, 0.0)
+        return text.format(value) if value > most else ""
+
+    return found
+
+
+def _of_each(rows: str, part: Sequence[str], of: Sequence[str], text: str) -> Found:
+    """Of each model or worker with too large a share of `part` in `of`."""
+
+    def found(all_of: Together, most: float) -> str:
+        said = []
+        for name, counts in sorted(getattr(all_of, rows).items()):
+            whole = sum(counts[kind] for kind in of)
+            value = share(sum(counts[kind] for kind in part), whole) or 0.0
+            if whole >= FEW and value > most:
+                said.append(text.format(value, name or "no known model"))
+        more = [f"{len(said) - MAX_TOLD} more"] if len(said) > MAX_TOLD else []
+        return "; ".join(said[:MAX_TOLD] + more)
+
+    return found
+
+
+def _refused(all_of: Together, most: float) -> str:
+    number = all_of.refused(all_of.minute)
+    return f"{number:.0f} requests were refused in the last minute" if number > most else ""
+
+
+def _slow(all_of: Together, most: float) -> str:
+    p99_s = all_of.quantile("decision", 0.99) or 0.0
+    return f"decisions take {p99_s * 1000:.0f} ms (p99)" if p99_s > most else ""
+
+
+def _late(all_of: Together, most: float) -> str:
+    in_time = all_of.in_time_share()
+    if in_time is None or 1.0 - in_time <= most:
+        return ""
+    return f"{1.0 - in_time:.0%} of first tokens took over {TARGET_S:g} s, or never came"
+
+
+def _without_key(all_of: Together, most: float) -> str:
+    value = all_of.share_of("outcome:", "invalid_api_key")
+    return f"{value:.0%} of the requests have no valid key" if value > most else ""
+
+
+def _apart(all_of: Together, most: float) -> str:
+    value = share(all_of.minute["apart"], all_of.minute["compared"]) or 0.0
+    if value <= most:
+        return ""
+    return f"{value:.0%} of prompt tokens are cached, not predicted, or the other way round"
+
+
+def _by_engines(all_of: Together, most: float) -> str:
+    value = all_of.share_of("tokens_from:", "engine")
+    if value <= most:
+        return ""
+    spent_s = all_of.minute["stage_s:tokens"] / all_of.sum_of("tokens_from:")
+    return (
+        f"{value:.0%} of prompts are tokenized by engines; a request's tokens take {spent_s:.3f} s"
+    )
+
+
+FAILED = (Kind.ENGINE, Kind.CUT)
+CONDITIONS = (
+    Condition(
+        "KvrouteRequestsFail",
+        0.05,
+        _of_each("models", FAILED, tuple(Kind), "{:.0%} of the requests for {} fail"),
+        "see the last errors: they name the worker and say what its engine says",
+    ),
+    Condition(
+        "KvrouteWorkerFailsRequests",
+        0.2,
+        _of_each("workers", ("failed", *FAILED), ("failed", *Kind), "{1} fails {0:.0%} of its own"),
+        "see the last errors; drain or restart its engine: it gets hardly any requests meanwhile",
+    ),
+    Condition(
+        "KvrouteClientsLeave",
+        0.1,
+        _of_each(
+            "models",
+            (Kind.LEFT_BEFORE,),
+            tuple(Kind),
+            "{:.0%} of the clients of {} leave before their first token",
+        ),
+        "does an engine hang, or is its queue long? See the workers' columns left and queue",
+    ),
+    Condition(
+        "KvrouteRequestsUnfit",
+        0.5,
+        _of_each(
+            "models",
+            (WRONG,),
+            tuple(Kind),
+            "{:.0%} of the requests for {} are refused as wrong or not allowed",
+        ),
+        "was a model renamed, or a client changed? The last errors say what is refused",
+    ),
+    Condition(
+        "KvrouteKeysRefused",
+        0.2,
+        _without_key,
+        "was a key replaced? The access log has the clients' addresses",
+    ),
+    Condition(
+        "KvrouteRequestsRefused",
+        0.0,
+        _refused,
+        "add workers, or let requests wait: --wait-queue",
+    ),
+    Condition(
+        "KvrouteSlowFirstTokens",
+        0.05,
+        _late,
+        "is a worker's queue long? Metrics kvroute_door_stage_seconds say what takes the time",
+    ),
+    Condition(
+        "KvrouteDegraded",
+        0.0,
+        _count("degraded", "{:.0f} requests were routed by load alone in the last minute"),
+        "is Redis up, fast, and taking writes? See its latency and memory",
+    ),
+    Condition(
+        "KvrouteBlind",
+        0.0,
+        _count("blind", "{:.0f} look-ups of the last minute found no overlap: a shard is away"),
+        "is a node of the Cluster down?",
+    ),
+    Condition(
+        "KvrouteSlowDecisions", 0.1, _slow, "give routers and Redis a core of their own each"
+    ),
+    Condition(
+        "KvrouteWorkersFail",
+        0.0,
+        _count("suspensions", "{:.0f} times in the last minute a worker failed a request"),
+        "the last errors say which worker, and why",
+    ),
+    Condition(
+        "KvrouteReservationsExpire",
+        0.0,
+        _count("reservations:expired", "{:.0f} reservations of the last minute were never ended"),
+        "do clients of /v1/route end their requests? Do answers outlast --reservation-ttl-s?",
+    ),
+    Condition(
+        "KvrouteEnginesTokenize",
+        0.5,
+        _by_engines,
+        f"give routers the model's tokenizer: --tokenizers; see {page('tokenization.md')}",
+    ),
+    Condition(
+        "KvrouteTokenizerApart",
+        0.0,
+        _gauge(
+            "tokenizer_apart", "{:.0f} models have another tokenizer here than in their engines"
+        ),
+        "give routers the engines' model and revision: /readiness says why",
+    ),
+    Condition(
+        "KvrouteCacheApart",
+        0.05,
+        _apart,
+        "/readiness says where; do the engines publish events, and hash as routers do?",
+    ),
+    Condition(
+        "KvrouteIndexOverfull",
+        4.0,
+        _gauge("index_fill", "the index holds {:.1f} times the blocks it was laid out for"),
+        "start the workers anew with a larger --index-blocks",
+    ),
+    Condition(
+        "KvrouteRedisNearlyFull",
+        0.9,
+        _gauge("redis_fill", "{:.0%} of Redis's memory is in use"),
+        "raise maxmemory: full, it takes no writes, leases lapse, and load alone decides",
+    ),
+    Condition(
+        "KvrouteRedisMayEvict",
+        0.0,
+        _gauge("may_evict", "Redis may drop any key once it is full"),
+        "CONFIG SET maxmemory-policy noeviction",
+    ),
+)
+ELSEWHERE = {
+    "KvrouteNoWorkers": "workers",
+    "KvrouteWorkerStale": "metrics",
+    "KvrouteAgentHearsNothing": "events",
+    "KvrouteAgentsAway": "agents",
+    "KvrouteWorkerTainted": "tainted workers",
+    "KvrouteReplicaDown": "replicas",
+    "KvrouteTrafficGone": "traffic",
+}
+"""Alerts whose conditions are checks of what is in Redis, by the checks' names."""

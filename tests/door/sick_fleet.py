@@ -1,0 +1,155 @@
+"""Engines that fall ill on demand, each behind a real agent, and replicas in front of them, all in
+this process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+from redis.asyncio import Redis
+
+from app.core.failures import SOON_S
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
+from app.state.scripts import ScriptRunner
+from tests.door.conftest import replica, until_serving
+from tests.fake_worker import KEYS, running, worker_info
+from tests.sick_engine import WELL, Faults, SickEngine, sick_engine
+from workers.agent.agent import Agent, AgentSettings
+
+LEASE_S = 3.0
+"""It is renewed each second."""
+PREFILL_S = 0.1
+IN_A_ROW = 2
+"""Failures that suspend a worker which answers."""
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES, EMBEDDINGS = "/v1/messages", "/v1/responses", "/v1/embeddings"
+TOKENIZE = "/tokenize"
+STREAMED = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+
+
+def asked(path: str, text: str = "hi", **more: Any) -> dict[str, Any]:
+    """A request for a path."""
+    turns = [{"role": "user", "content": text}]
+    members: dict[str, Any] = {
+        CHAT: {"messages": turns, "max_tokens": 4},
+        COMPLETIONS: {"prompt": [1, 2, 3], "max_tokens": 4},
+        MESSAGES: {"messages": turns, "max_tokens": 4},
+        RESPONSES: {"input": text, "max_output_tokens": 4},
+        EMBEDDINGS: {"input": text},
+        TOKENIZE: {"prompt": text},
+    }[path]
+    return {"model": "m", **members, **more}
+
+
+@dataclass(slots=True)
+class SickFleet:
+    """engines: of which the first ones fall ill."""
+
+    engines: list[SickEngine]
+    doors: list[httpx.AsyncClient]
+    path: str = COMPLETIONS
+    _num_ill: int = 0
+    _ill_since_s: float = 0.0
+
+    def fall_ill(self, faults: Faults, number: int = 1) -> None:
+        self._num_ill, self._ill_since_s = number, time.monotonic()
+        for engine in self.engines[:number]:
+            engine.faults = faults
+
+    def assert_few_tries(self, at_once: int) -> None:
+        """That those that fell ill got no more than the rules allow, whatever the machine is busy
+        with: as many of the requests that came at once as others, until the second failure in a row
+        was known, and then one after each pause. at_once: so many."""
+        num_engines, ill_s = len(self.engines), time.monotonic() - self._ill_since_s
+        until_known = IN_A_ROW * math.ceil(at_once * self._num_ill / num_engines)
+        trials = self._num_ill * num_pauses(ill_s)
+        came = sum(self.came()[: self._num_ill])
+        assert came <= until_known + trials, f"{came} after {ill_s:.1f} s"
+
+    def recover(self) -> None:
+        for engine in self.engines:
+            engine.faults = WELL
+
+    def came(self) -> list[int]:
+        """Requests that each engine had."""
+        return [engine.requests[self.path] for engine in self.engines]
+
+    async def ask(self, number: int = 0, **more: Any) -> httpx.Response:
+        body = asked(self.path, f"{number}", **more)
+        return await self.doors[number % len(self.doors)].post(self.path, json=body)
+
+    async def ask_many(self, count: int, at_once: int = 24, **more: Any) -> list[httpx.Response]:
+        """By so many clients, each of which asks again once it is answered."""
+        numbers, answers = iter(range(count)), list[httpx.Response]()
+
+        async def client() -> None:
+            for number in numbers:
+                answers.append(await self.ask(number, **more))
+
+        await asyncio.gather(*(client() for _ in range(at_once)))
+        return answers
+
+    async def shares(self, count: int = 60, **more: Any) -> list[float]:
+        """What each engine got of so many requests; 1.0: as much as if all got the same."""
+        before = self.came()
+        await self.ask_many(count, **more)
+        got = [now - then for now, then in zip(self.came(), before, strict=True)]
+        return [one * len(got) / sum(got) for one in got]
+
+
+def num_pauses(within_s: float) -> int:
+    """How many of a worker that fails each trial at once end in so many seconds."""
+    lengths_s = itertools.accumulate(min(2.0**number, SOON_S) for number in itertools.count())
+    return sum(1 for _ in itertools.takewhile(lambda end_s: end_s <= within_s, lengths_s))
+
+
+def statuses(answers: list[httpx.Response]) -> Counter[int]:
+    return Counter(answer.status_code for answer in answers)
+
+
+@asynccontextmanager
+async def leased(redis: Redis, name: str, **about: Any) -> AsyncIterator[SickEngine]:
+    """An engine of model `m`, and its agent. about: more of WorkerInfo."""
+    async with sick_engine(prefill_s=PREFILL_S) as engine:
+        info = replace(
+            worker_info(name, kv_total_blocks=100_000),
+            **({"address": engine.url, "models": ("m",)} | about),
+        )
+        measured = ForwardPassMetrics(kv_total_blocks=100_000), DEFAULT_SPEED
+        agent = Agent(
+            *(ScriptRunner(redis, 5.0), KEYS, info, AgentSettings(LEASE_S, 1024)),
+            lambda: measured,
+        )
+        async with running(agent):
+            yield engine
+
+
+@asynccontextmanager
+async def sick_fleet(
+    redis: Redis,
+    url: str,
+    engines: int = 3,
+    replicas: int = 1,
+    path: str = COMPLETIONS,
+    about: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> AsyncIterator[SickFleet]:
+    """All well. about: more of each WorkerInfo. settings: of the replicas."""
+    async with AsyncExitStack() as stack:
+        some = [
+            await stack.enter_async_context(leased(redis, f"e{number}", **about))
+            for number in range(engines)
+        ]
+        doors = [await stack.enter_async_context(replica(url, **settings)) for _ in range(replicas)]
+        for door in doors:
+            await until_serving(door, engines)
+        yield SickFleet(some, doors, path)

@@ -1,0 +1,345 @@
+"""Workers that refuse, break off or say errors while others are well: clients notice nothing of it,
+and the sick get no more than a few tries until they are well again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from app.core.failures import SOON_S
+from app.door.after_failure import TRIES
+from app.local.redis_server import EmbeddedRedis, free_port
+from app.policy.cost import POLICIES
+from tests.door.conftest import replica, until_serving
+from tests.door.sick_fleet import (
+    COMPLETIONS,
+    EMBEDDINGS,
+    MESSAGES,
+    STREAMED,
+    TOKENIZE,
+    SickFleet,
+    asked,
+    leased,
+    sick_fleet,
+    statuses,
+)
+from tests.door.test_failures import nothing_reserved
+from tests.eventually import eventually
+from tests.sick_engine import FOREIGN, Faults
+
+ALL = 120
+REFUSALS = {
+    "401": (1, Faults(status=401)),
+    "403": (1, Faults(status=403)),
+    "404": (1, Faults(status=404)),
+    "500 of two": (2, Faults(status=500)),
+    "500 of three": (3, Faults(status=500)),
+    "502": (1, Faults(status=502)),
+    "503": (3, Faults(status=503)),
+    "503 for a time": (3, Faults(status=503, retry_after="2")),
+    "429": (3, Faults(status=429)),
+    "resets": (1, Faults(how="reset first")),
+    "empty": (2, Faults(how="empty")),
+    "error": (2, Faults(how="error first")),
+    "half": (2, Faults(how="unfinished")),
+}
+"""Of whole answers: how many fall ill with what."""
+
+
+def few_quick(names: Iterable[str], *quick: str) -> list[Any]:
+    """All but `quick` are for make test-slow."""
+    slow = pytest.mark.slow
+    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
+
+
+async def failed_tries(door: httpx.AsyncClient, worker: str) -> float:
+    """Requests that were taken from that worker, whatever the cause."""
+    lines = (await door.get("/metrics")).text.splitlines()
+    ends = f'outcome="failed",worker="{worker}"}}'
+    told = [line.rpartition(" ") for line in lines if "door_worker_requests_total{" in line]
+    return sum(float(value) for name, _, value in told if name.endswith(ends))
+
+
+async def back_to_even(fleet: SickFleet, number: int, **more: Any) -> None:
+    """The fault has ended."""
+
+    async def shares() -> list[float]:
+        return await fleet.shares(**more)
+
+    await eventually(shares, lambda found: min(found[:number]) >= 0.5, within_s=2 * SOON_S)
+
+
+async def well_though_some_are_sick(fleet: SickFleet, number: int, faults: Faults) -> None:
+    """Nothing fails, the sick are tried seldom, and are back soon after they are well."""
+    fleet.fall_ill(faults, number)
+    assert statuses(await fleet.ask_many(ALL)) == {200: ALL}
+    fleet.assert_few_tries(at_once=24)
+    fleet.recover()
+    await back_to_even(fleet, number)
+
+
+@pytest.mark.parametrize("name", few_quick(REFUSALS, "401", "500 of two"))
+async def test_workers_that_refuse_at_once_cost_no_request_and_draw_none(
+    one_redis_server: EmbeddedRedis, redis: Redis, name: str
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 6) as fleet:
+        await well_though_some_are_sick(fleet, *REFUSALS[name])
+        await nothing_reserved(redis)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["401", "500 of two", "503 for a time"])
+async def test_replicas_know_what_the_others_were_refused(
+    one_redis_server: EmbeddedRedis, redis: Redis, name: str
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 6, replicas=3) as fleet:
+        await well_though_some_are_sick(fleet, *REFUSALS[name])
+
+
+@pytest.mark.parametrize("policy", few_quick(POLICIES, "round_robin"))
+async def test_a_worker_that_refuses_at_once_looks_cheap_to_no_policy(
+    one_redis_server: EmbeddedRedis, redis: Redis, policy: str
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 3, policy=policy) as fleet:
+        fleet.fall_ill(Faults(status=500))
+        assert statuses(await fleet.ask_many(60, at_once=6)) == {200: 60}
+        fleet.assert_few_tries(at_once=6)
+
+
+@pytest.mark.parametrize(
+    "how", few_quick(("error first", "error before tokens", "empty"), "error before tokens")
+)
+@pytest.mark.parametrize("path", STREAMED)
+async def test_a_stream_that_fails_before_it_says_anything_is_another_workers(
+    one_redis_server: EmbeddedRedis, redis: Redis, path: str, how: Any
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 3, path=path) as fleet:
+        fleet.fall_ill(Faults(how=how))
+        answers = await fleet.ask_many(30, at_once=6, stream=True)
+        assert statuses(answers) == {200: 30}
+        assert not any("died" in answer.text for answer in answers)
+        fleet.assert_few_tries(at_once=6)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("foreign", few_quick(FOREIGN, "a page", "half"))
+async def test_what_is_no_answer_of_the_api_is_asked_of_another_worker(
+    one_redis_server: EmbeddedRedis, redis: Redis, foreign: str, stream: bool
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
+        fleet.fall_ill(Faults(foreign=foreign))
+        for path in STREAMED if stream else (*STREAMED, EMBEDDINGS):
+            fleet.path = path
+            while not fleet.came()[0] and sum(fleet.came()) < 30:
+                answers = await fleet.ask_many(4, at_once=4, stream=stream)
+                assert statuses(answers) == {200: 4}
+                assert not any("Sign in" in answer.text for answer in answers)
+        assert await failed_tries(fleet.doors[0], "e0:0") >= 1
+        for engine in fleet.engines:
+            engine.faults = Faults(foreign=foreign)
+        fleet.path = MESSAGES
+        refused = await fleet.ask(stream=stream)
+        assert refused.status_code == 502
+        assert "Sign in" not in refused.text
+
+
+@pytest.mark.parametrize("path", STREAMED)
+@pytest.mark.parametrize("how", few_quick(("error within", "unfinished", "reset within"), ""))
+async def test_a_stream_that_fails_behind_its_first_token_counts_as_a_failure(
+    one_redis_server: EmbeddedRedis, redis: Redis, path: str, how: Any
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 2, path=path) as fleet:
+        fleet.fall_ill(Faults(how=how))
+        [door] = fleet.doors
+        while not fleet.came()[0]:
+            answer = await fleet.ask(stream=True)
+        assert answer.status_code == 200
+        assert "died" in answer.text or "broke off" in answer.text or "ended before" in answer.text
+        assert await failed_tries(door, "e0:0") == 1
+        shown = (await door.get("/v1/workers")).json()
+        [sick] = [w for w in (*shown["workers"], *shown["paused"]) if w["worker_id"] == "e0"]
+        assert sick["failures"] == 1
+        assert sick["cause"] in ("error_event", "cut", "broken")
+
+
+async def test_a_request_that_no_worker_bears_is_held_against_none(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 6) as fleet:
+        fleet.fall_ill(Faults(status=500, only="poison"), 6)
+        poison, *well = await asyncio.gather(
+            fleet.ask(user="poison"), *(fleet.ask(number) for number in range(20))
+        )
+        assert poison.status_code == 500
+        assert statuses(well) == {200: 20}
+        assert sum(fleet.came()) == 20 + TRIES
+        shown = (await fleet.doors[0].get("/v1/workers")).json()
+        assert shown["paused"] == []
+        assert [worker["failures"] for worker in shown["workers"]] == [0] * 6
+
+
+async def test_where_all_are_sick_half_of_them_are_still_asked(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 4) as fleet:
+        fleet.fall_ill(Faults(how="reset first"), 4)
+        assert statuses(await fleet.ask_many(40, at_once=8)) == {502: 40}
+        shown = (await fleet.doors[0].get("/v1/workers")).json()
+        assert len(shown["paused"]) <= 2
+        assert min(fleet.came()) > 0
+        await nothing_reserved(redis)
+
+
+async def test_the_only_worker_is_asked_as_ever_though_it_fails_now_and_then(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 1) as fleet:
+        fleet.fall_ill(Faults(status=500, only="poison"))
+        assert statuses([await fleet.ask(user="poison") for _ in range(3)]) == {500: 3}
+        assert statuses(await fleet.ask_many(24)) == {200: 24}
+
+
+async def test_the_only_worker_that_is_left_gets_a_second_try(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
+        fleet.fall_ill(Faults(how="reset first"))
+        assert statuses(await fleet.ask_many(12, at_once=4)) == {200: 12}
+        for faults in (Faults(status=500, times=1), Faults(how="empty", times=1)):
+            fleet.engines[1].faults = faults
+            assert (await fleet.ask()).status_code == 200
+        for status in (401, 429):  # which it would answer again
+            before = fleet.came()[1]
+            fleet.engines[1].faults = Faults(status=status, only="again")
+            assert (await fleet.ask(user="again")).status_code >= 400
+            assert fleet.came()[1] == before + 1
+
+
+async def test_engines_that_take_no_key_of_ours_are_no_matter_of_clients(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    for status in (401, 403, 404):
+        async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
+            fleet.fall_ill(Faults(status=status), 2)
+            answer = await fleet.ask()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, 400), (413, 413), (422, 400), (501, 501)])
+async def test_what_a_request_is_refused_for_is_told_to_its_client_at_once(
+    one_redis_server: EmbeddedRedis, redis: Redis, status: int, code: int
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
+        fleet.fall_ill(Faults(status=status), 2)
+        assert (await fleet.ask()).status_code == code
+        assert sum(fleet.came()) == 1
+        shown = (await fleet.doors[0].get("/v1/workers")).json()
+        assert [worker["cause"] for worker in shown["workers"]] == [None, None]
+
+
+async def test_a_worker_that_lacks_an_adapter_is_left_alone_for_that_alone(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    about = {"adapters": ("poems",)}
+    async with sick_fleet(redis, one_redis_server.url, 3, about=about) as fleet:
+        fleet.fall_ill(Faults(status=404, only="poems"))
+        answers = await fleet.ask_many(60, at_once=6, model="poems")
+        assert statuses(answers) == {200: 60}
+        fleet.assert_few_tries(at_once=6)
+        assert min(await fleet.shares(60, at_once=6)) > 0.5
+        shown = (await fleet.doors[0].get("/v1/workers")).json()
+        assert [worker["failures"] for worker in shown["workers"]] == [0, 0, 0]
+
+
+async def test_a_path_that_one_engine_lacks_is_asked_of_others(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    lacks = Faults(status=404, body='{"detail":"Not Found"}')
+    async with sick_fleet(redis, one_redis_server.url, 3, path=MESSAGES) as fleet:
+        fleet.fall_ill(lacks)
+        assert statuses(await fleet.ask_many(60, at_once=6)) == {200: 60}
+        fleet.assert_few_tries(at_once=6)
+        fleet.fall_ill(lacks, 3)
+        answer = await fleet.ask()
+        assert (answer.status_code, answer.json()["error"]["type"]) == (
+            400,
+            "invalid_request_error",
+        )
+
+
+async def test_workers_that_are_not_reached_use_up_no_tries(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with AsyncExitStack() as stack:
+        for number in range(8):
+            address = f"http://127.0.0.1:{free_port()}"
+            await stack.enter_async_context(leased(redis, f"gone{number}", address=address))
+        await stack.enter_async_context(leased(redis, "well"))
+        door = await stack.enter_async_context(replica(one_redis_server.url))
+        await until_serving(door, 9)
+        for _ in range(3):
+            answer = await door.post(COMPLETIONS, json=asked(COMPLETIONS))
+            assert answer.headers["x-kvroute-worker"] == "well:0"
+
+
+@pytest.mark.parametrize(
+    ("path", "faults"),
+    [
+        (EMBEDDINGS, Faults(status=500)),
+        (EMBEDDINGS, Faults(how="empty")),
+        (TOKENIZE, Faults(tokenize_status=500)),
+        (TOKENIZE, Faults(tokenize_status=404)),
+        (TOKENIZE, Faults(tokenize_status=0)),
+    ],
+)
+async def test_what_is_no_chat_avoids_the_sick_too(
+    one_redis_server: EmbeddedRedis, redis: Redis, path: str, faults: Faults
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 3, path=path) as fleet:
+        fleet.fall_ill(faults)
+        assert statuses(await fleet.ask_many(60, at_once=6)) == {200: 60}
+        fleet.assert_few_tries(at_once=6)
+        fleet.recover()
+        await back_to_even(fleet, 1, at_once=6)
+
+
+@pytest.mark.slow
+async def test_replicas_know_which_paths_others_were_failed(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 3, replicas=3, path=TOKENIZE) as fleet:
+        fleet.fall_ill(Faults(tokenize_status=500))
+        assert statuses(await fleet.ask_many(6, at_once=1)) == {200: 6}
+        assert 1 <= fleet.came()[0] <= 3
+
+
+async def test_a_path_that_computes_nothing_says_nothing_of_others(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 2, path=TOKENIZE) as fleet:
+        fleet.fall_ill(Faults(tokenize_status=500))
+        for _ in range(2):
+            assert statuses(await fleet.ask_many(20, at_once=2)) == {200: 20}
+        assert fleet.came()[0] >= 1
+        shown = (await fleet.doors[0].get("/v1/workers")).json()
+        assert (shown["paused"], [one["failures"] for one in shown["workers"]]) == ([], [0, 0])
+        fleet.path = COMPLETIONS
+        assert min(await fleet.shares(20, at_once=2)) >= 0.5
+
+
+async def test_whole_answers_that_take_long_are_held_against_nobody(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 2, whole_timeout_s=0.5) as fleet:
+        fleet.fall_ill(Faults(whole_s=2.0), 2)
+        answers = [await fleet.ask() for _ in range(3)]
+        assert max(statuses(answers)) in (502, 504)
+        shown = (await fleet.doors[0].get("/v1/workers")).json()
+        assert shown["paused"] == []
+        assert [worker["failures"] for worker in shown["workers"]] == [0, 0]

@@ -1,0 +1,244 @@
+"""Tokenizers of models: each loaded and kept once, and looked at again where that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from redis.asyncio import Redis
+
+from app.door import prompts, tokenizers
+from app.door.tokenizers import Loaded, Tokenizers
+from app.door.tokens import Renderer, load
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import completing, models, replica
+from tests.door.test_answers import LLAMA, counted
+from tests.eventually import eventually
+
+
+class Panic(BaseException):
+    """As those of libraries in Rust."""
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each folder was loaded."""
+    counts: Counter[str] = Counter()
+
+    def counting(folder: str) -> Renderer:
+        counts[folder] += 1
+        return load(folder)
+
+    monkeypatch.setattr(tokenizers, "load", counting)
+    return counts
+
+
+@pytest.fixture
+async def kept() -> AsyncIterator[Tokenizers]:
+    async with asyncio.TaskGroup() as tasks:
+
+        def beside(_: str, run: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
+            async def once() -> None:
+                await run()
+
+            return tasks.create_task(once())
+
+        yield Tokenizers(beside)
+
+
+async def settled(tokenizers: Tokenizers, *sources: str) -> list[Loaded]:
+    async def look() -> list[Loaded]:
+        return [tokenizers.at(source) for source in sources]
+
+    loaded = await look()  # kept, while it is waited for
+    await eventually(look, lambda some: not any(one.loading for one in some))
+    return loaded
+
+
+async def test_a_folder_is_loaded_once_under_all_its_names(
+    kept: Tokenizers, loads: Counter[str], tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(LLAMA)
+    names = (str(LLAMA), str(link), f"{LLAMA}/../{LLAMA.name}")
+    loaded = await settled(kept, *names)
+    assert loads == {str(LLAMA.resolve()): 1}
+    assert len({id(one.renderer) for one in loaded}) == 1
+
+
+async def test_what_nobody_uses_any_more_is_forgotten(
+    kept: Tokenizers, loads: Counter[str]
+) -> None:
+    for _ in range(2):
+        assert (await settled(kept, str(LLAMA)))[0].renderer
+        gc.collect()
+    assert loads.total() == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), MemoryError(), KeyError("x"), Panic("x")])
+async def test_whatever_loading_raises_it_is_tried_again_only_after_a_pause(
+    kept: Tokenizers, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    calls = []
+
+    def failing(folder: str) -> Renderer:
+        calls.append(folder)
+        raise error
+
+    monkeypatch.setattr(tokenizers, "load", failing)
+    [loaded] = await settled(kept, str(LLAMA))
+    for _ in range(5):
+        assert kept.at(str(LLAMA)).loading is None
+    assert len(calls) == 1
+    assert type(error).__name__ in loaded.why_not
+    monkeypatch.setattr(tokenizers, "load", load)
+    loaded.again_s = 0.0
+    await settled(kept, str(LLAMA))
+    assert loaded.renderer
+
+
+async def test_a_folder_that_has_changed_is_loaded_anew_when_asked_to_look_again(
+    kept: Tokenizers, loads: Counter[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(LLAMA, folder)
+    [loaded] = await settled(kept, str(folder))
+    first = loaded.renderer
+    for changed in (False, True):
+        if changed:
+            (folder / "tokenizer_config.json").touch()
+        loaded.again_s = 0.0
+        kept.look_again(str(folder))
+        await settled(kept, str(folder))
+        assert (loaded.renderer is first) is not changed
+    assert loads.total() == 2
+
+
+PATH = "/v1/completions"
+
+
+async def complete(_: web.Request) -> web.Response:
+    return web.json_response({"choices": []})
+
+
+async def rendered_here(door: httpx.AsyncClient, name: str) -> float:
+    asked = {"model": name, "prompt": "x"}
+    assert (await door.post(PATH, json=asked)).status_code == 200
+    return await counted(door, f'tokens_from_total{{model="{name}",source="router"}}')
+
+
+async def test_a_model_and_its_adapters_share_one_tokenizer(
+    one_redis_server: EmbeddedRedis, redis: Redis, loads: Counter[str]
+) -> None:
+    adapters = tuple(f"adapter-{n}" for n in range(40))
+    about: dict[str, Any] = {"tokenizer": str(LLAMA), "adapters": adapters}
+    async with (
+        completing(redis, "a", complete, **about),
+        replica(one_redis_server.url) as door,
+    ):
+        await eventually(lambda: models(door), lambda found: len(found) == 41)
+        await eventually(lambda: rendered_here(door, "m"))
+        for name in adapters:
+            asked = {"model": name, "prompt": "x"}
+            assert "x-kvroute-tokens" not in (await door.post(PATH, json=asked)).headers
+    assert loads == {str(LLAMA.resolve()): 1}
+
+
+async def test_adapters_have_the_tokenizer_that_a_setting_gives_to_their_model(
+    one_redis_server: EmbeddedRedis, redis: Redis, loads: Counter[str]
+) -> None:
+    async with (
+        completing(redis, "a", complete, tokenizer="/nowhere", adapters=("poems",)),
+        replica(one_redis_server.url, tokenizers=f"m={LLAMA}") as door,
+    ):
+        await eventually(lambda: models(door), lambda found: len(found) == 2)
+        await eventually(lambda: rendered_here(door, "poems"))
+
+
+async def test_the_tokenizer_may_be_where_any_of_the_workers_says(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with (
+        completing(redis, "a", complete, tokenizer="/nowhere"),
+        completing(redis, "b", complete, tokenizer=str(LLAMA)),
+        completing(redis, "c", complete, tokenizer="/nowhere"),
+        replica(one_redis_server.url) as door,
+    ):
+        await eventually(lambda: models(door), bool)
+        await eventually(lambda: rendered_here(door, "m"))
+
+
+async def test_a_worker_with_another_tokenizer_is_noticed_when_it_comes_and_when_it_goes(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    about: dict[str, Any] = {
+        "tokenizer": str(LLAMA),
+        "tokenizer_hash": load(str(LLAMA)).fingerprint,
+    }
+
+    async def remarks() -> list[str]:
+        await rendered_here(door, "m")
+        missing: list[str] = (await door.get("/readiness")).json()["missing"]
+        return missing
+
+    async with (
+        completing(redis, "a", complete, **about),
+        replica(one_redis_server.url) as door,
+    ):
+        await eventually(lambda: models(door), bool)
+        await eventually(remarks, lambda found: found == [])
+        about["tokenizer_hash"] = "0123456789abcdef"
+        async with completing(redis, "b", complete, **about) as worker:
+            other = ["tokenizer of m: that of worker b:0 is another one"]
+            await eventually(remarks, lambda found: found == other)
+            await worker.retire()
+        await eventually(remarks, lambda found: found == [])
+
+
+async def test_a_model_that_its_engine_tokenizes_in_another_way_is_compared_again(
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(prompts, "LONGEST_PAUSE_S", 0.0)
+    ids = [7, 7]
+
+    async def tokenize(_: web.Request) -> web.Response:
+        return web.json_response({"tokens": ids})
+
+    async def apart() -> float:
+        await rendered_here(door, "m")
+        return await counted(door, 'tokenizer_apart{model="m"}')
+
+    more = [web.post("/tokenize", tokenize)]
+    async with (
+        completing(redis, "a", complete, more=more, tokenizer=str(LLAMA)),
+        replica(one_redis_server.url) as door,
+    ):
+        await eventually(lambda: models(door), bool)
+        await eventually(apart)
+        ids[:] = (await load(str(LLAMA)).of_text("x")).tolist()
+        await eventually(apart, lambda differs: not differs)
+        assert await rendered_here(door, "m") > 0
+
+
+async def test_a_model_without_workers_is_no_longer_said_to_lack_a_tokenizer(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async def missing() -> str:
+        return str((await door.get("/readiness")).json()["missing"])
+
+    async with replica(one_redis_server.url) as door:
+        async with completing(redis, "a", complete, tokenizer="/nowhere") as worker:
+            await eventually(lambda: models(door), lambda found: found == ["m"])
+            await rendered_here(door, "m")
+            await eventually(missing, lambda said: "tokenizer of m: /nowhere" in said)
+            await worker.retire()
+        await eventually(missing, lambda said: "tokenizer of m" not in said)

@@ -1,0 +1,194 @@
+"""Each listener of docs/listeners.md is opened, and asks for what the page says, and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import zmq.asyncio
+
+from app.http.protocol import MAX_HEAD_BYTES, MAX_URL_BYTES
+from app.local.redis_server import EmbeddedRedis, free_port
+from tests.attack.kv_port import KvPort
+from tests.e2e.engines import Process
+from tests.e2e.test_cells import CONFIG as CELLS
+from tests.e2e.test_haproxy import CONFIG, Replica, haproxy
+from tests.eventually import eventually
+from tests.test_listeners import ROWS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+HERE = "127.0.0.1"
+KEY, OPERATOR, READER = "client-key", "operator-key", "reader-key"
+WORKER, WORKER_READER = "worker-key", "worker-reader-key"
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[Process]:
+    process = Process(*arguments)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+async def statuses(url: str, *keys: str, path: str = "/", **headers: str) -> list[int]:
+    """Of a path with each of the keys; "": without one."""
+    async with httpx.AsyncClient(base_url=url, headers=headers) as http:
+        return [
+            (
+                await http.get(path, headers={"authorization": f"Bearer {key}"} if key else {})
+            ).status_code
+            for key in keys
+        ]
+
+
+async def bounded(url: str) -> None:
+    """What HTTP's bounds refuse."""
+    async with httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/" + "a" * MAX_URL_BYTES)).status_code == 414
+        assert (await http.get("/", headers={"x": "y" * MAX_HEAD_BYTES})).status_code == 431
+
+
+async def check_router(redis: EmbeddedRedis, folder: Path) -> None:
+    keys = folder / "keys"
+    keys.write_text(f"app {KEY}\nops {OPERATOR} operator\nprometheus {READER} metrics\n")
+    arguments = ("router", "--port=0", f"--redis-url={redis.url}", f"--api-key-file={keys}")
+    with running(*arguments) as router:
+        url = router.url
+        everybody = ("", KEY, OPERATOR, READER)
+        for path in ("/v1/models", "/v1/workers", "/openapi.json"):
+            assert await statuses(url, *everybody, path=path) == [401, 200, 200, 401]
+        assert await statuses(url, "", path="/health") == [200]
+        assert (await statuses(url, "", path="/readiness"))[0] in (200, 503)
+        assert await statuses(url, "", path="/console/") == [200]
+        assert await statuses(url, *everybody, path="/metrics") == [401, 200, 200, 200]
+        overview = "/console/api/overview"
+        assert await statuses(url, *everybody, path=overview) == [401, 401, 200, 401]
+        assert await statuses(url, OPERATOR, path=overview, origin="https://a.example") == [403]
+        await bounded(url)
+
+
+async def check_worker(redis: EmbeddedRedis, folder: Path) -> None:
+    port = free_port()
+    with running(
+        *("worker", "--port=0", f"--redis-url={redis.url}", f"--kv-port={port}"),
+        *("--kv-transfer=kvroute", f"--worker-key={WORKER}", f"--metrics-key={WORKER_READER}"),
+    ) as worker:
+        everybody = ("", WORKER, WORKER_READER, KEY)
+        assert await statuses(worker.url, *everybody, path="/v1/models") == [401, 200, 401, 401]
+        assert await statuses(worker.url, *everybody, path="/metrics") == [401, 200, 200, 401]
+        assert (await statuses(worker.url, "", path="/health"))[0] in (200, 503)
+        await bounded(worker.url)
+        assert b"proof" in await KvPort(HERE, port).asked()
+        assert b"proof" in await KvPort(HERE, port, KEY).asked()
+        assert b"was fetched" in await KvPort(HERE, port, WORKER).asked()
+        attacked = KvPort(HERE, port, WORKER)
+        await attacked.attack(100)
+        assert attacked.problems == []
+
+
+async def check_events(redis: EmbeddedRedis, folder: Path) -> None:
+    ports = free_port(), free_port()
+    with (
+        running(
+            *("worker", "--publish-events=vllm", "--port=0"),
+            *(f"--events-port={ports[0]}", f"--replay-port={ports[1]}"),
+        ) as engine,
+        zmq.asyncio.Context() as context,
+    ):
+        async with asyncio.timeout(20):
+            with context.socket(zmq.SUB) as heard, context.socket(zmq.DEALER) as asked:
+                heard.subscribe(b"")
+                heard.connect(f"tcp://{HERE}:{ports[0]}")
+                asked.connect(f"tcp://{HERE}:{ports[1]}")
+
+                async def computed() -> int:
+                    async with httpx.AsyncClient(base_url=engine.url) as http:
+                        prompt = {"prompt": list(range(100)), "max_tokens": 1}
+                        assert (await http.post("/v1/completions", json=prompt)).status_code == 200
+                        await http.post("/reset_prefix_cache")
+                    return await heard.poll(200)
+
+                await eventually(computed, bool)
+                await asked.send_multipart([b"", (0).to_bytes(8, "big")])
+                assert len(await asked.recv_multipart()) == 4
+
+
+async def check_agent(redis: EmbeddedRedis, folder: Path) -> None:
+    with running(
+        *("agent", "--engine-url=http://127.0.0.1:9", f"--redis-url={redis.url}"),
+        *(f"--memory-folder={folder}", "--worker-id=e", "--port=0"),
+    ) as agent:
+        assert await statuses(agent.url, "", path="/metrics/") == [200]
+        assert await statuses(agent.url, "", path="/health") == [503]
+        await bounded(agent.url)
+
+
+async def check_planner(redis: EmbeddedRedis, folder: Path) -> None:
+    with running("planner", f"--redis-url={redis.url}", "--port=0") as planner:
+        assert await statuses(planner.url, "", path="/metrics/") == [200]
+        assert (await statuses(planner.url, "", path="/health"))[0] in (200, 503)
+        await bounded(planner.url)
+
+
+async def check_balancer(redis: EmbeddedRedis, folder: Path) -> None:
+    for config in (CONFIG, CELLS):
+        async with AsyncExitStack() as stack:
+            replica, port = Replica(), free_port()
+            await replica.start()
+            stack.push_async_callback(replica.die)
+            made = folder / config.name
+            made.write_text(config.read_text() + f"    server a {HERE}:{replica.port}\n")
+            await stack.enter_async_context(haproxy(made, port))
+            assert await statuses(f"http://{HERE}:{port}", "", path="/v1/models") == [200]
+            assert _listening(port) == [HERE]
+
+
+async def check_redis(redis: EmbeddedRedis, folder: Path) -> None:
+    assert _listening(redis.port) == [HERE]
+
+
+def _listening(port: int) -> list[str]:
+    """The addresses of this machine at which somebody listens on a port."""
+    found = []
+    for host in {HERE, "127.0.0.2", socket.gethostbyname(socket.gethostname())}:
+        with socket.socket() as sock:
+            sock.settimeout(2)
+            if sock.connect_ex((host, port)) == 0:
+                found.append(host)
+    return found
+
+
+Check = Callable[[EmbeddedRedis, Path], Awaitable[None]]
+CHECKS: dict[str, Check] = {
+    "router": check_router,
+    "router `/health`, `/readiness`, `/console/`": check_router,
+    "router `/metrics`": check_router,
+    "router `/console/api/`": check_router,
+    "worker": check_worker,
+    "worker, KV": check_worker,
+    "worker, events": check_events,
+    "worker, replay": check_events,
+    "agent": check_agent,
+    "planner": check_planner,
+    "balancer": check_balancer,
+    "cells' balancer": check_balancer,
+    "Redis of `kvroute up`": check_redis,
+}
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: check.__name__)
+async def test_a_listener_asks_for_what_the_page_says(
+    one_redis_server: EmbeddedRedis, tmp_path: Path, check: Check
+) -> None:
+    await check(one_redis_server, tmp_path)
+
+
+def test_every_row_of_the_page_has_a_check() -> None:
+    assert CHECKS.keys() == ROWS.keys()

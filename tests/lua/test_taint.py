@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.core.types import Incarnation
+from app.core.worker_report import WorkerInfo
+from app.state import leases
+from tests.lua.conftest import Namespace
+
+
+async def alive(space: Namespace, name: str, life: str = "1000.5") -> Incarnation:
+    """A worker whose engine says in which life it is."""
+    inc = await space.worker(name)
+    await lives(space, inc, life)
+    return inc
+
+
+async def lives(space: Namespace, inc: Incarnation, life: str) -> None:
+    space.infos[inc] = replace(space.infos[inc], engine_life=life)
+    assert await space.renew(inc)
+
+
+async def taint(space: Namespace, info: WorkerInfo) -> bool:
+    return await space.do(leases.taint(space.keys, info, "fetched after the lease of b:0"))
+
+
+async def marks(space: Namespace) -> list[bytes]:
+    return [name for name in await space.redis.hkeys(space.keys["failures"]) if b"tainted" in name]
+
+
+@pytest.mark.oldest_too
+async def test_nothing_goes_to_a_tainted_worker_be_it_the_last(space: Namespace) -> None:
+    inc = await alive(space, "a")
+    await space.reserve(inc, "r0")
+    assert await taint(space, space.infos[inc])
+    assert not await taint(space, space.infos[inc])
+    for _ in range(2):
+        snapshot = await space.loads()
+        assert not snapshot.loads
+        assert snapshot.paused == [inc]
+        assert snapshot.failing[inc].is_tainted
+        assert await space.renew(inc)
+    refused = await space.reserve(inc, "r1")
+    assert refused is not None
+    assert refused.reason == "lapsed"
+    assert await space.retire_lapsed(grace_ms=5000) == 0
+    assert await space.release("r0")
+
+
+async def test_its_agent_hears_of_it_with_the_next_renewal(space: Namespace) -> None:
+    inc = await alive(space, "a")
+    await taint(space, space.infos[inc])
+    call = leases.renew(space.keys, space.infos[inc], inc, "nonce-a", ttl_ms=1000)
+    assert await space.do(call) == leases.Renewed(1, drains=False, tainted=True)
+
+
+@pytest.mark.parametrize("life", ["2000.5", "1000.5+7"])
+async def test_an_engine_that_has_begun_anew_or_dropped_what_it_held_is_back(
+    space: Namespace, life: str
+) -> None:
+    inc = await alive(space, "a")
+    await taint(space, space.infos[inc])
+    await lives(space, inc, life)
+    assert list((await space.loads()).loads) == [inc]
+    assert await marks(space) == []
+
+
+async def test_neither_another_agent_nor_a_resync_nor_an_operator_brings_it_back(
+    space: Namespace,
+) -> None:
+    inc = await alive(space, "a")
+    await taint(space, space.infos[inc])
+    resynced = (await space.register("a", resync=True)).incarnation
+    await lives(space, resynced, "1000.5")
+    assert await space.activate("a", resynced)
+    assert not (await space.loads()).loads
+    await space.do(leases.drain(space.keys, space.infos[resynced].key, undo=True))
+    assert await space.retire("a", resynced)
+    again = await space.worker("a", nonce="another agent")
+    assert not (await space.loads()).loads
+    space.infos[again] = replace(space.infos[again], engine_life="1000.5")
+    assert await space.renew(again)
+    assert not (await space.loads()).loads
+
+
+async def test_no_router_vouches_for_a_tainted_engine_whose_agent_is_away(space: Namespace) -> None:
+    inc = await alive(space, "a")
+    await taint(space, space.infos[inc])
+    await space.redis.zadd(space.keys["leases"], {str(inc): await space.now_ms() - 10_000})
+    assert await space.do(leases.vouch(space.keys, [inc], most_ms=60_000)) == [True]
+    assert not (await space.loads()).loads
+
+
+async def test_an_engine_that_does_not_tell_its_life_stays_out(space: Namespace) -> None:
+    inc = await space.worker("a")
+    assert await taint(space, space.infos[inc])
+    assert await space.renew(inc)
+    assert not (await space.loads()).loads
+    await lives(space, inc, "seen 2")
+    assert list((await space.loads()).loads) == [inc]
+
+
+async def test_what_was_given_to_an_engine_taints_that_process_alone(space: Namespace) -> None:
+    inc = await alive(space, "a")
+    before = space.infos[inc]
+    await lives(space, inc, "2000.5")
+    assert not await taint(space, before)
+    assert list((await space.loads()).loads) == [inc]
+    # What it fetches after it has dropped all taints it anew.
+    await lives(space, inc, "2000.5+1")
+    assert await taint(space, replace(before, engine_life="2000.5"))
+    for life in ("2000.5+1", "2000.5"):  # an agent that was restarted tells the process alone
+        await lives(space, inc, life)
+        assert not (await space.loads()).loads
+    await lives(space, inc, "2000.5+2")
+    assert list((await space.loads()).loads) == [inc]
+
+
+async def test_an_agent_restores_what_redis_has_lost_of_it(space: Namespace) -> None:
+    inc = await alive(space, "a")
+    call = leases.renew(space.keys, space.infos[inc], inc, "nonce-a", ttl_ms=60_000, tainted=True)
+    assert (await space.do(call)).tainted
+    assert not (await space.loads()).loads
+    assert await space.redis.hkeys(space.keys["failures"]) == [b"tainted a:0"]
+
+
+async def test_marks_of_workers_that_are_gone_are_dropped_after_a_day(space: Namespace) -> None:
+    inc = await alive(space, "a")
+    gone, here = "tainted gone:0", "tainted a:0"
+    now_ms = await space.now_ms()
+    for name in (gone, here):
+        await space.redis.hset(space.keys["failures"], name, f"{now_ms - 2 * 86_400_000} 1000.5")
+    await space.worker("b")
+    await taint(space, replace(space.infos[inc], engine_life="1000.5"))
+    assert await marks(space) == [here.encode()]
+
+
+async def test_tainted_workers_do_not_count_among_those_that_may_be_suspended(
+    space: Namespace,
+) -> None:
+    a, b, c = [await alive(space, name) for name in "abc"]
+    await taint(space, space.infos[a])
+    await space.reserve(b, "r0")
+    await space.reserve(c, "r1")
+    assert await space.suspend("r0") == b
+    assert await space.suspend("r1") is None

@@ -1,0 +1,68 @@
+"""Which decisions say what a worker will find cached, and which say nothing of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.core.loads import Load
+from app.core.types import Incarnation, TierOverlap
+from app.core.worker_report import NO_READINGS
+from app.ops.checks import predicted
+from app.ops.workers import WorkerStatus
+from app.policy.locality import Best, Locality
+from app.policy.record import DecisionRecord
+from app.policy.trust import Trust
+from tests.fake_worker import worker_info
+
+CACHED = DecisionRecord(
+    request_id="r",
+    at_ms=1,
+    worker="w:0",
+    policy="latency",
+    locality=Locality.KEPT,
+    isl_tokens=8,
+    full_blocks=2,
+    overlap=TierOverlap(2, 0, 0),
+    best=Best("w:0", 2),
+    tries=1,
+    waited_ms=0,
+    blocks=[],
+)
+"""Of blocks of 4 tokens."""
+NOTHING = replace(CACHED, overlap=TierOverlap(0, 0, 0))
+
+
+def worker(hit_rate: float) -> WorkerStatus:
+    return WorkerStatus(
+        incarnation=Incarnation(1),
+        info=worker_info("w"),
+        current=True,
+        lease_ms=1,
+        load=Load(),
+        metrics_age_s=0.0,
+        gpu=NO_READINGS,
+        blocks={},
+        cache_usage=0.5,
+        hit_rate=hit_rate,
+        events_silent_s=None,
+    )
+
+
+@pytest.mark.parametrize(
+    "unpredicted",
+    [
+        pytest.param({"trust": Trust.DEGRADED}, id="Redis was away"),
+        pytest.param({"trust": Trust.BLIND}, id="tokens unknown"),
+        pytest.param({"trust": Trust.BOUND}, id="yet to be published"),
+        pytest.param({"source": "split p:0"}, id="computed elsewhere"),
+    ],
+)
+def test_what_nobody_could_predict_is_not_compared(unpredicted: dict[str, Any]) -> None:
+    others = [replace(NOTHING, **unpredicted)] * 300
+    assert predicted([*others, *[CACHED] * 60], [worker(1.0)]).ok is None
+    few = [replace(NOTHING, **unpredicted)] * 5
+    assert predicted([*few, *[CACHED] * 60], [worker(1.0)]).ok is True
+    assert predicted([*few, *[NOTHING] * 60], [worker(1.0)]).ok is False

@@ -1,0 +1,204 @@
+"""What replicas say of themselves, and what it comes to together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from app.core.types import TierOverlap
+from app.ops.conditions import holding
+from app.ops.figures import Together, Window, read
+from app.router.metrics import Telemetry
+
+
+def said(telemetry: Telemetry, window: Window, now_s: float) -> dict[str, Any]:
+    window.add(read(telemetry.registry), now_s)
+    return window.figures()
+
+
+def routed(telemetry: Telemetry, times: int, seconds: float = 0.0015) -> None:
+    for _ in range(times):
+        telemetry.decisions_of("latency", "routed").inc()
+        telemetry.locality_of("kept").inc()
+        telemetry.count_blocks("w1:0", 10, TierOverlap(device=4, host=1))
+        telemetry.decision_seconds.observe(seconds)
+
+
+def test_rates_are_of_the_last_seconds_and_localities_of_the_last_minute() -> None:
+    telemetry, window = Telemetry(), Window()
+    said(telemetry, window, 0.0)
+    routed(telemetry, 30)
+    said(telemetry, window, 20.0)
+    routed(telemetry, 50)
+    together = Together([said(telemetry, window, 30.0)])
+    assert together.series()["requests_per_s"] == 5
+    assert together.series()["predicted_share"] == 0.5
+    assert together.localities() == {"kept": 80}
+    together = Together([said(telemetry, window, 90.0)])
+    assert together.series()["requests_per_s"] == 0
+    assert together.series()["predicted_share"] is None
+    assert together.localities() == {}
+
+
+def test_percentiles_are_of_all_replicas_together() -> None:
+    figures = []
+    for seconds in (0.0015, 0.15):
+        telemetry, window = Telemetry(), Window()
+        said(telemetry, window, 0.0)
+        routed(telemetry, 100, seconds)
+        figures.append(said(telemetry, window, 5.0))
+    together = Together(figures)
+    assert together.per_s["decisions:routed"] == 40
+    # Each lies in a bucket, within which the estimate goes up in a straight line.
+    assert together.quantile("decision", 0.25) == pytest.approx(0.0015)
+    assert together.quantile("decision", 0.75) == pytest.approx(0.175)
+    assert together.quantile("redis", 0.5) is None
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {},
+        {"window_s": "long", "counts": {}, "minute": {}, "buckets": {}, "gauges": {}},
+        {"window_s": 1, "counts": [], "minute": {}, "buckets": {}, "gauges": {}},
+        {"window_s": 1, "counts": {"a": "b"}, "minute": {}, "buckets": {}, "gauges": {}},
+        {
+            "window_s": 1,
+            "counts": {},
+            "minute": {"locality:kept": "inf"},
+            "buckets": {},
+            "gauges": {},
+        },
+        {"window_s": 1, "counts": {}, "minute": {}, "buckets": {"ttft": [1]}, "gauges": {}},
+    ],
+)
+def test_figures_that_make_no_sense_count_for_nothing(figures: dict[str, Any]) -> None:
+    telemetry, window = Telemetry(), Window()
+    said(telemetry, window, 0.0)
+    routed(telemetry, 10)
+    sound = said(telemetry, window, 5.0)
+    assert Together([figures, sound]).series() == Together([sound]).series()
+
+
+def test_an_alert_fires_by_the_figures_and_says_how_much() -> None:
+    telemetry, window = Telemetry(), Window()
+    said(telemetry, window, 0.0)
+    assert list(holding(Together([said(telemetry, window, 1.0)]))) == []
+    telemetry.degraded.inc(3)
+    telemetry.decisions_of("latency", "all_busy").inc(2)
+    telemetry.decisions_of("latency", "too_large").inc(5)
+    telemetry.index_fill.set(4.5)
+    routed(telemetry, 10, seconds=0.2)
+    found = {c.about: c.found for c in holding(Together([said(telemetry, window, 2.0)]))}
+    assert found == {
+        "KvrouteRequestsRefused": "2 requests were refused in the last minute",
+        "KvrouteDegraded": "3 requests were routed by load alone in the last minute",
+        "KvrouteSlowDecisions": "decisions take 249 ms (p99)",
+        "KvrouteIndexOverfull": "the index holds 4.5 times the blocks it was laid out for",
+    }
+
+
+def counted(*counts: tuple[str, dict[str, str], float], ttft: tuple[int, int] = (0, 0)) -> Together:
+    """What a replica tells that has counted these since its last reading. ttft: first tokens that
+    came in time, and later."""
+    registry, window = CollectorRegistry(), Window()
+    metrics: dict[str, Counter] = {}
+    window.add(read(registry), 0.0)
+    for name, labels, value in counts:
+        if name not in metrics:
+            metrics[name] = Counter(f"kvroute_{name}", "-", tuple(labels), registry=registry)
+        metrics[name].labels(**labels).inc(value)
+    firsts = Histogram("kvroute_door_ttft_seconds", "-", ("model",), registry=registry)
+    for seconds, number in zip((1.0, 6.0), ttft, strict=True):
+        for _ in range(number):
+            firsts.labels("m").observe(seconds)
+    window.add(read(registry), 5.0)
+    return Together([window.figures()])
+
+
+def requests(outcome: str, times: int, code: int = 200) -> tuple[str, dict[str, str], float]:
+    return "door_requests", {"model": "m", "outcome": outcome, "code": str(code)}, times
+
+
+def at_worker(outcome: str, times: int) -> tuple[str, dict[str, str], float]:
+    return "door_worker_requests", {"worker": "w:0", "outcome": outcome, "cause": ""}, times
+
+
+def tokens(**kinds: int) -> list[tuple[str, dict[str, str], float]]:
+    return [("door_tokens", {"model": "m", "kind": kind}, n) for kind, n in kinds.items()]
+
+
+def test_endings_are_rates_and_of_models_and_workers() -> None:
+    together = counted(
+        *(requests("ok", 50), requests("engine_error", 25, 500), requests("cut", 5)),
+        *(requests("left_before_token", 10, 499), requests("left_after_token", 5)),
+        *(requests("refused", 5, 400), at_worker("ok", 50), at_worker("failed", 30)),
+        *(at_worker("left_before_token", 10), *tokens(output=500)),
+        ttft=(50, 5),
+    )
+    series = together.series()
+    told = {name: series[name] for name in ("ok_per_s", "failed_per_s", "cut_per_s")}
+    assert told == {"ok_per_s": 10, "failed_per_s": 5, "cut_per_s": 1}
+    assert (series["left_before_per_s"], series["left_after_per_s"]) == (2, 1)
+    assert (series["unfit_per_s"], series["output_tokens_per_s"]) == (1, 100)
+    assert series["failed_share"] == 0.3
+    # 5 came late, 25 were failed, and 10 left.
+    assert series["in_time_share"] == pytest.approx(50 / 90)
+    assert together.models["m"]["engine"] == 25
+    assert together.workers == {"w:0": {"ok": 50, "failed": 30, "left_before": 10}}
+
+
+def test_what_is_cached_is_what_engines_report() -> None:
+    saved = ("saved_prefill_seconds", {"of": "all"}, 10.0)
+    blocks = [("isl_blocks", {"of": "all"}, 100.0), ("overlap_blocks", {"of": "all"}, 99.0)]
+    none = counted(saved, *blocks, *tokens(prompt=100, told=100, cached=0, predicted=99)).series()
+    assert (none["cached_share"], none["saved_s_per_s"]) == (0.0, 0.0)
+    assert none["predicted_share"] == 0.99
+    half = counted(saved, *tokens(prompt=200, told=100, cached=40, predicted=80)).series()
+    assert (half["cached_share"], half["saved_s_per_s"]) == (0.4, 1.0)
+    silent = counted(saved, *tokens(prompt=200, output=5)).series()
+    assert (silent["cached_share"], silent["saved_s_per_s"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("counts", "names"),
+    [
+        (
+            [requests("ok", 90), requests("engine_error", 10, 500)],
+            ["KvrouteRequestsFail", "KvrouteSlowFirstTokens"],
+        ),
+        ([requests("ok", 96), requests("cut", 4)], []),
+        ([at_worker("ok", 70), at_worker("failed", 30)], ["KvrouteWorkerFailsRequests"]),
+        ([at_worker("ok", 2), at_worker("failed", 5)], []),
+        ([at_worker("ok", 70), at_worker("full", 300)], []),
+        (
+            [requests("ok", 80), requests("left_before_token", 20, 499)],
+            ["KvrouteClientsLeave", "KvrouteSlowFirstTokens"],
+        ),
+        ([requests("ok", 80), requests("left_after_token", 80)], []),
+        ([requests("ok", 10), requests("refused", 90, 400)], ["KvrouteRequestsUnfit"]),
+        ([requests("ok", 10), requests("model_not_found", 90, 404)], ["KvrouteRequestsUnfit"]),
+        ([requests("ok", 10), requests("rate_limited", 90, 429)], []),
+        ([requests("ok", 10), requests("invalid_api_key", 90, 401)], ["KvrouteKeysRefused"]),
+        (
+            [
+                ("door_tokens_from", {"model": "m", "source": "engine"}, 90),
+                ("door_tokens_from", {"model": "m", "source": "router"}, 10),
+                ("door_stage_seconds_sum", {"model": "m", "stage": "tokens"}, 20),
+            ],
+            ["KvrouteEnginesTokenize"],
+        ),
+        (
+            [
+                ("door_cached_apart_tokens", {"model": "m", "worker": "w"}, 10),
+                ("door_cached_compared_tokens", {"model": "m", "worker": "w"}, 100),
+            ],
+            ["KvrouteCacheApart"],
+        ),
+    ],
+)
+def test_a_condition_holds_above_its_threshold(counts: list[Any], names: list[str]) -> None:
+    found = holding(counted(*counts, ttft=(80, 0)))
+    assert [check.about for check in found] == names

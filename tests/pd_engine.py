@@ -1,0 +1,219 @@
+"""Engines that show themselves as vLLM with NixlConnector, and hand KV on to each other: by their
+rules, and so also too late, and other prompts' then."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes
+from tests.engine_dialects import Chat
+from tests.sick_engine import BLOCK_SIZE, Faults, SickEngine
+from workers.bridge.engine_events import AllBlocksCleared
+
+WRONG = "wrong "
+STEP_S = 0.02
+_PARAMS: ContextVar[dict[str, Any]] = ContextVar("params")
+_ENGINES: dict[str, PdEngine] = {}
+_IDS = itertools.count()
+
+
+@dataclass(slots=True)
+class Kept:
+    """What waits to be fetched. wanted_by: whose heartbeats prolong it."""
+
+    until_s: float
+    wanted_by: PdEngine | None = None
+
+
+class PdEngine(SickEngine):
+    """Its blocks are written anew as soon as their lease has ended.
+
+    reset: whether /reset_prefix_cache is there. counts: whether /metrics has NixlConnector's
+    counters. tells_start: whether it says there when it started. is_deaf: while it stands still, it
+    hears of no request that is given up, and fetches for that first of all.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_lease_s: float = 30.0,
+        reset: bool = False,
+        counts: bool = True,
+        tells_start: bool = True,
+        is_deaf: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.engine_id = f"engine-{next(_IDS)}"
+        self.transferred = 0
+        self.fails_transfers = False
+        """It then computes all itself, as with kv_load_failure_policy `recompute`."""
+        self.params: dict[str, Any] = {}
+        """Of what it hands on, instead of its own."""
+        self._kv_lease_s = kv_lease_s
+        self._has_reset, self._has_counts, self._tells_start = reset, counts, tells_start
+        self._is_deaf = is_deaf
+        self._running: list[asyncio.Task[None]] = []
+        self._kept: dict[str, Kept] = {}
+        self._tainted: set[int] = set()
+        """Blocks that it holds as what they are not."""
+        self._unheard = 0
+        """Fetches too late that it will count in its next step."""
+        self._counters.update(dict.fromkeys(_COUNTERS, 0))
+
+    @asynccontextmanager
+    async def serving(self, port: int) -> AsyncIterator[None]:
+        _ENGINES[self.engine_id] = self
+        async with asyncio.TaskGroup() as tasks, super().serving(port):
+            self._begin = tasks.create_task
+            self._running = [self._begin(self._step())]
+            yield
+            for task in self._running:
+                task.cancel()
+
+    def restart(self) -> None:
+        """It has forgotten all, and counts from nothing, its events as well."""
+        assert self._events is not None
+        self._events._next = 0
+        self._events._batches.clear()
+        self._tainted.clear()
+        self._kept.clear()
+        self._counters.clear()
+        self._started_s = time.time()
+        self._drop_blocks()
+
+    def _drop_blocks(self) -> None:
+        self._cache = type(self._cache)(self._cache.num_blocks)
+        self._publish([AllBlocksCleared()])
+
+    def _routes(self) -> list[web.RouteDef]:
+        return [*super()._routes(), web.post("/reset_prefix_cache", self._reset)]
+
+    async def _reset(self, _: web.Request) -> web.Response:
+        if not self._has_reset:
+            return web.Response(status=404)
+        if not self.running:
+            self._tainted.clear()
+            self._drop_blocks()
+        return web.json_response({"success": not self.running})
+
+    def _exposed(self) -> Iterator[str]:
+        for line in super()._exposed():
+            if self._tells_start or not line.startswith("process_start_time"):
+                yield line
+        labels = f'engine="0",model_name="{self._models[0]}"'
+        for name in _COUNTERS if self._has_counts else ():
+            yield f"vllm:{name}{{{labels}}} {self._counters[name]}"
+
+    async def _step(self) -> None:
+        """As an engine that holds a lease, or computes: while it is idle, it counts nothing."""
+        while True:
+            await asyncio.sleep(STEP_S)
+            if not self._kept and not self.running:
+                continue
+            self._counters["iteration_tokens_total_count"] += 1
+            self._hear()
+            now_s = time.monotonic()
+            for kept_id, kept in list(self._kept.items()):
+                if kept.wanted_by is not None and kept.wanted_by.faults.how != "stall":
+                    kept.until_s = max(kept.until_s, now_s + self._kv_lease_s * 2 / 3)
+                if kept.until_s <= now_s:
+                    del self._kept[kept_id]
+                    self._counters["nixl_num_kv_expired_reqs_total"] += 1
+
+    def _hear(self) -> None:
+        self._counters["nixl_num_notifications_after_expiry_total"] += self._unheard
+        self._unheard = 0
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await request.text())
+        _PARAMS.set(body.get("kv_transfer_params") or {})
+        return await super()._answer(request)
+
+    async def _tokens(self, dialect: Chat, ids: list[int], faults: Faults) -> AsyncIterator[int]:
+        params = _PARAMS.get()
+        if params.get("do_remote_prefill"):
+            await self._fetch(params, ids)
+        if self._tainted & set(_chain(ids)):
+            dialect.text = WRONG
+        async for number in super()._tokens(dialect, ids, faults):
+            self._hear()
+            yield number
+        if params.get("do_remote_decode"):
+            dialect.members = {"kv_transfer_params": self._keep(ids)}
+
+    def _keep(self, ids: list[int]) -> dict[str, Any]:
+        kept_id = f"kept-{next(_IDS)}"
+        self._kept[kept_id] = Kept(time.monotonic() + self._kv_lease_s)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(range(1, len(ids) // BLOCK_SIZE + 2))],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": kept_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "remote_num_tokens": len(ids),
+            "transfer_mode": "pull",
+        } | self.params
+
+    async def _fetch(self, params: dict[str, Any], ids: list[int]) -> None:
+        """In the order of vLLM's: the request waits for a place, sending heartbeats, and reads."""
+        source = _ENGINES[params["remote_engine_id"]]
+        kept = source._kept.get(params["remote_request_id"])
+        if kept is not None:
+            kept.wanted_by = self
+        try:
+            async with self._slots:  # until it has a place
+                pass
+            await self._while_sick("stall")
+        except asyncio.CancelledError:
+            going = self._let_go(source, params["remote_request_id"], ids)
+            self._running.append(self._begin(going))
+            raise
+        finally:
+            if kept is not None:
+                kept.wanted_by = None
+        self._read(source, params["remote_request_id"], ids)
+
+    async def _let_go(self, source: PdEngine, kept_id: str, ids: list[int]) -> None:
+        """Of a request that was given up: what was kept for it is, once the engine goes on."""
+        await self._while_sick("stall")
+        if self._is_deaf:
+            self._read(source, kept_id, ids)
+        elif source._kept.pop(kept_id, None) is None:
+            source._unheard += 1
+
+    def _read(self, source: PdEngine, kept_id: str, ids: list[int]) -> None:
+        if self.fails_transfers:
+            self._counters["nixl_num_failed_transfers_total"] += 1
+            return
+        self.transferred += 1
+        self._counters["nixl_xfer_time_seconds_count"] += 1
+        if source._kept.pop(kept_id, None) is None:
+            source._unheard += 1
+            self._tainted |= set(_chain(ids))
+
+
+def _chain(ids: list[int]) -> list[int]:
+    local = compute_local_hashes(ids, BLOCK_SIZE)
+    return [int(block) for block in compute_sequence_hashes(local)]
+
+
+_COUNTERS = (
+    "nixl_num_kv_expired_reqs_total",
+    "nixl_num_notifications_after_expiry_total",
+    "nixl_num_failed_transfers_total",
+    "nixl_xfer_time_seconds_count",
+)

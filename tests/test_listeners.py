@@ -1,0 +1,120 @@
+"""docs/listeners.md: it has every port that is opened, and bounds as the code has them. That each
+listener asks for what it says there is tested in tests/e2e/test_listeners.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.core.router_settings import RouterSettings
+from app.core.shares import TIMES_WHAT_IS_LEFT
+from app.edge.console import MAX_BODY_BYTES as CONSOLE_BODY_BYTES
+from app.http import body, held, protocol
+from workers import chat
+from workers.kv.remote import frames, server
+from workers.vllm_face import event_socket
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/listeners.md").read_text()
+ROWS = {
+    cells[0]: cells[1:]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and (cells := [cell.strip() for cell in line[1:-1].split("|")])
+    if cells[0] not in ("listener", "---")
+}
+LISTEN = re.compile(r"(?<!def )\b(?:listen|_bind|bind|create_server|start_server)\(")
+"""What opens a port."""
+OPENED = {
+    "app/cli.py": "router",
+    "app/planner/main.py": "planner",
+    "app/local/cluster.py": "balancer",
+    "app/local/redis_server.py": "Redis of `kvroute up`",
+    "workers/main.py": "worker",
+    "workers/engine_agent.py": "agent",
+    "workers/kv/remote/link.py": "worker, KV",
+    "workers/vllm_face/event_socket.py": "worker, events",
+}
+"""Modules that open a port, and a row that says of it."""
+DEPLOYED = {6379, 8000, 8080, 8081, 8082, 8083}
+OUTWARD = {53, 443, 6443}
+"""Where pods may connect to, besides: names, and Kubernetes' own API."""
+
+
+def test_every_module_that_opens_a_port_has_a_row() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for package in ("app", "workers")
+        for path in (ROOT / package).rglob("*.py")
+        if LISTEN.search(path.read_text()) and path.name != "server.py"
+    }
+    assert found == OPENED.keys()
+    assert set(OPENED.values()) <= ROWS.keys()
+
+
+def test_the_bounds_are_those_of_the_code() -> None:
+    ports, console = ROWS["worker, KV"], ROWS["router `/console/api/`"]
+    assert f"{frames.MAX_FRAME_BYTES >> 10} KiB in {server.ASKING_S:g} s" in ports[-1]
+    assert f"{server.MAX_ASKING} connections" in ports[-1]
+    assert f"{server.MAX_SENDING} transfers" in ports[-1]
+    assert f"{frames.WHOLE_S / 60:g} minutes" in ports[-1]
+    assert f"bodies of {CONSOLE_BODY_BYTES >> 20} MiB" in console[-1]
+    assert f"bodies of {chat.MAX_BODY_BYTES >> 20} MiB" in ROWS["worker"][-1]
+    for name in ("events", "replay"):
+        size = event_socket.MAX_MESSAGE_BYTES >> 10
+        assert f"messages of {size} KiB" in ROWS[f"worker, {name}"][-1]
+    assert f"{event_socket.HWM:,} batches" in ROWS["worker, events"][-1]
+    assert f"last {event_socket.BUFFER_BATCHES:,} batches" in ROWS["worker, replay"][-1]
+    assert f"{protocol.MAX_HEAD_BYTES >> 10} KiB of headers" in PAGE
+    assert f"{protocol.MAX_URL_BYTES >> 10} KiB of URL" in PAGE
+    assert f"within {protocol.HEAD_TIMEOUT_S:g} s" in PAGE
+    assert f"a body within {body.BODY_TIMEOUT_S:g} s" in PAGE
+    assert f"{protocol.MAX_CONNECTIONS:,} at most" in PAGE
+    assert f"A body of {held.SMALL_BYTES >> 10} KiB is always taken" in PAGE
+    assert TIMES_WHAT_IS_LEFT == 3
+    assert "more than three times what is left" in PAGE
+    assert RouterSettings().host == "127.0.0.1"
+
+
+def test_the_balancers_bounds_are_those_of_their_files() -> None:
+    for name, row in (("haproxy.cfg", "balancer"), ("cells.cfg", "cells' balancer")):
+        text = (ROOT / "deploy" / name).read_text()
+        most = re.findall(r"presetenv KVROUTE_BALANCER_MAXCONN(?:_PER_CLIENT)? (\d+)", text)
+        assert [f"{int(number):,}" for number in most] == ["8,000", "6,000"]
+        assert ROWS[row][-1] in (
+            "headers within 30 s; 8,000 connections, 6,000 of one address",
+            "the same",
+        )
+
+
+def test_the_deployment_files_open_the_ports_of_the_page_alone() -> None:
+    found = {
+        port
+        for path in (ROOT / "deploy").glob("*kubernetes.yaml")
+        for document in yaml.safe_load_all(path.read_text())
+        for port in _ports(document)
+    }
+    assert found <= DEPLOYED | OUTWARD
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+    published = {
+        name: service["ports"]
+        for name, service in compose["services"].items()
+        if "ports" in service
+    }
+    assert published == {"balancer": ["127.0.0.1:8080:8080"]}
+    for port in DEPLOYED:
+        assert str(port) in PAGE
+
+
+def _ports(value: Any) -> Iterator[int]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in ("port", "containerPort", "hostPort", "nodePort") and isinstance(inner, int):
+                yield inner
+            yield from _ports(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _ports(inner)

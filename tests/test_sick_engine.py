@@ -1,0 +1,181 @@
+"""The engine that falls ill on demand is well until it is told, and then has what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from tests.e2e.engines import Process
+from tests.eventually import eventually
+from tests.sick_engine import WELL, Faults, How, SickEngine, sick_engine
+from workers.bridge.discovery import discover
+from workers.bridge.engine_http import EngineHttp
+from workers.bridge.load import LoadReader
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/completions": {"prompt": [1, 2, 3]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
+    "/v1/responses": {"input": "hello"},
+}
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[SickEngine]:
+    async with sick_engine(adapters=["poems"]) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(engine: SickEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
+        yield client
+
+
+async def ask(client: httpx.AsyncClient, path: str, *, stream: bool = True) -> str:
+    body = {"model": "m", "stream": stream, **BODIES[path]}
+    return (await client.post(path, json=body)).raise_for_status().text
+
+
+async def test_the_clients_of_each_api_read_its_answers(engine: SickEngine) -> None:
+    import anthropic  # here, as they take half a second each
+    import openai
+
+    said = [{"role": "user", "content": "hello"}]
+    async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="any") as client:
+        streamed: Any = {"model": "m", "messages": said, "stream": True}
+        chat: Any = await client.chat.completions.create(**streamed)
+        assert "".join([one.choices[0].delta.content or "" async for one in chat]) == "tok " * 8
+        whole = await client.responses.create(model="m", input="hello", max_output_tokens=2)
+        assert whole.output_text == "tok tok "
+        async with client.responses.stream(model="m", input="hello") as stream:
+            assert [event.type async for event in stream][-1] == "response.completed"
+    asked: Any = {"model": "m", "messages": said, "max_tokens": 3}
+    async with (
+        anthropic.AsyncAnthropic(base_url=engine.url, api_key="any") as other,
+        other.messages.stream(**asked) as message,
+    ):
+        assert await message.get_final_text() == "tok tok tok "
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_its_streams_fail_as_told(
+    engine: SickEngine, client: httpx.AsyncClient, path: str
+) -> None:
+    well = await ask(client, path)
+    hows: tuple[How, ...] = (
+        *("error first", "error before tokens", "error within"),
+        *("empty", "unfinished"),
+    )
+    for how in hows:
+        engine.faults = Faults(how=how)
+        answer = await ask(client, path)
+        assert ("error" in answer) == how.startswith("error")
+        assert ("tok " in answer) == (how in ("error within", "unfinished"))
+        assert answer != well
+    resets: tuple[How, ...] = ("reset first", "reset within")
+    for how in resets:
+        engine.faults = Faults(how=how)
+        with pytest.raises(httpx.TransportError):
+            await ask(client, path)
+    engine.faults = WELL
+    assert await ask(client, path) == well
+
+
+async def test_what_hangs_goes_on_once_it_is_well(
+    engine: SickEngine, client: httpx.AsyncClient
+) -> None:
+    hows: tuple[How, ...] = ("silent", "hang", "stall")
+    for number, how in enumerate(hows, 1):
+        engine.faults = Faults(how=how)
+        asking = asyncio.create_task(ask(client, "/v1/completions"))
+
+        async def started() -> int:
+            return engine.started
+
+        await eventually(started, number.__eq__)
+        assert (await client.get("/health")).status_code == 200
+        assert not asking.done()
+        engine.faults = WELL
+        assert "[DONE]" in await asking
+    assert (engine.finished, engine.aborted, engine.running) == (3, 0, 0)
+
+
+async def test_it_counts_who_gives_up(engine: SickEngine, client: httpx.AsyncClient) -> None:
+    engine.faults = Faults(how="stall")
+    asking = asyncio.create_task(ask(client, "/v1/completions"))
+
+    async def counts() -> tuple[int, int]:
+        return engine.running, engine.aborted
+
+    await eventually(counts, lambda found: found == (1, 0))
+    asking.cancel()
+    await eventually(counts, lambda found: found == (0, 1))
+
+
+async def test_faults_are_for_those_whom_they_name(
+    engine: SickEngine, client: httpx.AsyncClient
+) -> None:
+    engine.faults = Faults(status=404, only='"poems"', times=1)
+
+    async def status(model: str) -> int:
+        body = {"model": model, **BODIES["/v1/completions"]}
+        return (await client.post("/v1/completions", json=body)).status_code
+
+    assert [await status(model) for model in ("m", "poems", "poems")] == [200, 404, 200]
+
+
+async def test_it_may_be_away_for_a_while(engine: SickEngine, client: httpx.AsyncClient) -> None:
+    engine.faults = Faults(how="stall")
+    asking = asyncio.create_task(ask(client, "/v1/completions"))
+
+    async def running() -> int:
+        return engine.running
+
+    await eventually(running)
+    engine.faults = Faults(away_s=0.2)
+    with pytest.raises(httpx.TransportError):
+        await asking
+    with pytest.raises(httpx.ConnectError):
+        await client.get("/health")
+
+    async def answers() -> bool:
+        try:
+            return (await client.get("/health")).is_success
+        except httpx.ConnectError:
+            return False
+
+    await eventually(answers)
+
+
+async def test_an_agent_can_follow_it(engine: SickEngine, client: httpx.AsyncClient) -> None:
+    async with aiohttp.ClientSession() as session:
+        facts = await discover(session, engine.url)
+        assert (facts.kind, facts.models, facts.adapters) == ("vllm", ("m",), ("poems",))
+        reader = LoadReader(EngineHttp(session, engine.url), "vllm")
+        await ask(client, "/v1/completions")
+        engine.faults = Faults(more_running=200, more_waiting=100, kv_usage=1.0)
+        [load] = (await reader.read()).loads.values()
+    assert (load.running, load.waiting, load.kv_usage) == (200, 100, 1.0)
+    assert (load.prompt_tokens, load.generated_tokens, load.finished_requests) == (3, 8, 1)
+
+
+async def test_as_a_process_it_is_told_over_http() -> None:
+    process = Process("--prefill-s=0", "--token-s=0", module="tests.sick_engine")
+    try:
+        async with httpx.AsyncClient(base_url=process.url, timeout=30) as client:
+            await client.post("/faults", json={"status": 503, "retry_after": "7"})
+            asked = {"model": "m", "prompt": "hello"}
+            answer = await client.post("/v1/completions", json=asked)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+            await client.post("/faults", json={})
+            assert (await client.post("/v1/completions", json=asked)).is_success
+            shown = (await client.get("/faults")).json()
+            assert (shown["finished"], shown["faults"]["status"]) == (1, 200)
+    finally:
+        process.end()

@@ -1,0 +1,308 @@
+"""An agent follows an engine that falls ill on demand: what routers see of it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from redis.asyncio import Redis
+
+from app.core.agent_settings import EngineAgentSettings
+from app.core.errors import NamespaceMissing
+from app.core.keys import Keyspace
+from app.core.types import Incarnation
+from app.core.worker_report import WorkerInfo, decode, decode_info
+from app.state import reservations
+from app.state.scripts import ScriptRunner
+from tests.eventually import eventually
+from tests.sick_engine import HANG_S, WELL, Faults, SickEngine, sick_engine
+from tests.workers.agent.harness import info
+from workers.agent.agent import Agent, AgentSettings
+from workers.bridge import follower as following
+from workers.bridge import health
+from workers.bridge.facts import NO_OVERRIDES
+from workers.bridge.follower import EngineFollower, State
+
+KEYS = Keyspace("follower")
+LONG_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are looked at more often than they are as a rule."""
+    monkeypatch.setattr(following, "POLL_S", 0.02)
+    monkeypatch.setattr(following, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(following, "UNFIT_S", 0.1)
+
+
+class Followed:
+    """An engine, its agent, and what routers see of it beside another worker."""
+
+    def __init__(self, redis: Redis, engine: SickEngine, follower: EngineFollower) -> None:
+        self.redis: Any = redis
+        self.engine, self.follower = engine, follower
+        self.runner = ScriptRunner(redis, 5.0)
+        self.http = follower._session
+
+    async def live(self) -> list[str]:
+        with suppress(NamespaceMissing):
+            loads = (await self.runner.one(reservations.loads(KEYS))).loads
+            return sorted([str((await self._info(inc)).key) for inc in loads])
+        return []
+
+    async def _info(self, inc: Incarnation) -> WorkerInfo:
+        return decode_info(await self.redis.hget(KEYS["workers"], str(inc)))
+
+    async def registered(self) -> WorkerInfo:
+        """What the agent says of its worker, which is registered."""
+        return await self._info(Incarnation(int(await self.incarnation() or 0)))
+
+    async def incarnation(self) -> bytes | None:
+        found: bytes | None = await self.redis.hget(KEYS["current"], "e:0")
+        return found
+
+    async def until(self, *live: str) -> None:
+        await eventually(self.live, lambda seen: seen == sorted(live))
+
+    async def until_state(self, state: State) -> None:
+        async def look() -> State:
+            return self.follower.state
+
+        await eventually(look, lambda seen: seen == state)
+
+    async def late_s(self) -> float:
+        """As it last reported."""
+        for _, entry in await self.redis.xrevrange(KEYS["metrics"], count=50):
+            if entry[b"worker"] == b"e:0":
+                return decode(entry)[0].late_s
+        return 0.0
+
+    async def asked(self, path: str, more: int = 3) -> None:
+        """Until the engine has been asked there so many times more."""
+        before = self.engine.requests[path]
+
+        async def look() -> int:
+            return self.engine.requests[path] - before
+
+        await eventually(look, lambda number: number >= more)
+
+    def begin(self, max_tokens: int = 1000) -> asyncio.Task[Any]:
+        """A stream that is never read."""
+        body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": max_tokens, "stream": True}
+
+        async def ask() -> None:
+            with suppress(aiohttp.ClientError):
+                async with self.http.post(f"{self.engine.url}/v1/completions", json=body) as answer:
+                    await answer.read()
+
+        return asyncio.ensure_future(ask())
+
+
+@asynccontextmanager
+async def followed(
+    redis: Redis, folder: Path, *, until: State = "serving", faults: Faults = WELL, **changes: Any
+) -> AsyncIterator[Followed]:
+    async with (
+        sick_engine(token_s=0.01, max_model_len=100) as engine,
+        aiohttp.ClientSession() as http,
+    ):
+        engine.faults = faults
+        settings = EngineAgentSettings(
+            engine_url=engine.url,
+            worker_id="e",
+            lease_ttl_s=changes.pop("lease_ttl_s", 0.6),
+            **changes,
+        )
+        runner = ScriptRunner(redis, 5.0)
+        follower = EngineFollower(settings, KEYS, runner, http, NO_OVERRIDES, folder)
+        running = asyncio.ensure_future(follower.run())
+        try:
+            seen = Followed(redis, engine, follower)
+            await seen.until_state(until)
+            if until == "serving":
+                await seen.until("e:0")
+            yield seen
+        finally:
+            assert not running.done(), running.exception()
+            running.cancel()
+            await asyncio.wait([running])
+
+
+async def join(redis: Redis) -> None:
+    """Another worker, which is always well."""
+    settings = AgentSettings(LONG_S, 128)
+    await Agent(
+        ScriptRunner(redis, 5.0),
+        KEYS,
+        info("other"),
+        settings,
+        lambda: None,  # type: ignore[arg-type, return-value]
+    ).start()
+
+
+def shown(value: object) -> str:
+    """For the name of a test: of faults, those that there are."""
+    if not isinstance(value, Faults):
+        return "said"
+    changed = {name: said for name, said in asdict(value).items() if said != getattr(WELL, name)}
+    return " ".join(f"{name}={said}" for name, said in changed.items())
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(health_s=0.6),
+        Faults(health_s=HANG_S),
+        Faults(health_status=403),
+        Faults(health_status=0),
+        Faults(metrics_status=500),
+        Faults(metrics_s=HANG_S),
+        Faults(metrics_status=401),
+        Faults(lists_models=False),
+        Faults(models_status=403),
+        Faults(models_status=500),
+    ],
+    ids=shown,
+)
+async def test_an_engine_that_works_keeps_its_worker(
+    redis: Redis, tmp_path: Path, faults: Faults
+) -> None:
+    async with followed(redis, tmp_path) as engine:
+        await join(redis)
+        before = await engine.incarnation()
+        stream = engine.begin()
+        engine.engine.faults = faults
+        await engine.asked("/metrics" if faults.health_s else "/health", 20)
+        assert await engine.live() == ["e:0", "other:0"]
+        assert await engine.incarnation() == before
+        stream.cancel()
+
+
+async def test_an_engine_whose_answers_are_late_is_slow(redis: Redis, tmp_path: Path) -> None:
+    async with followed(redis, tmp_path) as engine:
+        engine.engine.faults = Faults(health_s=0.7)
+        await eventually(engine.late_s, lambda late_s: 0.5 < late_s < 5)
+        engine.engine.faults = WELL
+        await eventually(engine.late_s, lambda late_s: late_s == 0.0)
+        assert await engine.live() == ["e:0"]
+
+
+async def test_an_engine_that_computes_nothing_of_what_it_has_is_found_out(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with followed(redis, tmp_path, stall_s=0.3) as engine:
+        await join(redis)
+        before = await engine.incarnation()
+        streams = [engine.begin(), engine.begin()]
+        await engine.asked("/metrics")
+        engine.engine.faults = Faults(how="stall")
+        await engine.until("other:0")
+        assert engine.follower.state == "ill"
+        assert engine.follower.why == "has requests, and computes nothing of them"
+        await eventually(engine.late_s, lambda late_s: late_s > 0.5)
+        engine.engine.faults = WELL
+        await engine.until("e:0", "other:0")
+        assert await engine.incarnation() == before
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_an_engine_that_says_nothing_at_all_is_found_out(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "SILENT_S", 0.3)
+    async with followed(redis, tmp_path) as engine:
+        await join(redis)
+        engine.engine.faults = Faults(health_status=0, metrics_status=0)
+        await engine.until("other:0")
+        engine.engine.faults = WELL
+        await engine.until("e:0", "other:0")
+
+
+async def test_an_engine_that_says_that_it_is_not_well_is_believed(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with followed(redis, tmp_path) as engine:
+        await join(redis)
+        engine.engine.faults = Faults(health_status=503)
+        await engine.until("other:0")
+        engine.engine.faults = WELL
+        await engine.until("e:0", "other:0")
+
+
+async def test_the_last_worker_stays_in_service_whatever_its_agent_thinks(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with followed(redis, tmp_path) as engine:
+        engine.engine.faults = Faults(health_status=503)
+        await engine.until_state("ill")
+
+        async def told() -> str:
+            return (await engine.registered()).ill
+
+        assert await eventually(told) == "says that it is not well"
+        assert await engine.live() == ["e:0"]
+
+
+async def test_an_engine_that_is_gone_leaves_and_is_back_with_its_next_life(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with followed(redis, tmp_path, lease_ttl_s=LONG_S) as engine:
+        engine.engine.faults = Faults(away_s=0.5)
+        await engine.until_state("unavailable")
+        assert await engine.live() == []
+        await engine.until("e:0")
+
+
+@pytest.mark.parametrize(
+    ("faults", "why"),
+    [
+        (Faults(models_status=403), "/v1/models answers 403: give the agent --engine-api-key"),
+        (Faults(models_status=401), "/v1/models answers 401"),
+        (Faults(lists_models=False), "the engine lists no model at /v1/models"),
+        (Faults(metrics_status=403), "/metrics answers 403"),
+        (Faults(metrics_status=404), "vLLM does not say its block size"),
+    ],
+    ids=shown,
+)
+async def test_an_engine_that_cannot_be_followed_is_looked_at_again(
+    redis: Redis, tmp_path: Path, faults: Faults, why: str
+) -> None:
+    async with followed(redis, tmp_path, faults=faults, until="unfit") as engine:
+        assert why in engine.follower.why
+        engine.engine.faults = WELL
+        await engine.until("e:0")
+        assert engine.follower.why == ""
+
+
+async def test_an_engine_whose_blocks_do_not_fit_the_namespace_is_looked_at_again(
+    redis: Redis, tmp_path: Path
+) -> None:
+    await redis.hset(KEYS["meta"], mapping={"block_size": 7})  # type: ignore[misc]
+    async with followed(redis, tmp_path, until="unfit") as engine:
+        assert (
+            "the engine's blocks of 16 tokens are not whole blocks of the 7" in engine.follower.why
+        )
+        await redis.flushall()
+        await engine.until("e:0")
+
+
+async def test_what_an_engine_says_but_once_is_no_change(redis: Redis, tmp_path: Path) -> None:
+    async with followed(redis, tmp_path, lease_ttl_s=LONG_S) as engine:
+        before = await engine.incarnation()
+        engine.engine.faults = Faults(max_model_len=50)
+        await engine.asked("/v1/models", 1)
+        engine.engine.faults = WELL
+        await engine.asked("/v1/models", 5)
+        assert await engine.incarnation() == before
+        engine.engine.faults = Faults(max_model_len=50)
+
+        await eventually(engine.incarnation, lambda inc: inc not in (None, before))
+        info = await engine.registered()
+        assert info.max_model_len == 50

@@ -1,0 +1,207 @@
+"""An engine's life in worked examples: what it did, second by second, and what is thought of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from workers.bridge.facts import EngineLoad
+from workers.bridge.health import STALLED, EngineHealth, Life, Probe
+
+IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0, generated_tokens=0.0)
+BUSY = replace(IDLE, running=1)
+WELL, ILL, GONE = Life
+
+
+class Days:
+    """An engine that is asked and read once a second."""
+
+    def __init__(self, *, stall_s: float = 30.0, waits_for_others: bool = False) -> None:
+        self.now = 0.0
+        self.health = EngineHealth(0.0, stall_s=stall_s, waits_for_others=waits_for_others)
+        self.tokens = 0.0
+        self.events = 0
+
+    def pass_by(
+        self,
+        seconds: int,
+        outcome: Probe | None = Probe.ANSWERED,
+        load: EngineLoad | None = IDLE,
+        *,
+        tokens: int = 0,
+        events: int = 0,
+        took_s: float = 0.0,
+        longest_prompt_s: float = 0.0,
+    ) -> Life:
+        """outcome: of the probe of each second; None: it is under way. load: None: not readable.
+        tokens, events: of each second."""
+        for _ in range(seconds):
+            self.now += 1.0
+            self.tokens += tokens
+            self.events += events
+            if outcome is not None:
+                self.health.asked(self.now - took_s)
+                self.health.probed(outcome, self.now)
+            self.health.heard(self.events, self.now)
+            if load is not None:
+                told = replace(load, generated_tokens=self.tokens)
+                self.health.read(told, self.now, longest_prompt_s)
+        return self.health.verdict(self.now).life
+
+    @property
+    def why(self) -> str:
+        return self.health.verdict(self.now).why
+
+    @property
+    def late_s(self) -> float:
+        return self.health.verdict(self.now).late_s
+
+
+def test_an_idle_engine_that_answers_is_well() -> None:
+    days = Days()
+    assert days.pass_by(3600) is WELL
+    assert (days.why, days.late_s) == ("", 0.0)
+
+
+def test_answers_that_are_late_make_it_slow_and_no_more() -> None:
+    days = Days()
+    assert days.pass_by(100, took_s=3.0) is WELL
+    assert days.late_s == 3.0
+    assert days.pass_by(1, took_s=0.3) is WELL
+    assert days.late_s == 0.0
+
+
+@pytest.mark.parametrize("outcome", [Probe.LATE, Probe.DENIED])
+def test_while_tokens_come_it_may_answer_nobody(outcome: Probe) -> None:
+    days = Days()
+    assert days.pass_by(600, outcome, BUSY, tokens=1) is WELL
+    assert days.late_s <= 5.0
+
+
+def test_while_events_come_it_may_answer_nobody_and_show_no_metrics() -> None:
+    days = Days()
+    assert days.pass_by(600, Probe.LATE, None, events=1) is WELL
+
+
+def test_what_shows_its_metrics_is_alive_though_it_is_not_let_say_so() -> None:
+    assert Days().pass_by(600, Probe.DENIED, IDLE) is WELL
+
+
+@pytest.mark.parametrize("outcome", [Probe.LATE, Probe.DENIED])
+def test_without_any_sign_of_life_it_is_ill_after_twenty_seconds(outcome: Probe) -> None:
+    days = Days()
+    days.pass_by(10)
+    assert days.pass_by(19, outcome, None) is WELL
+    assert days.late_s == 19.0
+    assert days.pass_by(1, outcome, None) is ILL
+    assert days.why == outcome.value
+    assert days.pass_by(1) is WELL
+
+
+def test_one_missed_answer_that_took_half_a_minute_is_one() -> None:
+    days = Days()
+    days.now = 30.0
+    days.health.asked(0.0)
+    days.health.probed(Probe.LATE, days.now)
+    assert days.health.verdict(days.now).life is WELL
+
+
+def test_where_nobody_listens_twice_it_is_gone() -> None:
+    days = Days()
+    days.pass_by(10)
+    assert days.pass_by(1, Probe.REFUSED, None) is WELL
+    assert days.pass_by(1, Probe.REFUSED, None) is GONE
+
+
+def test_it_is_not_gone_while_its_events_come() -> None:
+    days = Days()
+    days.pass_by(10)
+    assert days.pass_by(10, Probe.REFUSED, None, events=1) is WELL
+    assert days.pass_by(2, Probe.REFUSED, None) is GONE
+
+
+def test_one_that_says_three_times_that_it_is_not_well_is_believed() -> None:
+    days = Days()
+    days.pass_by(10, load=BUSY, tokens=1)
+    assert days.pass_by(2, Probe.UNWELL, BUSY) is WELL
+    assert days.pass_by(1, Probe.UNWELL, BUSY) is ILL
+    assert days.why == "says that it is not well"
+    assert days.pass_by(1, Probe.UNWELL, BUSY, tokens=1) is WELL
+
+
+def test_an_engine_that_has_requests_and_computes_nothing_is_ill() -> None:
+    days = Days()
+    days.pass_by(10, load=BUSY, tokens=1)
+    # 30 s, and five times the longest second that it stood still before.
+    assert days.pass_by(34, load=BUSY) is WELL
+    assert days.late_s == 34 - 2 - 1
+    assert days.pass_by(1, load=BUSY) is ILL
+    assert days.why == STALLED
+    assert days.pass_by(1, load=BUSY, tokens=1) is WELL
+    assert days.late_s == 0.0
+
+
+def test_how_long_it_stood_still_in_its_illness_is_not_what_is_usual() -> None:
+    days = Days()
+    for _ in range(3):
+        days.pass_by(10, load=BUSY, tokens=1)
+        assert days.pass_by(34, load=BUSY) is WELL
+        assert days.pass_by(60, load=BUSY) is ILL
+
+
+def test_what_it_has_waiting_counts_as_what_runs() -> None:
+    waiting = replace(IDLE, waiting=1)
+    days = Days()
+    days.pass_by(10, load=BUSY, tokens=1)
+    assert days.pass_by(35, load=waiting) is ILL
+    days = Days(waits_for_others=True)
+    days.pass_by(10, load=BUSY, tokens=1)
+    assert days.pass_by(600, load=waiting) is WELL
+
+
+def test_a_long_prompt_may_take_its_time() -> None:
+    days = Days()
+    days.pass_by(10, load=BUSY, tokens=1)
+    assert days.pass_by(94, load=BUSY, longest_prompt_s=20.0) is WELL
+    assert days.pass_by(1, load=BUSY, longest_prompt_s=20.0) is ILL
+
+
+def test_the_first_token_of_all_may_take_a_minute_and_a_half_more() -> None:
+    days = Days()
+    days.pass_by(1, load=BUSY)
+    assert days.pass_by(119, load=BUSY) is WELL
+    assert days.pass_by(1, load=BUSY) is ILL
+
+
+def test_one_that_is_slow_by_nature_is_judged_by_its_own_pauses() -> None:
+    days = Days()
+    for _ in range(10):
+        days.pass_by(1, load=BUSY, tokens=1)
+        assert days.pass_by(20, load=BUSY) is WELL
+    days.pass_by(1, load=BUSY, tokens=1)
+    assert days.pass_by(120, load=BUSY) is WELL
+
+
+def test_an_idle_engine_stands_still_for_good() -> None:
+    days = Days()
+    days.pass_by(10, load=BUSY, tokens=1)
+    assert days.pass_by(600) is WELL
+    assert days.pass_by(30, load=BUSY) is WELL
+
+
+def test_of_an_engine_that_counts_no_tokens_nobody_knows() -> None:
+    days = Days()
+    for second in range(600):
+        days.health.read(EngineLoad(running=1, waiting=0, kv_usage=0.0), float(second), 0.0)
+    assert days.health.verdict(600.0).life is WELL
+
+
+def test_metrics_that_are_old_say_nothing_of_now() -> None:
+    days = Days()
+    days.pass_by(10, load=BUSY, tokens=1)
+    assert days.pass_by(600, load=None) is WELL
+
+
+def test_it_may_be_left_alone_for_ever() -> None:
+    assert Days(stall_s=0.0).pass_by(6000, load=BUSY) is WELL

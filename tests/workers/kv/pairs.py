@@ -1,0 +1,115 @@
+"""A source that keeps blocks and a target that fetches them, over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from app.http.server import listen
+from tests.eventually import eventually
+from tests.workers.kv.pools import WIDE, joined, same
+from tests.workers.kv.words import chain, computed, free, manager_of
+from workers.kv.manager import BlockManager
+from workers.kv.memory import KVShape, MemoryPool
+from workers.kv.remote.frames import Source
+from workers.kv.remote.kept import KeptBlocks
+from workers.kv.remote.layer_groups import LayerGroups
+from workers.kv.remote.link import Link
+from workers.kv.remote.receiver import Arrival, BlockReceiver
+from workers.kv.remote.sender import BlockSender
+from workers.kv.remote.server import TransferServer
+from workers.kv.tables import BlockTable
+
+WORD = "ABCDE"
+SLOTS = [7, 2, 9, 4, 0]
+KIND = {"shape": "wide", "model": "tiny"}
+LEASE_S = 60.0
+
+
+@dataclass
+class Pair:
+    """A source that keeps the blocks of WORD, and a target: their pools, by rank."""
+
+    manager: BlockManager
+    source: list[MemoryPool]
+    target: list[MemoryPool]
+    kept: KeptBlocks[BlockTable]
+    transfer_id: str
+    source_ids: list[int]
+    link: Link
+
+    @property
+    def port(self) -> int:
+        return self.link.port
+
+    async def fetch(
+        self,
+        word: str = WORD,
+        *,
+        kind: Mapping[str, str] = KIND,
+        port: int | None = None,
+        transfer_id: str | None = None,
+        key: str = "",
+    ) -> Arrival:
+        groups = LayerGroups(self.target)
+        arrival = Arrival(len(word), groups)
+        source = Source("127.0.0.1", port or self.port, transfer_id or self.transfer_id, 0)
+        receiver = BlockReceiver(groups, kind, key)
+        await receiver.fetch(source, chain(word), SLOTS[: len(word)], arrival)
+        assert arrival.ended
+        return arrival
+
+    async def until_let_go(self) -> None:
+        await eventually(lambda: _value(len(self.kept.tables)), lambda num: not num)
+
+    def copied(self, num_blocks: int) -> bool:
+        """Are these leading blocks in the target's slots?"""
+        return same(
+            joined(self.source)[self.source_ids[:num_blocks]],
+            joined(self.target)[SLOTS[:num_blocks]],
+        )
+
+
+@asynccontextmanager
+async def pair(
+    shape: KVShape = WIDE,
+    *,
+    device: str = "cpu",
+    lease_s: float = LEASE_S,
+    tp_sizes: tuple[int, int] = (1, 1),
+    key: str = "",
+) -> AsyncIterator[Pair]:
+    manager = manager_of(12)
+    source, target = (
+        [MemoryPool(rank, 12, device) for rank in shape.split(tp_size)] for tp_size in tp_sizes
+    )
+    for pool in source:
+        pool.words.random_()
+    table = computed(manager, WORD)
+    kept = KeptBlocks(manager.release)
+    with listen("127.0.0.1", 0) as listening:
+        link = Link(listening, "127.0.0.1", KIND, key)
+        server = TransferServer(kept, link, BlockSender(LayerGroups(source)).offer)
+        running = asyncio.ensure_future(server.run())
+        yield Pair(manager, source, target, kept, kept.keep(table, lease_s), table.block_ids, link)
+        running.cancel()
+        await asyncio.wait([running])
+    kept.close()
+    manager.check()
+    assert free(manager) + 5 == 12
+
+
+async def _value(value: int) -> int:
+    return value
+
+
+async def answer_of(port: int, body: bytes, length: int | None = None) -> bytes:
+    """What a source says to a frame. length: that the frame claims; None: its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write((len(body) if length is None else length).to_bytes(4, "little") + body)
+    try:
+        return await asyncio.wait_for(reader.read(), 5)
+    finally:
+        writer.close()

@@ -1,0 +1,199 @@
+"""Whether an engine is alive, by what it does: its answers, tokens and events. One late answer says
+little. No I/O."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from workers.bridge.facts import EngineLoad
+
+PROBE_S = 5.0
+"""An answer that takes longer is missed."""
+LATE_S = 0.5
+"""Up to here an answer is not late."""
+REFUSED_PROBES = 2
+"""Where nobody listens so many times in a row, the engine is gone: after 3 s at most."""
+UNWELL_PROBES = 3
+"""An engine that says so many times in a row that it is not well is believed."""
+SILENT_S = 20.0
+"""For so long it may give no sign of life at all."""
+MISSED_PROBES = 4
+"""And so many probes must have been missed."""
+SETTLING_S = 2.0
+"""So long after the last token nothing is late, whatever the engine was."""
+FIRST_S = 90.0
+"""So much longer the first token of an engine may take: it may have to compile for it."""
+LONGEST_PROMPTS = 3.0
+"""What an engine has may stand still for as long as it would take to compute so many prompts of the
+greatest length."""
+LONGEST_PAUSES = 5.0
+"""And for so many times as long as it stood still before it went on."""
+PAUSES_FADE = 0.999
+"""Each time that it goes on."""
+
+
+class Probe(StrEnum):
+    """What came of asking an engine whether it is well."""
+
+    ANSWERED = "answered"
+    LATE = "does not answer"
+    DENIED = "is not let answer"
+    """Something answers, but not what was asked: a proxy, or a key that is missing."""
+    UNWELL = "says that it is not well"
+    REFUSED = "is gone: nobody listens"
+
+
+class Life(StrEnum):
+    WELL = "well"
+    ILL = "ill"
+    """It is there, and does not work: it may be well again as it is."""
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """why: "" if it is well. late_s: for how long it has kept others waiting, beyond what is usual,
+    for an answer or a token."""
+
+    life: Life
+    why: str = ""
+    late_s: float = 0.0
+
+
+class _Progress:
+    """Tokens that an engine has computed, by all counters that say so."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float | None, ...] = ()
+
+    def has_moved(self, load: EngineLoad) -> bool:
+        counts = (
+            *(load.prompt_tokens, load.first_tokens, load.generated_tokens, load.inter_tokens),
+            *(load.steps, load.busy_tokens, load.transferred_tokens),
+        )
+        last, self._last = self._last, counts
+        return bool(last) and counts != last
+
+    @property
+    def is_told(self) -> bool:
+        return any(count is not None for count in self._last)
+
+
+class EngineHealth:
+    """now: seconds of one clock that never goes back, as are all times.
+
+    stall_s: for how long an engine may have requests and compute nothing, besides what is said of
+    FIRST_S, LONGEST_PROMPTS and LONGEST_PAUSES; 0: for ever. waits_for_others: whether requests may
+    wait in it for KV from other engines.
+    """
+
+    def __init__(self, now: float, *, stall_s: float, waits_for_others: bool = False) -> None:
+        self._stall_s = stall_s
+        self._waits_for_others = waits_for_others
+        self._asked_s: float | None = None
+        """When the probe was sent that is under way."""
+        self._took_s = 0.0
+        self._answered_s = now
+        """When a probe was last answered."""
+        self._life_s = now
+        """When there was last any sign of life."""
+        self._read_s = now
+        self._outcome = Probe.ANSWERED
+        self._in_a_row = 0
+        """Probes with that outcome."""
+        self._missed = 0
+        """Probes since the last answer, whatever came of each."""
+        self._progress = _Progress()
+        self._moved_s = -math.inf
+        self._has_ever_moved = False
+        self._busy_since_s: float | None = None
+        """Since when it has had requests."""
+        self._longest_pause_s = 0.0
+        self._num_heard = 0
+        self._longest_prompt_s = 0.0
+
+    def asked(self, now: float) -> None:
+        """A probe is under way."""
+        self._asked_s = now
+
+    def probed(self, outcome: Probe, now: float) -> None:
+        """What came of it."""
+        if self._asked_s is not None:
+            self._took_s, self._asked_s = now - self._asked_s, None
+        self._in_a_row = self._in_a_row + 1 if outcome is self._outcome else 1
+        self._outcome = outcome
+        self._missed += 1
+        if outcome is Probe.ANSWERED:
+            self._answered_s = self._life_s = now
+            self._missed = 0
+
+    def read(self, load: EngineLoad, now: float, longest_prompt_s: float) -> None:
+        """Its counters were read. longest_prompt_s: what a prompt of the greatest length would take
+        it, as predicted."""
+        self._read_s = self._life_s = now
+        self._longest_prompt_s = longest_prompt_s
+        has_requests = bool(load.running or (load.waiting and not self._waits_for_others))
+        if self._progress.has_moved(load):
+            self._has_ever_moved = True
+            self._moved(now)
+        if not has_requests:
+            self._busy_since_s = None
+        elif self._busy_since_s is None:
+            self._busy_since_s = now
+
+    def heard(self, num_heard: int, now: float) -> None:
+        """num_heard: messages of its events so far."""
+        if num_heard != self._num_heard:
+            self._num_heard = num_heard
+            self._moved(now)
+
+    def verdict(self, now: float) -> Verdict:
+        has_moved = now - self._moved_s < SETTLING_S
+        late_s = max(self._late_s(now), self._still_s - SETTLING_S - self._longest_pause_s)
+        if self._was(Probe.REFUSED, REFUSED_PROBES) and not has_moved:
+            return Verdict(Life.GONE, self._outcome.value)
+        if self._was(Probe.UNWELL, UNWELL_PROBES) and not has_moved:
+            return Verdict(Life.ILL, self._outcome.value, late_s)
+        if now - self._life_s >= SILENT_S and self._missed >= MISSED_PROBES:
+            return Verdict(Life.ILL, self._outcome.value, late_s)
+        if self._is_stalled:
+            return Verdict(Life.ILL, STALLED, late_s)
+        return Verdict(Life.WELL, late_s=late_s if late_s > LATE_S else 0.0)
+
+    def _was(self, outcome: Probe, in_a_row: int) -> bool:
+        return self._outcome is outcome and self._in_a_row >= in_a_row
+
+    @property
+    def _is_stalled(self) -> bool:
+        first_s = 0.0 if self._has_ever_moved else FIRST_S
+        usual_s = LONGEST_PROMPTS * self._longest_prompt_s + LONGEST_PAUSES * self._longest_pause_s
+        return 0.0 < self._stall_s <= self._still_s - first_s - usual_s
+
+    @property
+    def _still_s(self) -> float:
+        """For how long it had had requests and computed nothing, when it was last read; 0 if nobody
+        knows."""
+        if self._busy_since_s is None or not self._progress.is_told:
+            return 0.0
+        return max(0.0, self._read_s - max(self._busy_since_s, self._moved_s))
+
+    def _late_s(self, now: float) -> float:
+        """For how long a probe waits for its answer, or the last one did. While there are other
+        signs of life, no longer than it may."""
+        if not self._missed:
+            return max(self._took_s, 0.0 if self._asked_s is None else now - self._asked_s)
+        silent_s = now - self._life_s
+        if self._outcome is Probe.DENIED:
+            return silent_s
+        return min(now - self._answered_s, max(PROBE_S, silent_s))
+
+    def _moved(self, now: float) -> None:
+        if self._busy_since_s is not None and not self._is_stalled:
+            pause_s = now - max(self._busy_since_s, self._moved_s)
+            self._longest_pause_s = max(PAUSES_FADE * self._longest_pause_s, pause_s)
+        self._moved_s = self._life_s = now
+
+
+STALLED = "has requests, and computes nothing of them"

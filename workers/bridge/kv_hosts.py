@@ -1,0 +1,27 @@
+"""Under which names and addresses others fetch an engine's KV."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+
+RESOLVE_S = 2.0
+MOST = 16
+
+
+async def kv_hosts(*hosts: str) -> tuple[str, ...]:
+    """The hosts, and the addresses that they have now: an engine may name either."""
+    found = {host.lower() for host in hosts if host}
+    for host in sorted(found):
+        found |= set(await _addresses(host))
+    return tuple(sorted(found)[:MOST])
+
+
+async def _addresses(host: str) -> list[str]:
+    loop = asyncio.get_running_loop()
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(RESOLVE_S):
+            infos = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return [str(address[0]) for *_, address in infos]
+    return []
