@@ -21,6 +21,8 @@ SOON_S = 5.0
 is well again, it is not to be left out for long."""
 LATE_S = 60.0
 """Of one that is waited for."""
+RENEWED_MS = 2500
+"""So long after its failure, or its pause, a worker has renewed its lease, or is gone."""
 CAUSE = r"\w+"
 ENTRY = re.compile(rf"(\d+) (\d+) (\d+) (\d+) (\d+) ([01]) ({CAUSE})", re.ASCII)
 
@@ -79,6 +81,10 @@ class Failing:
     @property
     def is_tainted(self) -> bool:
         return self.until_ms == DRAINING and self.cause == TAINTED
+
+    def is_out(self, now_ms: int) -> bool:
+        """Whether a lease that has lapsed was cut off for this, and the worker is not gone."""
+        return self.until_ms == DRAINING or now_ms < max(self.until_ms, self.at_ms) + RENEWED_MS
 
     def pause_s(self, now_ms: int) -> float:
         """Seconds left of the pause."""

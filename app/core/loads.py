@@ -212,7 +212,11 @@ class Snapshot:
     @property
     def paused(self) -> list[Incarnation]:
         """Those that get no requests because they failed some, or drain."""
-        return [inc for inc in self.failing if inc in self.lapsed]
+        return [
+            inc
+            for inc, failing in self.failing.items()
+            if inc in self.lapsed and failing.is_out(self.now_ms)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.loads import Load, Reservation
+from app.core.failures import DRAINING, Failing
+from app.core.loads import Load, Loads, Reservation, Snapshot
+from app.core.types import Incarnation
 
 BUSY = Load(
     prefill_tokens=900,
@@ -49,3 +51,22 @@ def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head() -> None:
     load = Load(head_us=0, head_since_ms=5, blocks=60, requests=2, decoding=2, total=17)
     load.add(Reservation("r", prefill_tokens=100, prefill_us=10_000, blocks=7), now_ms=9, rounds=0)
     assert load == Load(100, 10_000, 10_000, 9, 67, 3, 2, 18)
+
+
+@pytest.mark.parametrize(
+    ("failing", "is_paused"),
+    [
+        (Failing(1, 0, at_ms=9_000), True),
+        (Failing(1, 0, at_ms=7_000), False),
+        (Failing(2, 8_000, at_ms=6_000), True),
+        (Failing(2, 7_000, at_ms=5_000), False),
+        (Failing(0, DRAINING), True),
+    ],
+)
+def test_a_worker_that_renews_no_lease_after_its_pause_is_gone(
+    failing: Failing, is_paused: bool
+) -> None:
+    failed, gone = Incarnation(1), Incarnation(2)
+    lapsed = frozenset({failed, gone})
+    seen = Snapshot(10_000, Loads.of({}), lapsed=lapsed, failing={failed: failing})
+    assert seen.paused == [failed] * is_paused
