@@ -27,7 +27,7 @@ from app.door.engine_signs import EngineSigns
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
 from app.door.upstream import Upstream
-from app.edge import console, docs, native, openai
+from app.edge import console, docs, front_page, native, openai
 from app.edge.client import Client
 from app.edge.comments import comment_each
 from app.edge.keys import check_open
@@ -209,6 +209,7 @@ class Application(FastAPI):
         )
         self.replica = replica
         routes = [*native.ROUTES, *openai.ROUTES, *docs.ROUTES, *console.ROUTES]
+        routes += front_page.ROUTES
         self.router.routes[:0] = routes
         self._at = {
             (method, route.path): route.app for route in routes for method in route.methods or ()

@@ -15,7 +15,7 @@ from app.http.bearer import authorization_in, digest_of, name_of
 log = logging.getLogger(__name__)
 
 MAX_KEYS_BYTES = 1024 * 1024
-OPEN = ("/health", "/readiness", "/console")
+OPEN = ("/", "/health", "/readiness", "/console")
 """Paths that need no key."""
 METRICS = "/metrics"
 """The path that a key of its own may open, and no other."""

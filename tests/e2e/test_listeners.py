@@ -67,6 +67,7 @@ async def check_router(redis: EmbeddedRedis, folder: Path) -> None:
         assert await statuses(url, "", path="/health") == [200]
         assert (await statuses(url, "", path="/readiness"))[0] in (200, 503)
         assert await statuses(url, "", path="/console/") == [200]
+        assert await statuses(url, "", path="/") == [200]
         assert await statuses(url, *everybody, path="/metrics") == [401, 200, 200, 200]
         overview = "/console/api/overview"
         assert await statuses(url, *everybody, path=overview) == [401, 401, 200, 401]
@@ -168,7 +169,7 @@ def _listening(port: int) -> list[str]:
 Check = Callable[[EmbeddedRedis, Path], Awaitable[None]]
 CHECKS: dict[str, Check] = {
     "router": check_router,
-    "router `/health`, `/readiness`, `/console/`": check_router,
+    "router `/`, `/health`, `/readiness`, `/console/`": check_router,
     "router `/metrics`": check_router,
     "router `/console/api/`": check_router,
     "worker": check_worker,

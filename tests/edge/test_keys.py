@@ -91,7 +91,7 @@ def test_a_file_that_would_be_refused_at_the_start_leaves_the_keys_as_they_are(
     for read in (opened.reload, lambda: Keys("", str(file))):
         with pytest.raises(ConfigError, match=said):
             read()
-    assert opened.check("/", [(b"authorization", b"Bearer first")]) == "one"
+    assert opened.check("/v1/models", [(b"authorization", b"Bearer first")]) == "one"
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing", "link to itself"])
@@ -111,15 +111,15 @@ def test_what_is_no_file_any_more_leaves_the_keys_and_holds_nothing_up(
         file.symlink_to(file if kind == "link to itself" else tmp_path / "nothing")
     watched.reload()
     assert "is gone, or can be read but once" in watched.problem
-    assert opened.check("/", [(b"authorization", b"Bearer first")]) == "one"
+    assert opened.check("/v1/models", [(b"authorization", b"Bearer first")]) == "one"
     file.rmdir() if kind == "folder" else file.unlink()
     (tmp_path / "v2").write_bytes(b"\xef\xbb\xbftwo second\r\n")
     file.symlink_to(tmp_path / "v2")
     watched.reload()
     assert watched.problem == ""
-    assert opened.check("/", [(b"authorization", b"Bearer second")]) == "two"
+    assert opened.check("/v1/models", [(b"authorization", b"Bearer second")]) == "two"
     with pytest.raises(Unauthorized):
-        opened.check("/", [(b"authorization", b"Bearer first")])
+        opened.check("/v1/models", [(b"authorization", b"Bearer first")])
 
 
 def test_a_file_that_is_written_anew_is_seen_whatever_its_time_says(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_what_may_change_counts_at_once_and_the_rest_is_named(
     assert replica.settings == RouterSettings(
         api_key="new", max_body_bytes=7, max_prompt_tokens=8, log_level="debug"
     )
-    assert replica.keys.check("/", [(b"x-api-key", b"new")]) == "api-key"
+    assert replica.keys.check("/v1/models", [(b"x-api-key", b"new")]) == "api-key"
     assert replica.bodies.max_tokens == replica.door.settings.max_prompt_tokens == 8
     assert logging.getLogger().level == logging.DEBUG
     assert "file: wait_queue has changed, and counts from the next start on" in caplog.text
@@ -76,9 +76,9 @@ def test_settings_that_a_start_would_refuse_or_that_would_open_a_replica_leave_i
         with pytest.raises(ConfigError, match=error):
             LiveSettings(replica, "file", read).reload()
         assert replica.settings == settings
-        assert replica.keys.check("/", [(b"x-api-key", b"k")])
+        assert replica.keys.check("/v1/models", [(b"x-api-key", b"k")])
         with pytest.raises(Unauthorized):
-            replica.keys.check("/", [])
+            replica.keys.check("/v1/models", [])
 
 
 def test_a_pipe_of_keys_holds_no_running_replica_up(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_pipe_of_keys_holds_no_running_replica_up(tmp_path: Path) -> None:
         new = RouterSettings(api_key_file=str(path))
         with pytest.raises(ConfigError, match="is gone, or can be read but once"):
             LiveSettings(replica, "file", lambda new=new: new).reload()  # type: ignore[misc]
-    assert replica.keys.check("/", [(b"x-api-key", b"k")]) == "api-key"
+    assert replica.keys.check("/v1/models", [(b"x-api-key", b"k")]) == "api-key"
 
 
 def test_every_setting_that_may_change_exists() -> None:

@@ -1,0 +1,41 @@
+"""GET / says what this is, to people and to curl, with or without a key."""
+
+from __future__ import annotations
+
+import httpx
+
+from app.edge.front_page import WHAT
+from app.local.redis_server import EmbeddedRedis
+from tests.edge.conftest import StartReplica
+
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+async def test_curl_gets_three_lines_and_needs_no_key(
+    replica: StartReplica, one_redis_server: EmbeddedRedis
+) -> None:
+    async with replica(one_redis_server.url, api_key="sesame") as client:
+        answer = await client.get("/", headers={"accept": "*/*"})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/plain")
+        first, *links = answer.text.splitlines()
+        assert first == WHAT
+        assert [line.split()[0] for line in links] == ["/console/", "/docs"]
+
+
+async def test_a_browser_gets_links_that_lead_somewhere_below_any_prefix(
+    client: httpx.AsyncClient,
+) -> None:
+    answer = await client.get("/", headers=BROWSER)
+    assert answer.headers["content-type"].startswith("text/html")
+    for link in ("console/", "docs"):
+        assert f"<a href={link}>" in answer.text
+        assert (await client.get(f"/{link}")).status_code == 200
+
+
+async def test_a_console_that_is_off_has_no_link(
+    replica: StartReplica, one_redis_server: EmbeddedRedis
+) -> None:
+    async with replica(one_redis_server.url, console=False) as client:
+        assert "console" not in (await client.get("/")).text
+        assert "console" not in (await client.get("/", headers=BROWSER)).text
