@@ -268,6 +268,28 @@ def test_it_says_how_old_its_data_is_while_redis_is_away(
         with stopped(cluster.redis.pid):
             expect(page.locator(HEALTH)).to_contain_text("data", timeout=30_000)
             expect(page.locator("[data-tile=workers]")).to_have_text(str(NUM_WORKERS))
+            expect(page.locator("[data-tile=Redis]")).to_have_text("away")
+            expect(page.get_by_role("alert")).to_contain_text("Redis does not answer")
+            expect(page.get_by_role("heading", name="What was wrong")).to_be_visible()
+        expect(page.locator(HEALTH)).to_have_text(LIVE, timeout=30_000)
+        expect(page.get_by_role("alert")).to_have_count(0)
+        expect(page.locator("[data-tile=Redis]")).not_to_have_text("away")
+
+
+def test_a_page_that_asks_for_nothing_says_that_the_router_does_not_answer(
+    cluster: Cluster, watch: Any
+) -> None:
+    held: list[Route] = []
+    with watch(cluster.balancer_url, failures=True) as seen:
+        page = seen.open("prefix")
+        expect(page.locator(HEALTH)).to_have_text(LIVE)
+        page.route("**/api/**", lambda route: held.append(route))
+        expect(page.locator(f"{HEALTH}.late")).to_be_visible(timeout=30_000)
+        expect(page.get_by_role("alert")).to_contain_text("The router does not answer")
+        page.unroute_all(behavior="ignoreErrors")
+        page.route("**/api/**", lambda route: route.abort())
+        expect(page.locator(f"{HEALTH}.away")).to_be_visible(timeout=30_000)
+        page.unroute_all(behavior="ignoreErrors")
         expect(page.locator(HEALTH)).to_have_text(LIVE, timeout=30_000)
 
 

@@ -17,6 +17,16 @@ function note(change) {
   for (const listener of health.listeners) listener();
 }
 
+const LATE_MS = 5_000;
+
+// {age, kind, why}: of what the page shows, in ms; kind: "" for new, else late or away.
+export function freshness({ at, error, stale, paused }) {
+  const age = at ? Date.now() - at : 0;
+  const why = error || stale;
+  if (paused) return { age, kind: "", why: "" };
+  return { age, kind: why ? "away" : age > LATE_MS ? "late" : "", why };
+}
+
 export function useHealth(everyMs) {
   const [, redraw] = useState(0);
   useEffect(() => {
@@ -118,7 +128,9 @@ function poll(path, everyMs, merge, tell) {
       if (stop.signal.aborted) return;
       failures += 1;
       tell({ data, error: error.message });
-      note({ error: error.message, refused: error.status === 401, paused: false });
+      // What is not there (any longer) was said by a router that answers.
+      if (error.status === 404) note({ at: Date.now(), error: "", stale: "", refused: false, paused: false });
+      else note({ error: error.message, refused: error.status === 401, paused: false });
     } finally {
       asking = false;
     }

@@ -1,6 +1,6 @@
 // The frame: head, navigation by the part behind #, and one view below it.
 import { html, render, useEffect, useState } from "./vendor/htm-preact-standalone.module.js";
-import { setKey, useHealth } from "./api.js";
+import { freshness, setKey, useHealth, usePoll } from "./api.js";
 import { number, seconds } from "./format.js";
 import { Decisions } from "./views/decisions.js";
 import { Events } from "./views/events.js";
@@ -13,7 +13,8 @@ import { WhatIf } from "./views/whatif.js";
 import { Worker } from "./views/worker.js";
 import { Workers } from "./views/workers.js";
 
-const LATE_MS = 5_000;
+// So that the head knows, also where the view below it asks for nothing.
+const HEALTH_MS = 2_000;
 const PAGES = [
   ["overview", "Overview", Overview],
   ["reuse", "Reuse", Reuse],
@@ -45,14 +46,31 @@ function unescaped(text) {
 }
 
 function Health() {
-  const { at, error, stale, paused } = useHealth(500);
-  const age = at ? Date.now() - at : 0;
-  const kind = error || stale ? "away" : age > LATE_MS ? "late" : "";
-  let text = at ? `${number(age / 1000, 1)} s old` : "loading";
-  const why = error || stale;
-  if (why) text = at ? `${why}; data ${seconds(Math.round(age / 1000))} old` : why;
-  if (paused) text = "paused";
+  const health = useHealth(500);
+  usePoll("waiting", HEALTH_MS);
+  const { age, kind, why } = freshness(health);
+  useEffect(() => {
+    document.body.className = kind;
+  }, [kind]);
+  let text = health.at ? `${number(age / 1000, 1)} s old` : "loading";
+  if (why) text = health.at ? `${why}; data ${seconds(Math.round(age / 1000))} old` : why;
+  if (health.paused) text = "paused";
   return html`<p class=${`health ${kind}`} data-age-ms=${age}><i aria-hidden="true"></i><span>${text}</span></p>`;
+}
+
+// Above what is old, so that nobody takes it for what is.
+function Old() {
+  const health = useHealth(1000);
+  const { age, kind, why } = freshness(health);
+  if (!kind || health.refused) return null;
+  const what = health.error || !why ? "The router does not answer" : "Redis does not answer its routers";
+  const todo = health.error || !why
+    ? "Is it up, and reachable from here? Others of its replicas show the same page."
+    : "Is Redis up, and reachable from its routers? Until then requests are routed by load alone, not to the caches that they need.";
+  return html`<section class="old" role="alert">
+    <p><b>${what}.</b> ${health.at ? `What is below is ${seconds(Math.round(age / 1000))} old.` : ""} <span class="faint">${why}</span></p>
+    <p class="note">→ ${todo}</p>
+  </section>`;
 }
 
 function KeyForm() {
@@ -92,6 +110,7 @@ function Page() {
     </header>
     <main id="main" tabindex="-1">
       <${Refusal} />
+      <${Old} />
       ${rest && Detail ? html`<${Detail} key=${rest} id=${rest} />` : html`<${View} key=${current} />`}
     </main>
   `;

@@ -1,5 +1,5 @@
 import { html, useState } from "../vendor/htm-preact-standalone.module.js";
-import { objects, usePoll } from "../api.js";
+import { freshness, objects, useHealth, usePoll } from "../api.js";
 import { Legend, Stack } from "../bars.js";
 import { Chart } from "../chart.js";
 import { Errors } from "../errors.js";
@@ -25,6 +25,7 @@ const Tile = ({ name, value, small, tone }) =>
   html`<div><dt>${name}</dt><dd><b class=${tone || ""} data-tile=${name}>${value}</b><small>${small}</small></dd></div>`;
 
 function Tiles({ tiles, redis, replicas }) {
+  const { stale } = useHealth(1000);
   const memory = redis.max_bytes ? `${bytes(redis.used_bytes)} of ${bytes(redis.max_bytes)}` : bytes(redis.used_bytes);
   return html`<dl class="tiles">
     <${Tile} name="requests a second" value=${number(tiles.requests_per_s, 1)} small=${`${number(tiles.output_tokens_per_s)} tokens out`} />
@@ -40,7 +41,7 @@ function Tiles({ tiles, redis, replicas }) {
     <${Tile} name="waiting" value=${number(tiles.waiting)} small=${`queue of a worker ${seconds(tiles.queue_s)}`} />
     <${Tile} name="workers" value=${number(tiles.workers)} small=${tiles.draining ? `${tiles.draining} draining` : "in service"} />
     <${Tile} name="replicas" value=${number(replicas.rows.length)} small=${`${number(tiles.degraded_per_s, 1)}/s degraded`} />
-    <${Tile} name="Redis" value=${seconds(redis.rtt_s)} small=${`${memory}, ${redis.version ?? ""}`} />
+    <${Tile} name="Redis" tone=${stale && "bad"} value=${stale ? "away" : seconds(redis.rtt_s)} small=${`${memory}, ${redis.version ?? ""}`} />
   </dl>`;
 }
 
@@ -60,11 +61,12 @@ function WhyNot({ localities }) {
   </section>`;
 }
 
-export function Findings({ findings }) {
+function Findings({ findings }) {
+  const { age, kind } = freshness(useHealth(1000));
   const wrong = findings.filter(({ level }) => level === "bad" || level === "warn");
   const fine = findings.filter(({ ok }) => ok).length;
   return html`<section aria-live="polite">
-    <h2>What is wrong now</h2>
+    <h2>${kind ? `What was wrong ${seconds(Math.round(age / 1000))} ago` : "What is wrong now"}</h2>
     <ul class="findings">
       ${wrong.length === 0 && html`<li class="fine"><p>Nothing: ${number(fine)} checks pass.</p></li>`}
       ${wrong.map(
