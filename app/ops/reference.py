@@ -1,5 +1,4 @@
-"""Writes the reference pages from the code: docs/api.md, configuration.md and access-log.md; and
-the dashboard deploy/grafana.json from app/ops/panels.py.
+"""Writes the reference pages from the code: docs/api.md, configuration.md and access-log.md.
 
 python -m app.ops.reference
 
@@ -14,10 +13,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 DOCS = Path(__file__).parents[2] / "docs"
-GRAFANA = DOCS.parent / "deploy/grafana.json"
 WRITTEN_BY = "<!-- Written by `python -m app.ops.reference`: do not edit. -->"
 SUCCESS = "200"
 JSON = "application/json"
@@ -43,15 +39,6 @@ def main() -> None:
     (DOCS / "api.md").write_text(api())
     (DOCS / "configuration.md").write_text(configuration())
     (DOCS / "access-log.md").write_text(access_log())
-    GRAFANA.write_text(grafana())
-
-
-def grafana() -> str:
-    """The dashboard."""
-    from app.ops.dashboard import dashboard
-    from app.ops.panels import ROWS
-
-    return orjson.dumps(dashboard(ROWS), option=orjson.OPT_INDENT_2).decode() + "\n"
 
 
 def configuration() -> str:
