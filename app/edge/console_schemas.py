@@ -45,11 +45,17 @@ class HistoryAsked(_Asked):
 
 
 class PrefixAsked(_Asked):
-    """One of text, token_ids, local_hashes with num_tokens, and hashes."""
+    """One of text, messages, token_ids, local_hashes with num_tokens, and hashes."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     text: str | None = Field(default=None, description="tokenized as a completion's prompt")
-    model: str | None = Field(default=None, description="with text: whose tokenizer to use")
+    messages: list[dict[str, Any]] | None = Field(
+        default=None, description="of a chat, rendered and tokenized as a chat completion's"
+    )
+    tools: list[dict[str, Any]] | None = Field(default=None, description="with messages")
+    model: str | None = Field(
+        default=None, description="with text and messages: whose tokenizer to use"
+    )
     token_ids: Array[Token] | None = Field(default=None, description="the prompt")
     local_hashes: Array[HashValue] | None = Field(
         default=None, description="one per full block, in prompt order"

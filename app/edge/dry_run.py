@@ -25,7 +25,7 @@ from app.router.router import Router
 TIMEOUT_S = 2.0
 """For a decision: a request may wait for a worker, and a dry run for nothing."""
 MAX_HOLDERS = 200
-FORMS = ("text", "token_ids", "local_hashes", "hashes")
+FORMS = ("text", "messages", "token_ids", "local_hashes", "hashes")
 
 
 async def dry_run(replica: Services, body: PrefixAsked, holder: str) -> dict[str, Any]:
@@ -99,10 +99,10 @@ async def _prompt(
         return ask.of_hashes(body.local_hashes, body.num_tokens, most), "client"
     if body.token_ids is not None:
         return _of_tokens(body, body.token_ids, most), "client"
-    return await _of_text(replica, body, most, holder)
+    return await _rendered(replica, body, most, holder)
 
 
-async def _of_text(
+async def _rendered(
     replica: Services, body: PrefixAsked, most: int, holder: str
 ) -> tuple[Prompt, str]:
     namespace = replica.router.namespace
@@ -111,11 +111,13 @@ async def _of_text(
     if model is None:
         others = " and ".join(map(repr, served.models))
         raise InvalidRequest("model", f"{name} is of namespace {others}; this shows {namespace!r}")
-    fields = Fields({"prompt": msgspec.Raw(orjson.dumps(body.text))})
-    found = await replica.door.prompts.of(Api.COMPLETIONS, model, fields, holder)
+    api, field = (Api.CHAT, "messages") if body.text is None else (Api.COMPLETIONS, "text")
+    asked = {"messages": body.messages, "tools": body.tools, "prompt": body.text}
+    members = {name: msgspec.Raw(orjson.dumps(value)) for name, value in asked.items() if value}
+    found = await replica.door.prompts.of(api, model, Fields(members), holder)
     if found.ids is None:
         why = found.tokens_from
-        raise InvalidRequest("text", f"cannot be tokenized here ({why}): give token_ids")
+        raise InvalidRequest(field, f"cannot be tokenized here ({why}): give token_ids")
     body.lora_name = body.lora_name or model.lora_name
     return _of_tokens(body, found.ids, most), found.tokens_from
 

@@ -197,6 +197,35 @@ def test_a_prompt_is_looked_up_without_a_reservation(
         expect(page.get_by_role("alert")).to_contain_text("token_ids")
 
 
+CHATS = (
+    '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]',
+    '{"model": "MODEL", "messages": [{"role": "system", "content": "Be brief."}, '
+    '{"role": "user", "content": "Hello"}]}',
+    "system: Be brief.\nuser: Hello",
+)
+
+
+def test_a_chat_is_looked_up_as_json_and_as_text(cluster: Cluster, load: Load, watch: Any) -> None:
+    with watch(cluster.balancer_url, failures=True) as seen:
+        page = seen.open("prefix")
+        counts = set()
+        for text in CHATS:
+            page.get_by_label("Model").fill("" if "MODEL" in text else HOSTILE)
+            page.locator("textarea").fill(text.replace("MODEL", HOSTILE))
+            with page.expect_response("**/api/prefix") as answer:
+                page.get_by_role("button", name="Look up").click()
+            counts.add(answer.value.json()["tokens"])
+            expect(page.get_by_role("heading", name="Where it would go now")).to_be_visible()
+        assert len(counts) == 1
+        page.locator("textarea").fill("Hello")
+        with page.expect_response("**/api/prefix") as answer:
+            page.get_by_role("button", name="Look up").click()
+        assert answer.value.json()["tokens"] < min(counts)
+        page.locator("textarea").fill('{"prompt": "Hello"}')
+        page.get_by_role("button", name="Look up").click()
+        expect(page.get_by_role("alert")).to_contain_text("messages")
+
+
 @pytest.mark.slow
 def test_another_policy_is_tried_on_recorded_decisions(
     cluster: Cluster, load: Load, watch: Any

@@ -7,13 +7,38 @@ import { TIERS, workerLink } from "./workers.js";
 
 const MAX_HOLDERS = 100;
 const FORMS = {
+  chat: { label: "Chat", hint: "A chat: the body of a request or its messages as JSON, or text, whose lines may begin with system:, user: or assistant:" },
   text: { label: "Text", hint: "Text of a prompt, as a completion would send it" },
   token_ids: { label: "Token ids", hint: "Token ids: a JSON list, or numbers apart by spaces" },
   hashes: { label: "Block hashes", hint: "Hashes of its blocks: 16 hex digits each, in the prompt's order" },
 };
 
 const words = (text) => text.split(/[\s,[\]"]+/).filter(Boolean);
-const READ = { text: (text) => text, token_ids: (text) => words(text).map(Number), hashes: words };
+const ROLE = /^(system|user|assistant):[ \t]*/m;
+
+// The messages of a chat as people paste it.
+function chat(text) {
+  try {
+    const read = JSON.parse(text);
+    if (typeof read === "object") {
+      const { messages, model, tools } = Array.isArray(read) ? { messages: read } : read;
+      return { messages, ...(model && { model }), ...(tools && { tools }) };
+    }
+  } catch {
+    // It is no JSON, so it is plain text.
+  }
+  const [first, ...rest] = text.trim().split(ROLE);
+  const messages = first || !rest.length ? [{ role: "user", content: first.trim() }] : [];
+  for (let at = 0; at < rest.length; at += 2) messages.push({ role: rest[at], content: rest[at + 1].trim() });
+  return { messages };
+}
+
+const READ = {
+  chat,
+  text: (text) => ({ text }),
+  token_ids: (text) => ({ token_ids: words(text).map(Number) }),
+  hashes: (text) => ({ hashes: words(text) }),
+};
 
 function Holders({ found }) {
   const holders = objects(found.holders);
@@ -45,7 +70,7 @@ const Route = ({ route }) => {
 };
 
 export function Prefix() {
-  const [form, setForm] = useState("text");
+  const [form, setForm] = useState("chat");
   const [{ text, model, lora_name }, setFields] = useState({ text: "", model: "", lora_name: "" });
   const [found, setFound] = useState(null);
   const [error, setError] = useState("");
@@ -53,7 +78,7 @@ export function Prefix() {
   const submit = (event) => {
     event.preventDefault();
     setError("");
-    const body = { [form]: READ[form](text), ...(model && { model }), ...(lora_name && { lora_name }) };
+    const body = { ...READ[form](text), ...(model && { model }), ...(lora_name && { lora_name }) };
     ask("prefix", body).then(setFound, (problem) => (setFound(null), setError(problem.message)));
   };
   return html`
