@@ -97,10 +97,8 @@ class _Main(_LazyGroup):
         "inspect": "app.ops.inspect",
         "doctor": "app.ops.doctor",
         "drain": "app.ops.drain",
-        "dump": "app.ops.dump",
         "explain": "app.ops.explain",
         "whatif": "app.ops.explain",
-        "restore": "app.ops.restore",
         "reset": "app.ops.reset",
         "top": "app.console.top",
     }

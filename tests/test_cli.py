@@ -132,13 +132,11 @@ def test_the_help_lists_all_commands() -> None:
         "demo",
         "doctor",
         "drain",
-        "dump",
         "explain",
         "inspect",
         "planner",
         "replay",
         "reset",
-        "restore",
         "router",
         "top",
         "up",
@@ -209,7 +207,7 @@ NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
 @pytest.mark.parametrize(
     "command",
     [
-        *("router", "worker", "up", "demo", "replay", "restore", "whatif"),
+        *("router", "worker", "up", "demo", "replay", "whatif"),
         *("inspect usage", "inspect verify"),
     ],
 )

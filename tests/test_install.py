@@ -204,7 +204,6 @@ async def test_the_plain_package_routes_a_chat_and_names_the_extra_of_what_it_la
 ) -> None:
     plain = Installed(python, wheel, tmp_path / "plain")
     redis = f"--redis-url={own_redis_server.url}"
-    dump = tmp_path / "dump"
     with (
         of_checkout("worker", "--speedup=100", "--port=0", redis),
         plain.running("router", redis, "--port=0") as router,
@@ -215,7 +214,6 @@ async def test_the_plain_package_routes_a_chat_and_names_the_extra_of_what_it_la
         plain.said("inspect", "summary", redis)
         plain.said("explain", redis, name.removeprefix("chatcmpl-"))
         plain.said("whatif", redis, "--policy=blocks")
-        plain.said("dump", redis, f"--out={dump}")
         for missing, extra in (
             (f"doctor {redis} --engine-url={router.url}", "worker"),
             (f"worker {redis}", "worker"),
@@ -230,7 +228,6 @@ async def test_the_plain_package_routes_a_chat_and_names_the_extra_of_what_it_la
         said = plain.said("router", redis, "--port=0", status=1, OTEL_TRACES_EXPORTER="otlp")
         assert "pip install 'kvroute[otel]'" in said
     plain.said("reset", redis, "--yes")
-    plain.said("restore", redis, f"--in={dump}")
 
 
 @installs

@@ -385,10 +385,7 @@ async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -
     assert denials(guarded.admin) == []
 
 
-async def test_an_operator_may_inspect_dump_and_reset_and_a_worker_may_restore(
-    guarded: Guarded, tmp_path: Path
-) -> None:
-    file = str(tmp_path / "dump.jsonl")
+async def test_an_operator_may_inspect_and_reset(guarded: Guarded, tmp_path: Path) -> None:
     text = tmp_path / "prompt.json"
     text.write_text(str(PROMPTS[0]))
 
@@ -408,11 +405,8 @@ async def test_an_operator_may_inspect_dump_and_reset_and_a_worker_may_restore(
         assert "no prompt was routed" in await kvroute("operator", "inspect", "funnel")
         assert "no requests are waiting" in await kvroute("operator", "inspect", "waiting")
         assert "no contradictions found" in await kvroute("operator", "inspect", "verify")
-        await kvroute("operator", "dump", "--out", file)
     await kvroute("operator", "reset", "--yes")
     assert guarded.admin.dbsize() == 0
-    # To restore is to publish, as workers do.
-    assert "restored" in await kvroute("worker", "restore", "--in", file)
     assert denials(guarded.admin) == []
 
 

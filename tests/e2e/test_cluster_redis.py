@@ -159,7 +159,7 @@ def test_operators_can_look_inside_a_redis_cluster(servers: ClusterServers) -> N
 
     asyncio.run(work())
     where = ["--redis-url", servers.url, "--namespace", keyspace.namespace]
-    for command in ("inspect verify", "inspect worker a", "inspect waiting", "dump"):
+    for command in ("inspect verify", "inspect worker a", "inspect waiting"):
         result = CliRunner().invoke(main, [*command.split(), *where])
         assert result.exit_code == 0, (command, result.output, result.exception)
 

@@ -13,11 +13,10 @@ from redis import Redis
 from app.cli import main
 from app.core.chains import GROUP_BLOCKS
 from app.core.hashing import compute_hashes
-from app.core.keys import Keyspace
 from app.core.loads import Reservation, Wish
-from app.core.types import Tier, TierOverlap
+from app.core.types import Tier
 from app.local.redis_server import EmbeddedRedis
-from app.state import overlap, reservations
+from app.state import reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, SHARD, FakeWorkers
@@ -75,15 +74,3 @@ def in_redis(url: str, work: Callable[[ScriptRunner], Awaitable[object]]) -> obj
             return await work(ScriptRunner(redis, 5))
 
     return asyncio.run(run())
-
-
-def overlaps(url: str, keyspace: Keyspace) -> dict[str, TierOverlap]:
-    """Overlaps with the prompt, by worker key."""
-
-    async def look(runner: ScriptRunner) -> dict[str, TierOverlap]:
-        [found], _ = await overlap.match(runner, keyspace, [CHAIN])
-        current = await runner.redis.hgetall(keyspace["current"])
-        names = {int(inc): name.decode() for name, inc in current.items()}
-        return {names[inc]: overlap for inc, overlap in (found or {}).items() if inc in names}
-
-    return in_redis(url, look)  # type: ignore[return-value]
