@@ -226,8 +226,9 @@ def _bytes_per_block_here(url: str, chains: int) -> float:
 
 
 async def _until_published(rank: Rank, batches: int) -> None:
-    last = batches - 1
-    await _until(lambda: rank.stream.position is not None and rank.stream.position.seq == last)
+    stream, last = rank.stream, batches - 1
+    assert stream is not None
+    await _until(lambda: stream.position is not None and stream.position.seq == last)
     assert await rank.agent.published(), "Redis cannot be reached"
 
 

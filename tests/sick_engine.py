@@ -260,7 +260,13 @@ class SickEngine:
 
     async def _list_models(self, request: web.Request) -> web.Response:
         cards = [
-            {"id": name, "object": "model", "parent": parent, "max_model_len": self.max_model_len}
+            {
+                "id": name,
+                "object": "model",
+                "owned_by": "vllm",
+                "parent": parent,
+                "max_model_len": self.max_model_len,
+            }
             for names, parent in ((self._models, None), (self._adapters, self._models[0]))
             for name in names
         ]

@@ -52,6 +52,7 @@ def of_workers(
         {str(info.key): away_s for info, away_s in zip(view.infos, view.away_s, strict=True)}
     )
     yield checks.engines([*view.infos, *view.paused.values()])
+    yield from checks.approximate(view.infos)
     if live:
         yield from checks.of_workers(live, namespace, names)
         yield checks.predicted(records, live)

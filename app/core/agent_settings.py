@@ -32,7 +32,9 @@ class EngineAgentSettings(MemberSettings):
         "", "Base URL at which clients reach the engine; unset: --engine-url.", BASE_URL
     )
     engine_kind: str = setting(
-        "auto", "vllm or sglang; auto: ask the engine.", OneOf(("auto", "vllm", "sglang"))
+        "auto",
+        "vllm, sglang, or openai: any other server with that API; auto: ask the engine.",
+        OneOf(("auto", "vllm", "sglang", "openai")),
     )
     model: str = setting(
         "", "Ids that requests may name, separated by commas; unset: those that the engine lists."

@@ -49,21 +49,18 @@ class RouterSettings(DoorSettings):
         "but lag slightly behind.",
         OneOf(("master", "replica")),
     )
-    kv_events: bool = setting(
-        True,
-        "Whether workers publish what they cache. If not, blocks routed to a worker count as "
-        "cached there for --prediction-ttl-s after their last use.",
+    count_in_flight: bool = setting(
+        False,
+        "Count blocks routed to a worker within the last --prediction-ttl-s as cached there, even "
+        "where it publishes what it caches.",
         bool,
         heading="What workers cache",
     )
-    count_in_flight: bool = setting(
-        False,
-        "Even with KV events, count blocks routed to a worker within the last --prediction-ttl-s "
-        "as cached there.",
-        bool,
-    )
     prediction_ttl_s: float = setting(
-        120.0, "How long blocks routed to a worker count as cached there.", POSITIVE_SECONDS
+        120.0,
+        "How long blocks routed to a worker count as cached there, of workers that publish "
+        "nothing.",
+        POSITIVE_SECONDS,
     )
     prediction_entries: int = setting(
         262_144,

@@ -179,6 +179,11 @@ class WorkerInfo:
     ill: str = _said(
         "why its agent takes its engine to be ill; empty: it is well", "", text="ill: {}"
     )
+    approximate: str = _said(
+        "why what it caches is only guessed, from what was routed there; empty: its engine tells",
+        "",
+        text="approximate: {}",
+    )
     role: Role = field(
         default=Role.BOTH, metadata={"help": "both, prefill or decode", "text": "for {}"}
     )

@@ -176,8 +176,9 @@ class WorkerSettings(MemberSettings):
     publish_events: str = setting(
         "",
         "vllm: the engine publishes its KV events and metrics as vLLM does, for `kvroute agent`; "
-        "empty: the worker registers itself in Redis.",
-        OneOf(("", "vllm")),
+        "vllm-without-events: as vLLM that was started without --kv-events-config; empty: the "
+        "worker registers itself in Redis.",
+        OneOf(("", "vllm", "vllm-without-events")),
         heading="Publishing as vLLM",
     )
     events_port: int = setting(

@@ -28,8 +28,8 @@ class EngineSigns:
         """Whether an engine answers at the worker's address, says that it is well, and lists the
         model that the worker registered: another may have got the address."""
         looks = [self._lists(worker)]
-        # There /health computes a token, and takes as long as the queue does.
-        if not worker.engine.lower().startswith("sglang"):
+        # There /health may compute a token, and take as long as the queue does.
+        if not worker.engine.lower().startswith(("sglang", "openai")):
             looks.append(self._is_well(worker))
         return all(await asyncio.gather(*looks))
 

@@ -14,9 +14,11 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 def ids_field(api: Api, engine: str) -> str:
     """Where an engine takes ids that we rendered; "": nowhere. engine: as in WorkerInfo."""
+    kind, _, version = engine.partition(" ")
+    if kind == "openai":
+        return ""  # of the API, only text is sure
     if api is Api.COMPLETIONS:
         return "prompt"
-    kind, _, version = engine.partition(" ")
     if kind == "sglang":
         return "input_ids" if api is Api.CHAT else ""
     if kind.startswith("kvroute"):

@@ -140,6 +140,8 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
     yield Check("workers", bool(routed_to), text, "start a worker, or an agent beside an engine")
     yield agents({str(w.info.key): w.away_s for w in routed_to if w.info})
     yield engines(w.info for w in summary.workers if w.info and w.current)
+    for check in approximate(w.info for w in routed_to if w.info):
+        yield check
     tainted = [str(w.info.key) for w in summary.workers if w.state == "tainted" and w.info]
     if tainted:
         yield Check(
@@ -224,6 +226,23 @@ def engines(infos: Iterable[WorkerInfo]) -> Check:
         cut("; ".join(ill)) or "none is ill",
         "see their own logs; each is asked further, and is back once it works again",
     )
+
+
+def approximate(infos: Iterable[WorkerInfo]) -> Iterator[Check]:
+    """Of workers of which nobody tells what they cache: one check for each reason; none if there
+    are none."""
+    by_reason: dict[str, list[str]] = {}
+    for info in infos:
+        if info.approximate:
+            by_reason.setdefault(info.approximate, []).append(str(info.key))
+    for reason, keys in by_reason.items():
+        why, _, remedy = reason.partition(": ")
+        yield Check(
+            "approximate workers",
+            None,
+            f"{cut(', '.join(keys))}: {why}, so that what was routed there counts; to have it "
+            f"exact, {remedy or reason}",
+        )
 
 
 async def of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:

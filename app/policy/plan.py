@@ -331,7 +331,9 @@ def _decision(
     if route.form is Form.FETCH:
         overlap = overlap.first(route.held)
     bound = min(overlap.total, query.bound.get(source, 0))
-    is_away = not view.away.keys().isdisjoint((source, view.incarnations[route.target]))
+    chosen = (source, view.incarnations[route.target])
+    is_away = not view.away.keys().isdisjoint(chosen)
+    is_guessed = not view.guessed.isdisjoint(chosen)
     return Decision(
         request_id=query.request.request_id,
         worker=view.infos[route.target],
@@ -344,7 +346,7 @@ def _decision(
         tied=tied,
         tries=query.tries,
         degraded=degraded or query.is_short or is_away,
-        trust=_trust(query, bound, degraded=degraded, is_away=is_away),
+        trust=_trust(query, bound, degraded=degraded, is_guessed=is_guessed),
         reservation=wish.reservation if reserves else None,
         reservation_id=query.reservation_id,
         locality=locality,
@@ -358,12 +360,12 @@ def _decision(
     )
 
 
-def _trust(query: Query, bound: int, *, degraded: bool, is_away: bool) -> Trust:
+def _trust(query: Query, bound: int, *, degraded: bool, is_guessed: bool) -> Trust:
     if degraded:
         return Trust.DEGRADED
     if query.request.is_blind:
         return Trust.BLIND
-    if is_away:
+    if is_guessed:
         return Trust.APPROXIMATE
     return Trust.BOUND if bound and query.trust is Trust.EXACT else query.trust
 

@@ -26,8 +26,8 @@ class Trust(StrEnum):
 _TEXTS = {
     Trust.EXACT: "overlap is what engines had published",
     Trust.BOUND: "overlap is what was proved or foreseen, and workers may hold more",
-    Trust.APPROXIMATE: "the worker's agent is away: overlap is what it had published by then, and "
-    "what was routed there since",
+    Trust.APPROXIMATE: "the worker's engine does not tell what it caches, or its agent is away: "
+    "overlap is what was published, and what was routed there since",
     Trust.DEGRADED: "Redis was unreachable, so no overlap was known",
     Trust.BLIND: "the prompt's tokens were not known, or its shard of the index was unreachable",
 }

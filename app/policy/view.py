@@ -158,6 +158,7 @@ class Workers:
         self.roles = roles_of(self.infos)
         self.contexts = Contexts(self.infos)
         self.are_publishing = any(info.publishing for info in self.infos)
+        self.approximate = frozenset(inc for inc, info, _ in workers if info.approximate)
         self.reuse_less = {
             inc: rule for inc, info, _ in workers if (rule := info.reuse_rule) != EVERY_BLOCK
         }
@@ -241,6 +242,8 @@ class View:
         self.pairs_left_alone: frozenset[Pair] = frozenset()
         """Sources and targets between which KV does not arrive."""
         self.away = snapshot.away
+        self.guessed = workers.approximate.union(self.away)
+        """Of whom nobody tells what they cache: what is routed there counts."""
         self.somebody_waits = snapshot.somebody_waits
         self.incarnations = workers.incarnations
         self.infos = workers.infos

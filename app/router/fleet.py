@@ -384,6 +384,11 @@ class Fleet:
         """Those whose agents were away when Redis was last asked, and since when, in ms."""
         return self.last_view.away if self.last_view else {}
 
+    @property
+    def guessed(self) -> frozenset[Incarnation]:
+        """As in the last view."""
+        return self.last_view.guessed if self.last_view else frozenset()
+
     def info_of(self, incarnation: Incarnation) -> WorkerInfo | None:
         """None: it is not known."""
         return self._infos.get(incarnation)

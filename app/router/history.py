@@ -41,8 +41,8 @@ class History:
         self.predictions = predictions.PredictionSettings(
             settings.prediction_ttl_s, settings.prediction_entries
         )
-        self.predicts_all = settings.count_in_flight or not settings.kv_events
-        """Else only of workers whose agents are away."""
+        self.predicts_all = settings.count_in_flight
+        """Else only of workers of whom nobody tells what they cache."""
         self._replica = replica
         self._reservation_ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._session_affinity = settings.session_affinity
@@ -58,7 +58,7 @@ class History:
     @property
     def predicts(self) -> bool:
         """Whether predictions are kept of any worker now."""
-        return self.predicts_all or bool(self._replica.fleet.away)
+        return self.predicts_all or bool(self._replica.fleet.guessed)
 
     def recall(self, queries: list[Query]) -> list[Call[list[sessions.Visit | None]]]:
         """At most one call, which returns where what they follow last went: see `follow`."""
@@ -103,11 +103,10 @@ class History:
     def add(self, plan: Plan, shards: int) -> None:
         """Write down that a request was routed as planned."""
         request, incarnation = plan.request, plan.wish.incarnation
+        guessed = plan.view.guessed
         # Of a split, events tell once it has arrived; without them, nothing else tells.
-        holder = plan.holder if self._replica.settings.kv_events else incarnation
-        if incarnation in plan.view.away:
-            holder = incarnation  # no events tell
-        if request.chain and (self.predicts_all or holder in plan.view.away):
+        holder = incarnation if incarnation in guessed else plan.holder
+        if request.chain and (self.predicts_all or holder in guessed):
             shard = self._shard_of(request.chain, shards)
             self._write(
                 predictions.predict(

@@ -66,7 +66,7 @@ class LookUp:
                 overlaps, replies = await overlap.match(
                     runner,
                     keyspace,
-                    chains if self._replica.settings.kv_events else [],
+                    chains,
                     shards,
                     along=[
                         *trip.calls,
@@ -103,32 +103,27 @@ class LookUp:
     ) -> None:
         """Set what the query knows of its prompt. found: as `overlap.match` tells. foreseen: blocks
         that are to come, by those who will hold them."""
-        has_index = self._replica.settings.kv_events
         if not self._history.predicts_all:
             # Of others, those who publish what they hold say more.
-            foreseen = {inc: blocks for inc, blocks in foreseen.items() if inc in view.away}
-        query.is_short = isinstance(found, overlap.LowerBound) or (
-            has_index and (found is None or view.is_short)
-        )
+            foreseen = {inc: blocks for inc, blocks in foreseen.items() if inc in view.guessed}
+        query.is_short = found is None or isinstance(found, overlap.LowerBound) or view.is_short
         overlaps = Overlaps() if found is None else found
         query.published = overlaps if foreseen else None
         overlaps = with_predicted(overlaps, foreseen)
-        is_foreseen = not view.away.keys() >= foreseen.keys()
+        is_foreseen = not view.guessed >= foreseen.keys()
         query.trust = _trust(found, query.is_short, is_foreseen)
-        if has_index:
-            held = self._recent.held(query.request.chain, overlaps, time.monotonic())
-            query.bound = {
-                inc: blocks - overlaps.get(inc, NO_OVERLAP).total for inc, blocks in held.items()
-            }
-            overlaps = with_predicted(overlaps, held)
-        query.held = overlaps
+        held = self._recent.held(query.request.chain, overlaps, time.monotonic())
+        query.bound = {
+            inc: blocks - overlaps.get(inc, NO_OVERLAP).total for inc, blocks in held.items()
+        }
+        query.held = overlaps = with_predicted(overlaps, held)
         query.overlaps = view.reusable(overlaps, query.request.isl_tokens)
 
 
 def _trust(found: Overlaps | None, is_short: bool, is_foreseen: bool) -> Trust:
-    """found: by the index; None: by none, though there may be one. is_foreseen: in part."""
+    """found: by the index; None: it did not tell. is_foreseen: in part."""
     if found is None:
-        return Trust.BLIND if is_short else Trust.BOUND
+        return Trust.BLIND
     is_bound = is_short or is_foreseen or isinstance(found, overlap.Rough)
     return Trust.BOUND if is_bound else Trust.EXACT
 

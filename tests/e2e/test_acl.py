@@ -333,7 +333,7 @@ async def test_a_routers_console_is_refused_nothing(guarded: Guarded) -> None:
 
 async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
     settings = RouterSettings(
-        namespace=KEYS.namespace, kv_events=False, prediction_ttl_s=1.0, reservation_ttl_s=1.0
+        namespace=KEYS.namespace, count_in_flight=True, prediction_ttl_s=1.0, reservation_ttl_s=1.0
     )
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
         agent = agent_of("w0", as_worker, WHOLE_TEST_S)

@@ -67,6 +67,22 @@ def test_engines_that_run_already_need_one_command() -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_that_publishes_nothing_is_a_worker_and_the_flag_is_named() -> None:
+    with (
+        engine(publish_events="vllm-without-events") as silent,
+        started(f"--engine={silent.url}") as process,
+    ):
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "--kv-events-config" in process.stderr.readline()
+        said = list(iter(process.stdout.readline, "Press Ctrl-C to stop.\n"))
+        assert run(said, "/v1/chat/completions")["choices"]
+        workers = run(said, "/v1/workers")["workers"]
+        assert isinstance(workers, list)
+        assert "--kv-events-config" in workers[0]["approximate"]
+
+
+@pytest.mark.slow
 def test_it_waits_for_an_engine_that_loads() -> None:
     with engine() as gone:
         port = int(gone.url.rpartition(":")[2])

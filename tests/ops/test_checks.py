@@ -10,7 +10,7 @@ import pytest
 from app.core.loads import Load
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import NO_READINGS
-from app.ops.checks import predicted
+from app.ops.checks import approximate, predicted
 from app.ops.workers import WorkerStatus
 from app.policy.locality import Best, Locality
 from app.policy.record import DecisionRecord
@@ -66,3 +66,14 @@ def test_what_nobody_could_predict_is_not_compared(unpredicted: dict[str, Any]) 
     few = [replace(NOTHING, **unpredicted)] * 5
     assert predicted([*few, *[CACHED] * 60], [worker(1.0)]).ok is True
     assert predicted([*few, *[NOTHING] * 60], [worker(1.0)]).ok is False
+
+
+def test_workers_that_tell_nothing_are_named_with_what_would_change_that() -> None:
+    why = "vLLM publishes no KV events: start it with --kv-events-config '{}'"
+    infos = [worker_info("w1", approximate=why), worker_info("w2"), worker_info("w3:1")]
+    infos[2] = replace(infos[2], approximate=why)
+    [check] = approximate(infos)
+    assert check.ok is None
+    assert check.found.startswith("w1:0, w3:1: vLLM publishes no KV events, ")
+    assert check.found.endswith("start it with --kv-events-config '{}'")
+    assert not list(approximate([worker_info("w2")]))

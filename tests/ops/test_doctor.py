@@ -279,6 +279,25 @@ async def test_an_engine_and_its_agent_are_looked_at(
     assert bad(missing) == {f"engine {nowhere}"}
 
 
+@pytest.mark.slow
+async def test_an_engine_that_publishes_nothing_is_named_with_the_flag_that_it_lacks(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    url = one_redis_server.url
+    with (
+        engine(publish_events="vllm-without-events") as silent,
+        agent(silent.url, url, tmp_path) as beside,
+    ):
+        await until_healthy(beside)
+        found = await eventually(
+            lambda: asyncio.to_thread(examined, url, f"--engine-url={silent.url}"),
+            lambda found: not bad(found),  # its metrics come soon
+        )
+    for about in ("approximate workers", f"engine {silent.url}"):
+        assert about in unknown(found)
+        assert "--kv-events-config" in found[about]["found"]
+
+
 async def test_an_engine_is_looked_at_before_any_namespace_exists(
     one_redis_server: EmbeddedRedis,
 ) -> None:

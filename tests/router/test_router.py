@@ -32,6 +32,7 @@ from app.local.redis_server import EmbeddedRedis, free_port
 from app.policy.cost import POLICIES
 from app.policy.decision import Decision, RouteRequest
 from app.policy.plan import MAX_PREFILL_S
+from app.policy.trust import Trust
 from app.router.decider import MAX_BATCH, MAX_QUEUED, MAX_TRIES
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
@@ -1018,14 +1019,12 @@ async def test_an_overlap_counts_as_far_as_the_engine_reuses_it(
 
 
 class TestPredictions:
-    async def test_without_kv_events_routed_prompts_count_as_overlap_on_every_replica(
+    async def test_of_approximate_workers_routed_prompts_count_as_overlap_on_every_replica(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         for name in ("w1", "w2"):
-            await workers.register(name)
-            # If events counted, both would hold the prompt.
-            await workers.publish(name, PROMPT)
-        settings = {"kv_events": False, "prediction_ttl_s": 3600.0}
+            await workers.register(name, approximate="it tells nothing")
+        settings = {"prediction_ttl_s": 3600.0}
         async with (
             running(one_redis_server.url, **settings) as first,
             running(one_redis_server.url, **settings) as second,
@@ -1039,13 +1038,39 @@ class TestPredictions:
             warm = await eventually(look, lambda seen: seen.overlap.total > 0)
             assert warm.overlap == TierOverlap(device=2)
             assert warm.worker == cold.worker
+            assert (warm.trust, warm.degraded) == (Trust.APPROXIMATE, False)
+
+    async def test_a_worker_that_tells_what_it_caches_is_not_judged_by_what_was_routed_there(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+    ) -> None:
+        await workers.register("exact")
+        await workers.register("guessed", approximate="it tells nothing")
+        async with running(one_redis_server.url, prediction_ttl_s=3600.0) as replica:
+            for name, other in (("exact", "guessed"), ("guessed", "exact")):
+                excluded = frozenset({other})
+                decision = await replica.route(request(name, "latency", exclude=excluded))
+                assert decision.worker.key.worker_id == name
+
+            async def look() -> Decision:
+                asked = request("look", "latency", reserve=False, explain=True)
+                return await replica.route(asked)
+
+            def overlaps(decision: Decision) -> dict[str, int]:
+                return {c.info.key.worker_id: c.overlap.total for c in decision.candidates}
+
+            seen = await eventually(look, lambda seen: overlaps(seen)["guessed"] > 0)
+            assert overlaps(seen) == {"exact": 0, "guessed": 2}
+            await workers.publish("exact", PROMPT)
+            excluded = frozenset({"guessed"})
+            seen = await replica.route(request("look", "latency", reserve=False, exclude=excluded))
+            assert (seen.overlap.total, seen.trust) == (2, Trust.EXACT)
 
     @pytest.mark.parametrize("by_request_id", [False, True])
     async def test_what_was_released_before_its_first_token_no_longer_counts(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, by_request_id: bool
     ) -> None:
-        await workers.register("w1")
-        settings = {"kv_events": False, "prediction_ttl_s": 3600.0}
+        await workers.register("w1", approximate="it tells nothing")
+        settings = {"prediction_ttl_s": 3600.0}
         async with (
             running(one_redis_server.url, **settings) as first,
             running(one_redis_server.url, **settings) as second,
@@ -1084,8 +1109,8 @@ class TestPredictions:
     async def test_a_caller_that_hangs_up_leaves_no_overlap(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
-        await workers.register("w1")
-        async with running(one_redis_server.url, kv_events=False) as replica:
+        await workers.register("w1", approximate="it tells nothing")
+        async with running(one_redis_server.url) as replica:
 
             async def overlap() -> int:
                 seen = await replica.route(request("look", "latency", reserve=False))

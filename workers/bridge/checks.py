@@ -51,22 +51,25 @@ async def of_engine(
             yield Check(f"engine {url}", False, found, remedy or f"see {page('engines.md')}")
             return
         engine = EngineHttp(session, url)
-        yield Check(
-            f"engine {url}",
-            True,
-            f"{facts.kind} {facts.version}, {', '.join(facts.models)}: prefix caching and KV "
-            f"events are on, blocks of {facts.block_size} tokens",
-        )
-        if live:
+        yield _caching(url, facts)
+        if live and not facts.approximate:
             yield _blocks(url, facts, live[0].block_size)
         own = [info for info in live if info.address.rstrip("/") == url.rstrip("/")]
         yield _registered(url, facts, [info.key for info in own])
         heard_at = {info.key.dp_rank: info.event_addresses for info in own}
         if facts.kind == "vllm":
             yield await _idle_times(url, engine)
-        for source in facts.sources:
+        for source in () if facts.approximate else facts.sources:
             listened = _as_by_agent(source, heard_at.get(source.rank, ()), engine.host)
             yield await _events(url, engine, facts, source, listened, probe=probe)
+
+
+def _caching(url: str, facts: EngineFacts) -> Check:
+    name = f"{facts.kind} {facts.version}".strip() + f", {', '.join(facts.models)}"
+    if facts.approximate:
+        return Check(f"engine {url}", None, f"{name}: approximate: {facts.approximate}")
+    found = f"{name}: prefix caching and KV events are on, blocks of {facts.block_size} tokens"
+    return Check(f"engine {url}", True, found)
 
 
 def _blocks(url: str, facts: EngineFacts, block_size: int) -> Check:

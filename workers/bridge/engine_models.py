@@ -13,13 +13,14 @@ from workers.bridge.facts import Overrides
 @dataclass(frozen=True, slots=True)
 class EngineModels:
     """names, adapters, folders, tokenizer: as models, adapters, folders and tokenizer of
-    EngineFacts."""
+    EngineFacts. owner: of the first, as it says; "": it does not."""
 
     names: tuple[str, ...]
     adapters: tuple[str, ...]
     folders: tuple[tuple[str, str], ...]
     max_model_len: int | None
     tokenizer: str
+    owner: str = ""
 
 
 async def models_of(engine: EngineHttp, overrides: Overrides) -> EngineModels:
@@ -44,6 +45,7 @@ async def models_of(engine: EngineHttp, overrides: Overrides) -> EngineModels:
         tuple((str(card["id"]), str(card["root"])) for card in adapters if card.get("root")),
         min(lengths, default=None),
         next((str(card["root"]) for card in own if card.get("root")), ""),
+        next((str(card["owned_by"]) for card in own if card.get("owned_by")), ""),
     )
 
 

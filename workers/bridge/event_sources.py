@@ -32,6 +32,11 @@ def binds(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
+def silent(ranks: Iterable[int]) -> tuple[EventSource, ...]:
+    """Of ranks that publish nothing."""
+    return tuple(EventSource(rank, "", None) for rank in ranks)
+
+
 def overridden(ranks: Iterable[int], host: str, overrides: Overrides) -> tuple[EventSource, ...]:
     """The sources of these ranks at `overrides.events_endpoint`."""
     events, replay = overrides.events_endpoint, overrides.replay_endpoint

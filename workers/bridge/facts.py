@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-EngineKind = Literal["vllm", "sglang"]
+EngineKind = Literal["vllm", "sglang", "openai"]
+"""openai: any other server that speaks OpenAI's API."""
+USUAL_BLOCK_SIZE = 16
+"""Tokens, where an engine need not say how many its blocks have."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
     """Where one data-parallel rank publishes its KV events.
 
-    endpoint, replay: ZMQ addresses to connect to, such as tcp://127.0.0.1:5557. replay: None if the
-    engine keeps nothing to be asked for again.
+    endpoint, replay: ZMQ addresses to connect to, such as tcp://127.0.0.1:5557. endpoint: "" if it
+    publishes nothing. replay: None if the engine keeps nothing to be asked for again.
     """
 
     rank: int
@@ -26,9 +29,13 @@ class EventSource:
 class EngineFacts:
     """What an engine is; it changes only when the engine is started again.
 
+    approximate: why it does not tell what it caches, and what would change that; "": it tells.
+    version: of an engine that does not say it, whatever it is called.
+
     models: the ids that requests may name, without those of adapters; the first is the model's own.
     folders: of each adapter, its name and what it was loaded from, if the engine says.
-    block_size: tokens of one block in its events. capacity_tokens: of KV on each rank's device.
+    block_size: tokens of one block in its events. capacity_tokens: of KV on each rank's device; 0:
+    it does not say.
     reuse_tokens: hits land on multiples of so many tokens. recomputed_tokens: so many at the end of
     what it could reuse are computed again. lookahead_tokens: a block is reused only of prompts that
     go on with so many tokens as the first one did, as far as is known before events tell.
@@ -55,6 +62,7 @@ class EngineFacts:
     lookahead_tokens: int = 0
     kv_dtype: str = ""
     kv_settings: tuple[tuple[str, str], ...] = ()
+    approximate: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,10 @@ LOOK_AGAIN_S = 10.0
 UNFIT_S = 30.0
 """The longest pause until an engine that cannot be followed is looked at again."""
 CAPACITY_WORKERS = 16
+USUAL_CAPACITY_TOKENS = 1 << 20
+"""Of an engine that does not say it, to lay out an index for others that may come."""
+# SGLang's /health generates a token, and so may that of others.
+HEALTH_PATHS = {"vllm": "/health", "sglang": "/ready", "openai": "/v1/models"}
 
 IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0)
 
@@ -176,6 +180,8 @@ class EngineFollower:
             raise
         self._state, self._unfit = "unavailable", ""
         log.info("%s %s: %s", self.facts.kind, self.facts.version, self.facts)
+        if self.facts.approximate:
+            log.warning("what it caches is only guessed: %s", self.facts.approximate)
         return self.facts, block_size
 
     async def _awake(self, facts: EngineFacts, reader: LoadReader) -> None:
@@ -233,7 +239,7 @@ class EngineFollower:
         now, lives = asyncio.get_running_loop().time(), list[Life]()
         for rank in self.ranks:
             health = self._healths[rank.info.key.dp_rank]
-            health.heard(rank.stream.counters.heard, now)
+            health.heard(rank.num_heard, now)
             verdict = health.verdict(now)
             lives.append(verdict.life)
             rank.agent.ill, before = verdict.why, rank.agent.ill
@@ -248,6 +254,8 @@ class EngineFollower:
         """Read its load, until it is another or sleeps. What cannot be read is only not known."""
         while True:
             await asyncio.sleep(POLL_S)
+            if not reader.tells:
+                continue
             try:
                 # Not together: a `gather` that is cancelled may raise what one of them raises.
                 before = await self._reserved_now()
@@ -345,7 +353,8 @@ class EngineFollower:
         settings = self._settings
         agent_settings = AgentSettings(
             settings.lease_ttl_s,
-            settings.index_blocks or CAPACITY_WORKERS * facts.capacity_tokens // block_size,
+            settings.index_blocks
+            or CAPACITY_WORKERS * (facts.capacity_tokens or USUAL_CAPACITY_TOKENS) // block_size,
             settings.index_shards,
         )
         probed = ""
@@ -395,7 +404,7 @@ class EngineFollower:
             recomputed_blocks=-(-facts.recomputed_tokens // block_size),
             lookahead_blocks=-(-facts.lookahead_tokens // block_size),
             accelerator="",
-            engine=f"{facts.kind} {facts.version}",
+            engine=f"{facts.kind} {facts.version}".strip(),
             models=facts.models,
             adapters=facts.adapters,
             max_model_len=facts.max_model_len or 0,
@@ -408,6 +417,7 @@ class EngineFollower:
             kv_hosts=hosts,
             kv_fingerprint=fingerprint,
             kv_compatible=settings.kv_compatible,
+            approximate=facts.approximate,
             engine_life=life_of(facts),
             bootstrap_port=settings.bootstrap_port if settings.kv_transfer == "sglang" else 0,
         )
@@ -435,7 +445,7 @@ class EngineFollower:
         settings = self._settings
         block_size = settings.block_size or await self._namespace_block_size()
         block_size = block_size or facts.block_size
-        if facts.block_size % block_size:
+        if facts.block_size % block_size and not facts.approximate:
             raise EngineUnfit(
                 f"the engine's blocks of {facts.block_size} tokens are not whole blocks of the "
                 f"{block_size} that namespace {settings.namespace!r} has: start it with a multiple "
@@ -484,8 +494,7 @@ def _begun(
 
 
 def _health_path(facts: EngineFacts) -> str:
-    # SGLang's /health generates a token.
-    return "/health" if facts.kind == "vllm" else "/ready"
+    return HEALTH_PATHS[facts.kind]
 
 
 def _count(value: float | None) -> int | None:

@@ -69,8 +69,8 @@ _SGLANG: dict[str, tuple[str, ...]] = {
     "kv_usage": ("sglang:full_token_usage", "sglang:token_usage"),
     "hit_rate": ("sglang:cache_hit_rate",),
 }
-_NAMES = {"vllm": _VLLM, "sglang": _SGLANG}
-_RANK_LABELS = {"vllm": "engine", "sglang": "dp_rank"}
+_NAMES = {"vllm": _VLLM, "sglang": _SGLANG, "openai": dict[str, tuple[str, ...]]()}
+_RANK_LABELS = {"vllm": "engine", "sglang": "dp_rank", "openai": "engine"}
 _COUNTS = ("running", "waiting")
 
 _Values = dict[str, float]
@@ -94,6 +94,11 @@ class LoadReader:
         self._idle_s: dict[int, float] = {}
         self._hits: defaultdict[int, HitRate] = defaultdict(HitRate)
 
+    @property
+    def tells(self) -> bool:
+        """Whether anything is known that such an engine says of its load."""
+        return bool(self._names)
+
     async def read(self) -> EngineReading:
         """Raises EngineUnavailable if the engine does not answer, and EngineUnfit if it refuses."""
         if self._has_loads:
@@ -101,7 +106,7 @@ class LoadReader:
             if loads is not None:
                 return EngineReading(_sglang_loads(loads))
             self._has_loads = False
-        text = await self._engine.get("/metrics")
+        text = await self._engine.get("/metrics") if self.tells else None
         if text is None:
             return EngineReading({})
         return self._read(list(self._wanted.samples(text)))

@@ -150,10 +150,12 @@ def _of_rank(rank: Rank, name: str) -> Iterator[Sampled]:
     yield MEDIA, (name,), rank.blocks.num_unknown_media
     for reason, number in asdict(rank.losses).items():
         yield LOSSES, (name, reason), number
+    yield SILENT, (name,), rank.silence.since_s is not None
+    if rank.stream is None:
+        return
     counters = asdict(rank.stream.counters)
     yield LAG, (name,), counters.pop("lag_s")
     yield ANSWERS, (name,), rank.stream.answers
-    yield SILENT, (name,), rank.silence.since_s is not None
     for what, number in counters.items():
         yield BATCHES, (name, what), number
 

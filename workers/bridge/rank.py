@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,9 +84,16 @@ class Rank:
         self._known = self._load()
         self._last = self._known and self._known.position
         """The last batch of its events that is known."""
-        self.stream = EventStream(context, source, self._known and self._known.position)
+        after = self._known and self._known.position
+        self.stream = EventStream(context, source, after) if source.endpoint else None
+        """None: the engine publishes nothing."""
         self.blocks = self._new_blocks(joined_late=False)
         self.agent = Agent(runner, keyspace, info, settings, measure)
+
+    @property
+    def num_heard(self) -> int:
+        """Messages of its events that came without being asked for."""
+        return self.stream.counters.heard if self.stream else 0
 
     @property
     def unknown_share(self) -> float:
@@ -97,7 +105,7 @@ class Rank:
     async def run(self) -> None:
         """Raises what Agent.start and Agent.run raise."""
         async with asyncio.TaskGroup() as tasks:
-            with self.stream:
+            with self.stream or nullcontext():
                 tasks.create_task(self._keep())
                 following = tasks.create_task(self._follow())
                 try:
@@ -111,7 +119,9 @@ class Rank:
     def compare(self, load: EngineLoad, now: float) -> None:
         """See whether events arrive while the engine computes. now: monotonic seconds."""
         was_silent = self.silence.since_s is not None
-        self.silence.observe(load, self.stream.counters.heard, now)
+        if self.stream is None:
+            return
+        self.silence.observe(load, self.num_heard, now)
         is_silent = self.silence.since_s is not None
         if is_silent and not was_silent:
             log.warning(
@@ -131,6 +141,8 @@ class Rank:
         await self._save()
 
     async def _follow(self) -> None:
+        if self.stream is None:
+            return
         async for item in self.stream.follow():
             match item:
                 case Fresh():
@@ -146,15 +158,15 @@ class Rank:
                     self.agent.notify(self.blocks.held())
                     log.info("%s: %d blocks known from before", self.info.key, self.blocks.num_held)
                 case Batch():
-                    self._note_life()
+                    self._note_life(self.stream)
                     self._take(item)
                     if self.stream.counters.batches % BATCHES_AT_ONCE == 0:
                         # A long replay must not keep the lease from being renewed.
                         await asyncio.sleep(0)
 
-    def _note_life(self) -> None:
+    def _note_life(self, stream: EventStream) -> None:
         """Of an engine that does not tell when it started: whether its events have begun anew."""
-        last, self._last = self._last, self.stream.position
+        last, self._last = self._last, stream.position
         if self._facts.started_s is not None or last is None or self._last is None:
             return
         if self._last.seq <= last.seq and self._last.ts > last.ts:
@@ -232,7 +244,7 @@ class Rank:
 
     async def _save(self) -> None:
         """Keep what is known, unless events wait for others."""
-        position = self.stream.position
+        position = None if self.stream is None else self.stream.position
         if self._path is None or position is None:
             return
         snapshot = self.blocks.snapshot()

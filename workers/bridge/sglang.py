@@ -13,8 +13,8 @@ import orjson
 from app.core.errors import EngineUnfit
 from workers.bridge.engine_http import EngineHttp, whole
 from workers.bridge.engine_models import models_of
-from workers.bridge.event_sources import binds, overridden, reachable
-from workers.bridge.facts import EngineFacts, EventSource, Overrides
+from workers.bridge.event_sources import binds, overridden, reachable, silent
+from workers.bridge.facts import USUAL_BLOCK_SIZE, EngineFacts, EventSource, Overrides
 
 EVENTS_FLAG = (
     '--kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557",'
@@ -40,12 +40,12 @@ async def sglang_facts(
     # It answers while it still warms up. /health would generate a token.
     await engine.get("/ready")
     _check_prefix_cache(info)
-    sources = _sources(engine.host, info, overrides)
-    page_size = _page_size(info, overrides)
+    sources, approximate = _sources(engine.host, info, overrides)
+    page_size = _page_size(info, overrides, must_say=not approximate)
     capacity = overrides.capacity_tokens or whole(
         info.get("max_total_num_tokens"), "max_total_num_tokens"
     )
-    if capacity is None:
+    if capacity is None and not approximate:
         raise EngineUnfit(
             "SGLang does not say how much KV it holds: give the agent --capacity-tokens"
         )
@@ -59,7 +59,7 @@ async def sglang_facts(
         max_model_len=models.max_model_len,
         tokenizer=models.tokenizer,
         block_size=page_size,
-        capacity_tokens=capacity,
+        capacity_tokens=capacity or 0,
         reuse_tokens=page_size,
         recomputed_tokens=0,
         sources=sources,
@@ -69,6 +69,7 @@ async def sglang_facts(
         lookahead_tokens=1 if info.get("speculative_algorithm") else 0,
         kv_dtype=_told(info, "kv_cache_dtype"),
         kv_settings=tuple((name, _told(info, name)) for name in KV_SETTINGS),
+        approximate=approximate,
     )
 
 
@@ -89,14 +90,17 @@ def _check_prefix_cache(info: dict[str, Any]) -> None:
         )
 
 
-def _page_size(info: dict[str, Any], overrides: Overrides) -> int:
-    """Tokens of a block in events: a page's, times the ranks that share the decode context."""
+def _page_size(info: dict[str, Any], overrides: Overrides, *, must_say: bool) -> int:
+    """Tokens of a block in events: a page's, times the ranks that share the decode context. Without
+    events, any will do."""
     size = overrides.engine_block_size
     if size is None and isinstance(info.get("kv_events"), dict):
         size = whole(info["kv_events"].get("block_size"), "block_size")
     if size is None:
         page = whole(info.get("page_size"), "page_size")
         size = page and page * (whole(info.get("dcp_size"), "dcp_size") or 1)
+    if not must_say:
+        return size if size and size > 1 else USUAL_BLOCK_SIZE
     if size is None:
         raise EngineUnfit(
             "SGLang does not say its page size: give the agent --engine-block-size 16"
@@ -106,7 +110,10 @@ def _page_size(info: dict[str, Any], overrides: Overrides) -> int:
     return size
 
 
-def _sources(host: str, info: dict[str, Any], overrides: Overrides) -> tuple[EventSource, ...]:
+def _sources(
+    host: str, info: dict[str, Any], overrides: Overrides
+) -> tuple[tuple[EventSource, ...], str]:
+    """And why they publish nothing; "": they do."""
     said = info.get("kv_events")
     events: dict[str, Any] = said if isinstance(said, dict) else {}
     ranks = range(
@@ -116,12 +123,12 @@ def _sources(host: str, info: dict[str, Any], overrides: Overrides) -> tuple[Eve
         or 1
     )
     if overrides.events_endpoint is not None:
-        return overridden(ranks, host, overrides)
+        return overridden(ranks, host, overrides), ""
     config = _config(info)
     if config.get("publisher") == "zmq" and not events and "kv_events" not in info:
         events = _described(config)  # from before /server_info described the publisher
     if events.get("publisher") != "zmq":
-        raise EngineUnfit(f"SGLang publishes no KV events: start it with {EVENTS_FLAG}")
+        return silent(ranks), f"SGLang publishes no KV events: start it with {EVENTS_FLAG}"
     endpoint = str(config.get("endpoint", "*"))
     if not binds(endpoint) and config.get("bind") is not True:
         raise EngineUnfit(
@@ -131,7 +138,7 @@ def _sources(host: str, info: dict[str, Any], overrides: Overrides) -> tuple[Eve
     events_at = f"{base}:{events.get('endpoint_port_base')}"
     replay_port = events.get("replay_endpoint_port_base")
     replay_at = overrides.replay_endpoint or (f"{base}:{replay_port}" if replay_port else None)
-    return tuple(
+    sources = tuple(
         EventSource(
             rank,
             reachable(events_at, host, rank),
@@ -140,6 +147,7 @@ def _sources(host: str, info: dict[str, Any], overrides: Overrides) -> tuple[Eve
         )
         for rank in ranks
     )
+    return sources, ""
 
 
 def _config(info: dict[str, Any]) -> dict[str, Any]:

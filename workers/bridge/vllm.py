@@ -12,9 +12,9 @@ from typing import Any
 from app.core.errors import EngineUnfit
 from workers.bridge.engine_http import EngineHttp, whole
 from workers.bridge.engine_models import models_of
-from workers.bridge.event_sources import overridden, reachable
+from workers.bridge.event_sources import overridden, reachable, silent
 from workers.bridge.exposition import Sample, SamplePattern
-from workers.bridge.facts import EngineFacts, EventSource, Overrides
+from workers.bridge.facts import USUAL_BLOCK_SIZE, EngineFacts, EventSource, Overrides
 
 EVENTS_FLAG = (
     '--kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
@@ -52,8 +52,8 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
     said = _read(list(_WANTED.samples(await engine.get("/metrics") or b"")))
     if said.config.get("enable_prefix_caching") == "False":
         raise EngineUnfit("vLLM caches no prefixes: start it with --enable-prefix-caching")
-    sources = await _sources(engine, version, said, overrides)
-    block_size = _block_size(said, overrides)
+    sources, approximate = await _sources(engine, version, said, overrides)
+    block_size = _block_size(said, overrides, must_say=not approximate)
     models = await models_of(engine, overrides)
     drops_block = _drops_last_block(said, version)
     return EngineFacts(
@@ -65,7 +65,7 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         max_model_len=models.max_model_len,
         tokenizer=models.tokenizer,
         block_size=block_size,
-        capacity_tokens=_capacity(said, overrides),
+        capacity_tokens=_capacity(said, overrides, must_say=not approximate),
         reuse_tokens=_number(said, "cache_hit_alignment_tokens") or block_size,
         recomputed_tokens=block_size if said.is_speculative and drops_block else 0,
         lookahead_tokens=1 if said.is_speculative and not drops_block else 0,
@@ -73,6 +73,7 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         announces_copies=True,
         started_s=said.started_s,
         kv_dtype=said.config.get("cache_dtype", ""),
+        approximate=approximate,
     )
 
 
@@ -108,10 +109,12 @@ def _number(said: _Said, *labels: str) -> int | None:
     return next((number for number in numbers if number is not None), None)
 
 
-def _block_size(said: _Said, overrides: Overrides) -> int:
+def _block_size(said: _Said, overrides: Overrides, *, must_say: bool) -> int:
     size = overrides.engine_block_size or _number(
         said, "effective_attention_block_size", "block_size"
     )
+    if not must_say:
+        return size or USUAL_BLOCK_SIZE
     if size is None:
         raise EngineUnfit(
             "vLLM does not say its block size: start it without --disable-log-stats, or give the "
@@ -122,38 +125,41 @@ def _block_size(said: _Said, overrides: Overrides) -> int:
     return size
 
 
-def _capacity(said: _Said, overrides: Overrides) -> int:
-    """Tokens of KV on each rank."""
+def _capacity(said: _Said, overrides: Overrides, *, must_say: bool) -> int:
+    """Tokens of KV on each rank; 0 if it does not say, and need not."""
     tokens = overrides.capacity_tokens or _number(said, "kv_cache_size_tokens")
     if tokens is None:
         # Older versions give the blocks of all ranks together.
         blocks, size = _number(said, "num_gpu_blocks"), _number(said, "block_size")
         tokens = blocks * size // len(said.ranks) if blocks and size else None
-    if tokens is None:
+    if tokens is None and must_say:
         raise EngineUnfit(
             "vLLM does not say how much KV it holds: give the agent --capacity-tokens"
         )
-    return tokens
+    return tokens or 0
 
 
 async def _sources(
     engine: EngineHttp, version: str, said: _Said, overrides: Overrides
-) -> tuple[EventSource, ...]:
+) -> tuple[tuple[EventSource, ...], str]:
+    """And why they publish nothing; "": they do."""
     listed = await engine.get_object("/kv_event_sources")
     if overrides.events_endpoint is not None:
         count = overrides.data_parallel_size
         ranks = range(count) if count else _listed_ranks(listed) or said.ranks
-        return overridden(ranks, engine.host, overrides)
+        return overridden(ranks, engine.host, overrides), ""
+    silent_ones = silent(range(overrides.data_parallel_size or 0) or said.ranks)
     if listed is None:
-        raise EngineUnfit(
+        return silent_ones, (
             f"vLLM {version} does not say where it publishes KV events: start it with "
             f"{EVENTS_FLAG} and the agent with --events-endpoint tcp://{engine.host}:5557 "
             f"--replay-endpoint tcp://{engine.host}:5657"
         )
     configs = {rank: listed[str(rank)] for rank in _listed_ranks(listed)}
     if not configs or not all(map(_publishes, configs.values())):
-        raise EngineUnfit(f"vLLM publishes no KV events: start it with {EVENTS_FLAG}")
-    return tuple(_source(rank, config, engine.host, overrides) for rank, config in configs.items())
+        return silent_ones, f"vLLM publishes no KV events: start it with {EVENTS_FLAG}"
+    host = engine.host
+    return tuple(_source(rank, config, host, overrides) for rank, config in configs.items()), ""
 
 
 def _listed_ranks(listed: dict[str, Any] | None) -> tuple[int, ...]:

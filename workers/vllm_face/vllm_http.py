@@ -53,7 +53,7 @@ def create_vllm_app(
 
     @app.get("/kv_event_sources")
     async def kv_event_sources() -> Response:
-        return json_response(events.sources())
+        return json_response(events.sources() if settings.publish_events == "vllm" else {})
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:

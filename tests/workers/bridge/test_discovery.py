@@ -222,9 +222,52 @@ SGLANG_EVENTS = (
     ("answers", "flag"),
     [
         (vllm_sources({"enable_kv_cache_events": False}), VLLM_EVENTS),
-        (vllm_sources({"endpoint": "tcp://127.0.0.1:5557"}), VLLM_EVENTS),
         (VLLM | {"/kv_event_sources": {}}, VLLM_EVENTS),
         (VLLM | {"/kv_event_sources": 404}, "--events-endpoint tcp://127.0.0.1:5557"),
+        (sglang(kv_events=None), SGLANG_EVENTS),
+    ],
+)
+async def test_an_engine_that_publishes_nothing_is_known_and_says_what_would_make_it_exact(
+    answers: Answers, flag: str
+) -> None:
+    facts = await facts_of(answers)
+    assert flag in facts.approximate
+    assert {source.endpoint for source in facts.sources} == {""}
+    told = await facts_of(VLLM if facts.kind == "vllm" else SGLANG)
+    assert told.approximate == ""
+    for name in ("models", "capacity_tokens", "max_model_len"):
+        assert getattr(facts, name) == getattr(told, name)
+
+
+@pytest.mark.parametrize("page_size", [1, None])
+async def test_without_events_neither_block_size_nor_capacity_has_to_be_told(
+    page_size: int | None,
+) -> None:
+    untold = VLLM | {"/metrics": b"", "/kv_event_sources": {}}
+    info = sglang(kv_events=None, page_size=page_size, max_total_num_tokens=None)
+    for answers in (untold, info):
+        facts = await facts_of(answers)
+        assert (facts.block_size, facts.capacity_tokens) == (16, 0)
+
+
+MODELS = {"data": [{"id": "qwen", "object": "model", "owned_by": "llamacpp"}]}
+
+
+@pytest.mark.parametrize("more", [{}, {"/version": {"version": "1.0"}}, {"/metrics": b"a 1\n"}])
+async def test_any_other_server_of_that_api_is_an_engine(more: Answers) -> None:
+    facts = await facts_of({"/v1/models": MODELS} | dict(more))
+    assert (facts.kind, facts.version, facts.models) == ("openai", "llamacpp", ("qwen",))
+    assert "--kv-events-config" in facts.approximate
+    assert facts.sources == (EventSource(0, "", None),)
+    overrides = Overrides(engine_kind="openai", capacity_tokens=4096, model=("other",))
+    facts = await facts_of({}, overrides)
+    assert (facts.models, facts.capacity_tokens) == (("other",), 4096)
+
+
+@pytest.mark.parametrize(
+    ("answers", "flag"),
+    [
+        (vllm_sources({"endpoint": "tcp://127.0.0.1:5557"}), VLLM_EVENTS),
         (
             vllm_metrics((b'enable_prefix_caching="True"', b'enable_prefix_caching="False"')),
             "--enable-prefix-caching",
@@ -238,7 +281,6 @@ SGLANG_EVENTS = (
         ),
         (VLLM | {"/v1/models": {"data": []}}, "--model NAME"),
         (VLLM | {"/v1/models": 401}, "--engine-api-key"),
-        (sglang(kv_events=None), SGLANG_EVENTS),
         (sglang(kv_events_config='{"endpoint":"tcp://10.0.0.1:5557"}'), SGLANG_EVENTS),
         (sglang(kv_events=SGLANG_INFO["kv_events"] | {"block_size": 1}), "--page-size 16"),  # type: ignore[operator]
         (sglang(disable_radix_cache=True), "without --disable-radix-cache"),
@@ -247,7 +289,7 @@ SGLANG_EVENTS = (
             "--disaggregation-decode-enable-radix-cache",
         ),
         (sglang(max_total_num_tokens=None), "--capacity-tokens"),
-        ({}, "neither vLLM nor SGLang"),
+        ({}, "--model NAME"),
     ],
 )
 async def test_one_line_names_the_flag_that_is_missing(answers: Answers, flag: str) -> None:

@@ -1,0 +1,108 @@
+"""Engines that tell nothing of what they cache: what was routed there counts, for them alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from app.local.redis_server import EmbeddedRedis
+from tests.e2e.engines import agent_here, engine
+from tests.edge.conftest import started_replica
+from tests.eventually import eventually
+
+LEASE_S = 60.0
+PROMPT = list(range(100, 180))
+"""Five blocks."""
+
+
+async def workers_of(router: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
+    answer: Any = (await router.get("/v1/workers")).json()
+    return {worker["worker_id"]: worker for worker in answer["workers"]}
+
+
+async def ask(router: httpx.AsyncClient, model: str, prompt: list[int] | str) -> httpx.Response:
+    asked = {"model": model, "prompt": prompt, "max_tokens": 1}
+    answer = await router.post("/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def told(answer: httpx.Response) -> tuple[str, str, str]:
+    """Where it went, and what was known of that."""
+    return tuple(answer.headers[f"x-kvroute-{name}"] for name in ("worker", "overlap", "trust"))  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+async def test_a_fleet_of_both_kinds_knows_of_each_what_can_be_known(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    url = one_redis_server.url
+    with engine() as tells, engine(publish_events="vllm-without-events") as silent:
+        async with (
+            agent_here(tells.url, url, tmp_path, "exact", lease_ttl_s=LEASE_S),
+            agent_here(silent.url, url, tmp_path, "guessed", lease_ttl_s=LEASE_S),
+            started_replica(url, show_decision=True) as router,
+        ):
+
+            async def registered() -> dict[str, dict[str, Any]]:
+                return await workers_of(router)
+
+            workers = await eventually(registered, lambda seen: len(seen) == 2)
+            assert workers["exact"]["approximate"] == ""
+            assert "start it with --kv-events-config" in workers["guessed"]["approximate"]
+
+            async def held(worker: str) -> tuple[int, str]:
+                """Blocks that a worker is taken to hold, and how surely."""
+                other = {"exact": "guessed", "guessed": "exact"}[worker]
+                asked = {"token_ids": PROMPT, "reserve": False, "exclude": [other]}
+                answer: Any = (await router.post("/v1/route", json=asked)).json()
+                return sum(answer["overlap_blocks"].values()), answer["trust"]
+
+            for worker, process in (("exact", tells), ("guessed", silent)):
+                assert (await held(worker))[0] == 0
+                async with httpx.AsyncClient(base_url=process.url) as beside:
+                    await ask(beside, "sim", PROMPT)  # by whom no router knows
+            await eventually(lambda: held("exact"), lambda seen: seen == (5, "exact"))
+            assert await held("guessed") == (0, "approximate")
+
+            elsewhere = [*PROMPT[:64], *range(1, 60)]
+            asked = {"token_ids": elsewhere, "exclude": ["exact"]}
+            assert (await router.post("/v1/route", json=asked)).json()["worker_id"] == "guessed"
+            await eventually(lambda: held("guessed"), lambda seen: seen == (4, "approximate"))
+
+
+@pytest.mark.slow
+async def test_any_server_of_openais_api_is_a_worker(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "object": "model", "owned_by": "me"}]})
+
+    async def complete(request: web.Request) -> web.Response:
+        assert isinstance((await request.json())["prompt"], str)
+        usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+        return web.json_response({"choices": [{"index": 0, "text": "x"}], "usage": usage})
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+    redis_url = one_redis_server.url
+    async with (
+        TestServer(app) as server,
+        agent_here(str(server.make_url("")), redis_url, tmp_path, "plain", lease_ttl_s=LEASE_S),
+        started_replica(redis_url, show_decision=True) as router,
+    ):
+
+        async def registered() -> dict[str, dict[str, Any]]:
+            return await workers_of(router)
+
+        workers = await eventually(registered)
+        assert workers["plain"]["engine"] == "openai me"
+        assert workers["plain"]["approximate"]
+        answer = await ask(router, "m", "once upon a time")
+        assert answer.json()["choices"][0]["text"] == "x"
+        assert told(answer)[0] == "plain:0"
