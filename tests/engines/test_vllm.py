@@ -27,6 +27,8 @@ from tests.eventually import eventually
 
 REQUESTS, SAMPLE, AT_ONCE = 500, 200, 4
 CACHE_BLOCKS = 200
+GIVEN_UP_S = 30.0
+"""An engine that is put to sleep keeps its requests: their clients then take another."""
 TOLD = {300: "/reset_prefix_cache", 380: "/sleep?level=1", 430: "/wake_up"}
 """What the second engine is told before the request of that number."""
 SALTS = (None, None, None, "red", "blue")
@@ -99,7 +101,7 @@ class Fleet:
             routed = answer.json()
             release = f"/v1/requests/{routed['reservation_id']}"
             try:
-                await self.complete(routed["address"], asked)
+                await self.complete(routed["address"], asked, GIVEN_UP_S)
             except httpx.HTTPError:
                 await router.delete(f"{release}?worker_failed=true")
                 exclude = [routed["worker_id"]]
@@ -107,9 +109,10 @@ class Fleet:
                 await router.delete(release)
                 return
 
-    async def complete(self, url: str, asked: Asked) -> int:
+    async def complete(self, url: str, asked: Asked, within_s: float = ANSWER_S) -> int:
         """How many tokens the engine says were cached."""
-        answer = await self._http.post(f"{url}/v1/completions", json=asked.for_engine)
+        path = f"{url}/v1/completions"
+        answer = await self._http.post(path, json=asked.for_engine, timeout=within_s)
         answer.raise_for_status()
         details = answer.json()["usage"]["prompt_tokens_details"] or {}
         return int(details.get("cached_tokens") or 0)

@@ -1,0 +1,183 @@
+"""What two real vLLM do whose leases on KV end: see `make test-vllm-pd`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from app.door.kv_leases import KvLeases
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import until_serving
+from tests.door.test_failures import nothing_reserved
+from tests.engines.vllm_pair import Pair, PdServer, joined, marks, two_servers
+from tests.engines.vllm_server import MAX_SEQS, MODEL
+from tests.eventually import eventually
+
+LEASE_S = 20.0
+"""Longer than a transfer takes on a busy machine, shorter than a wait for its end may be."""
+
+pytestmark = [pytest.mark.vllm_pd, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[PdServer]]:
+    with two_servers(tmp_path_factory.mktemp("pd"), LEASE_S) as started:
+        yield started
+
+
+@pytest.fixture
+async def pair(
+    servers: list[PdServer], one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> AsyncIterator[Pair]:
+    async with joined(servers, one_redis_server.url, tmp_path) as pair:
+        yield pair
+
+
+def engine_core(server: PdServer) -> list[int]:
+    """The processes that compute, beside the one that answers."""
+    listed = subprocess.run(
+        ["ps", "-eo", "pid,pgid,args", "--no-headers"], capture_output=True, text=True, check=True
+    )
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    found = [
+        int(pid)
+        for pid, group, name in rows
+        if int(group) == server.process_group and name.startswith("VLLM::")
+    ]
+    assert found
+    return found
+
+
+@contextmanager
+def frozen(server: PdServer) -> Iterator[None]:
+    """Its API answers meanwhile, but for what is computed."""
+    processes = engine_core(server)
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
+
+
+async def overwrite(pair: Pair, rng: random.Random) -> None:
+    """What p has let go of is used for others."""
+    for _ in range(30):
+        other = [rng.randrange(5, 400) for _ in range(1200)]
+        await pair.text(pair.p.url, other, max_tokens=1)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+async def test_a_target_that_fetched_after_the_lease_answers_nobody(
+    pair: Pair, redis: Redis, monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
+    """Until it has dropped what it holds. The control: without the guard, its text is wrong."""
+    if not guarded:
+        monkeypatch.setattr(KvLeases, "confirm", passes)
+        for look in ("_look_at", "_look_after"):
+            monkeypatch.setattr(KvLeases, look, lambda *_: None)
+    rng = random.Random(10 + guarded)
+    prompt = [rng.randrange(5, 400) for _ in range(800)]
+    right = await pair.text(pair.p.url, prompt)
+    await pair.text(pair.d.url, prompt[:64])
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    with frozen(pair.d):
+        asking = asyncio.create_task(
+            pair.split.post("/v1/completions", json=body | {"ignore_eos": True})
+        )
+        await asyncio.sleep(LEASE_S + 8)
+        await overwrite(pair, rng)
+    texts = []
+    for answer in (
+        await asking,
+        await pair.split.post("/v1/completions", json=body | {"ignore_eos": True}),
+        await pair.priced.post("/v1/completions", json=body | {"ignore_eos": True}),
+    ):
+        # Nobody else decodes; then it is said that nobody is there.
+        assert answer.status_code in (200, 502, 503), answer.text
+        texts += [answer.json()["choices"][0]["text"]] if answer.status_code == 200 else []
+    if not guarded:
+        assert set(texts) != {right}
+        await pair.direct.post(f"{pair.d.url}/reset_prefix_cache")
+        return
+    assert set(texts) <= {right}
+    # Its engine is asked to drop what it holds, which it does; then it is back.
+    await until_serving(pair.split, 2)
+    assert await eventually(lambda: marks(redis), lambda names: not names) == []
+    answer = await pair.split.post("/v1/completions", json=body | {"ignore_eos": True})
+    assert answer.json()["choices"][0]["text"] == right
+    await nothing_reserved(redis, within_s=LEASE_S + 20)
+
+
+async def passes(*_: object) -> None:
+    pass
+
+
+async def test_a_whole_answer_may_take_longer_than_the_lease(pair: Pair, redis: Redis) -> None:
+    rng = random.Random(12)
+    prompt = [rng.randrange(5, 400) for _ in range(300)]
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True}
+    before = sum((await pair.by_source()).values())
+
+    async def has_fetched() -> bool:
+        return sum((await pair.by_source()).values()) >= before + len(prompt)
+
+    asking = asyncio.create_task(
+        pair.split.post("/v1/completions", json=body | {"max_tokens": 1000})
+    )
+    await eventually(has_fetched, within_s=60)
+    with frozen(pair.d):
+        await asyncio.sleep(LEASE_S)
+    answer = await asking
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-kvroute-source"] == "p:0"
+    assert answer.headers["x-kvroute-worker"] == "d:0"
+    text = answer.json()["choices"][0]["text"]
+    assert text == await pair.text(pair.p.url, prompt, max_tokens=1000)
+    assert await marks(redis) == []
+
+
+async def test_a_target_may_queue_longer_than_the_lease(pair: Pair, redis: Redis) -> None:
+    """It prolongs it meanwhile."""
+    rng = random.Random(13)
+    prompt = [rng.randrange(5, 400) for _ in range(300)]
+    right = await pair.text(pair.p.url, prompt)
+    body = {"model": MODEL, "max_tokens": 4000, "ignore_eos": True}
+    others = [
+        asyncio.create_task(
+            pair.direct.post(f"{pair.d.url}/v1/completions", json=body | {"prompt": [5 + number]})
+        )
+        for number in range(MAX_SEQS)
+    ]
+
+    async def requests(state: str) -> int:
+        text = (await pair.direct.get(f"{pair.d.url}/metrics")).text
+        found = re.search(rf"num_requests_{state}\{{.*\}} (\d+)", text)
+        return int(found[1]) if found else 0
+
+    await eventually(lambda: requests("running"), lambda number: number == MAX_SEQS)
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    asking = asyncio.create_task(
+        pair.split.post("/v1/completions", json=asked | {"ignore_eos": True})
+    )
+    await eventually(lambda: requests("waiting"), lambda number: number == 1)
+    await asyncio.sleep(LEASE_S + 2)
+    assert await requests("waiting") == 1, "else it proves nothing"
+    for one in others:
+        one.cancel()
+    answer = await asking
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-kvroute-source"] == "p:0"
+    assert answer.json()["choices"][0]["text"] == right
+    assert await marks(redis) == []
