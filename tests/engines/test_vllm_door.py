@@ -260,3 +260,51 @@ def answer_in(body: dict[str, Any]) -> str:
     """The text of a message or a response."""
     [block] = body["output"][0]["content"] if "output" in body else body["content"]
     return str(block["text"])
+
+
+async def test_a_burst_of_texts_to_tokenize_costs_a_vllm_no_lease(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    rng = random.Random(7)
+    texts = [text(rng, 4000) for _ in range(1000)]
+    url = one_redis_server.url
+    with (
+        vllm_servers(tmp_path, "a", blocks=2000) as [engine],
+        agent(engine.url, url, tmp_path / "memory", "a"),
+    ):
+        async with (
+            replica(url, answer_timeout_s=ANSWER_S) as door,
+            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
+            httpx.AsyncClient(
+                base_url=engine.url, timeout=ANSWER_S, limits=httpx.Limits(max_connections=None)
+            ) as many,
+        ):
+            await until_serving(door, 1)
+            [before] = (await door.get("/v1/workers")).json()["workers"]
+            loop = asyncio.get_running_loop()
+            longest_s = 0.0
+
+            async def look_at_health() -> None:
+                nonlocal longest_s
+                while True:
+                    asked_s = loop.time()
+                    await direct.get("/health")
+                    longest_s = max(longest_s, loop.time() - asked_s)
+                    await asyncio.sleep(0.1)
+
+            async def tokenize(words: str) -> int:
+                answer = await many.post("/tokenize", json={"model": MODEL, "prompt": words})
+                assert answer.status_code == 200, answer.text
+                return int(answer.json()["count"])
+
+            looking = asyncio.create_task(look_at_health())
+            burst = asyncio.gather(*(tokenize(words) for words in texts))
+            while not burst.done():
+                listed = (await door.get("/v1/workers")).json()["workers"]
+                assert [one["incarnation"] for one in listed] == [before["incarnation"]]
+                asked = {"model": MODEL, "prompt": text(rng, 30), "max_tokens": 2}
+                answer = await door.post("/v1/completions", json=asked, timeout=ANSWER_S)
+                assert answer.status_code == 200, answer.text
+            assert min(await burst) >= 4000
+            looking.cancel()
+            assert longest_s > 3.0, "else it proves nothing: a lease lasts for 3 s"

@@ -69,6 +69,11 @@ class Pair:
         found: str = answer.json()["choices"][0]["text"]
         return found
 
+    async def num_requests(self) -> int:
+        """That routers take both to have."""
+        listed = (await self.split.get("/v1/workers")).json()["workers"]
+        return sum(worker["active_requests"] for worker in listed)
+
     async def by_source(self) -> dict[str, float]:
         """Prompt tokens of d so far, by where their KV came from."""
         text = (await self.direct.get(f"{self.d.url}/metrics")).text
