@@ -136,6 +136,8 @@ def _values(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     match schema["type"]:
+        case "object" if "properties" not in schema:
+            return st.dictionaries(st.text(max_size=8), ANYTHING, max_size=4)
         case "object":
             return _objects(schema)
         case "integer":
