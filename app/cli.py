@@ -40,6 +40,8 @@ from app.options import (
 from app.output import ErrHandler
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+OF_AGENTS = ("engine_api_key", "namespace", "log_level", "max_requests")
+"""What `up` tells agents as it is told to workers."""
 POLL_S = 0.5
 REDIS_TIMEOUT_S = 5.0
 
@@ -358,7 +360,11 @@ def up(**values: Any) -> None:
             engines=engines,
             agent=pick(
                 EngineAgentSettings,
-                {name: values[name] for name in ("engine_api_key", "namespace", "log_level")},
+                {
+                    **{name: values[name] for name in OF_AGENTS},
+                    "model": values["model_name"],
+                    "capacity_tokens": values["kv_pool_tokens"],
+                },
                 without=(),
             ),
             planner=(

@@ -14,6 +14,7 @@ from app.core.worker_report import WorkerInfo
 from app.door.after_failure import takes_no_more
 from app.door.record import Admitted, Failed, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
+from app.policy.answers import Answer
 from app.policy.decision import Decision
 from app.state.endings import Ending
 
@@ -188,6 +189,8 @@ class Lifecycle:
             self._router.telemetry.reuse.ended(decision, record.model_name, cached)
         if decision is not None and outcome == "ok":
             self._router.answered(decision, self._request)
+            if usage is not None and not record.migrations:
+                self._router.teach(decision, _answer(record, usage))
         if decision is not None and decision.reserved:
             is_ok = outcome == "ok"
             self._router.end(decision.reservation_id, self._ending(), answered=is_ok)
@@ -200,3 +203,10 @@ class Lifecycle:
             return None
         ttft_s = record.first_token_s - record.began_s
         return Ending(record.usage.output, round(1000 * ttft_s) if record.first_token_s else None)
+
+
+def _answer(record: RequestRecord, usage: Usage) -> Answer:
+    is_seen = bool(record.first_token_s)
+    first_token_s = record.spent_s[Stage.FIRST_TOKEN] if is_seen else 0.0
+    rest_s = record.spent_s[Stage.REST]
+    return Answer(usage.prompt, usage.cached, usage.output, first_token_s, rest_s)

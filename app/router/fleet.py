@@ -26,7 +26,7 @@ from app.core.failures import IS_TAINTED
 from app.core.keys import DATA_VERSION, METRICS_INTERVAL_S, Keyspace, metrics_interval_s
 from app.core.loads import Snapshot
 from app.core.types import Incarnation, WorkerKey
-from app.core.worker_report import Role, WorkerInfo, process_of
+from app.core.worker_report import Role, Speed, WorkerInfo, process_of
 from app.policy.kv_lease import LeaseBooks, Transfers
 from app.policy.pair_failures import Pair
 from app.policy.view import UNMEASURED, Measured, View, Workers
@@ -72,6 +72,8 @@ class Fleet:
         self._measured: dict[Incarnation, Measured] = {}
         self.seen_s = 0.0
         """When the last view was made, monotonic seconds."""
+        self._taught: dict[Incarnation, Speed] = {}
+        """Of those whose agents cannot learn it."""
         self._unshown: dict[Incarnation, Measured] = {}
         """What no view shows yet of what was measured."""
         self._newest_ms: int | None = None
@@ -405,7 +407,14 @@ class Fleet:
         self.strangers = {inc: what for inc, what in self.strangers.items() if inc in keep}
         self._texts = {inc: text for inc, text in self._texts.items() if inc in keep}
         self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
+        self._taught = {inc: speed for inc, speed in self._taught.items() if inc in keep}
         self._left_out &= keep
+
+    def teach(self, incarnation: Incarnation, speed: Speed) -> None:
+        """From now on that is how fast a worker is, whatever it reports."""
+        self._taught[incarnation] = speed
+        measured = replace(self.measured(incarnation), speed=speed)
+        self._measured[incarnation] = self._unshown[incarnation] = measured
 
     def measured(self, incarnation: Incarnation) -> Measured:
         return self._measured.get(incarnation, UNMEASURED)
@@ -473,6 +482,8 @@ class Fleet:
             worker = fields.get(b"worker", b"").decode(errors="replace")
             log.warning("ignoring a metrics entry of %s: %s", worker, error)
             return False
+        if incarnation in self._taught:
+            measured = replace(measured, speed=self._taught[incarnation])
         self._measured[incarnation] = self._unshown[incarnation] = measured
         return True
 

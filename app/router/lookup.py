@@ -16,6 +16,7 @@ from app.router.history import History
 from app.router.recent import Recent
 from app.router.replica import Replica
 from app.router.reports import Reports
+from app.router.taught import Taught
 from app.state import overlap, reservations
 from app.state.columns import Columns
 
@@ -29,11 +30,13 @@ class LookUp:
         history: History,
         recent: Recent,
         reports: Reports,
+        taught: Taught,
     ) -> None:
         self._replica = replica
         self._history = history
         self._recent = recent
         self._reports = reports
+        self._taught = taught
         self._loads = reservations.loads(replica.keyspace)
         self.columns = Columns()
         """The loads that are known, for those alone who decide."""
@@ -106,6 +109,11 @@ class LookUp:
         if not self._history.predicts_all:
             # Of others, those who publish what they hold say more.
             foreseen = {inc: blocks for inc, blocks in foreseen.items() if inc in view.guessed}
+        kept = self._taught.kept
+        foreseen = {
+            inc: round(kept(inc) * blocks) if inc in view.guessed else blocks
+            for inc, blocks in foreseen.items()
+        }
         query.is_short = found is None or isinstance(found, overlap.LowerBound) or view.is_short
         overlaps = Overlaps() if found is None else found
         query.published = overlaps if foreseen else None

@@ -23,6 +23,7 @@ from app.core.router_settings import RouterSettings
 from app.core.types import Incarnation, random_hex
 from app.core.worker_report import WorkerInfo
 from app.http.supervisor import supervised
+from app.policy.answers import Answer
 from app.policy.cost import POLICIES
 from app.policy.decision import Decision, Query, RouteRequest
 from app.policy.view import View
@@ -38,6 +39,7 @@ from app.router.prompt import Prompt
 from app.router.recent import Recent
 from app.router.replica import Replica
 from app.router.reports import Reports
+from app.router.taught import Taught
 from app.router.vouching import Signs, Vouching
 from app.router.waiting import Waiting
 from app.state import leases, reservations
@@ -89,7 +91,8 @@ class Router:
         self._vouching = Vouching(replica, signs) if signs is not None else None
         self._waiting = Waiting(replica) if settings.wait_queue else None
         self._reports = Reports(replica, self._history, self._maintenance, self._look_again)
-        self._look_up = LookUp(replica, self._history, self._recent, self._reports)
+        self._taught = Taught(fleet)
+        self._look_up = LookUp(replica, self._history, self._recent, self._reports, self._taught)
         self._decider = Decider(
             replica, self._look_up, self._history, self._maintenance, self._waiting
         )
@@ -266,6 +269,10 @@ class Router:
         """The worker has answered all of the request as decided: it holds the prompt."""
         if decision.source is None:
             self._recent.add(decision.incarnation, request.chain, time.monotonic())
+
+    def teach(self, decision: Decision, answer: Answer) -> None:
+        """Learn from what a worker's engine says of an answer that it gave to its end."""
+        self._taught.add(decision, answer)
 
     def abandon(self, decision: Decision) -> None:
         """Release, soon, what was reserved for a caller that is gone."""

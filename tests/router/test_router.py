@@ -29,6 +29,7 @@ from app.core.types import TierOverlap
 from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Role, Speed
 from app.edge.app import create_app
 from app.local.redis_server import EmbeddedRedis, free_port
+from app.policy.answers import Answer
 from app.policy.cost import POLICIES
 from app.policy.decision import Decision, RouteRequest
 from app.policy.plan import MAX_PREFILL_S
@@ -1064,6 +1065,26 @@ class TestPredictions:
             excluded = frozenset({"guessed"})
             seen = await replica.route(request("look", "latency", reserve=False, exclude=excluded))
             assert (seen.overlap.total, seen.trust) == (2, Trust.EXACT)
+
+    @pytest.mark.parametrize("engine", ["openai", "vllm 0.32.0"])
+    async def test_answers_teach_what_an_approximate_worker_keeps_and_how_fast_it_is(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, engine: str
+    ) -> None:
+        await workers.register("w1", approximate="it tells nothing", engine=engine)
+        async with running(one_redis_server.url, prediction_ttl_s=3600.0) as replica:
+            await replica.route(request("r1", "latency"))
+
+            async def look() -> Decision:
+                return await replica.route(request("look", "latency", reserve=False))
+
+            seen = await eventually(look, lambda seen: seen.overlap.total == 2)
+            forgotten = Answer(len(PROMPT), 0, 2, first_token_s=5.0, rest_s=1.0)
+            for _ in range(20):
+                replica.teach(seen, forgotten)
+            assert (await look()).overlap.total == 0
+            [measured] = (await replica.refresh()).measured
+            is_learned = measured.speed.prefill_s_per_token > DEFAULT_SPEED.prefill_s_per_token
+            assert is_learned == (engine == "openai")  # of vLLM, its agent knows better
 
     @pytest.mark.parametrize("by_request_id", [False, True])
     async def test_what_was_released_before_its_first_token_no_longer_counts(
