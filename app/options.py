@@ -6,6 +6,7 @@ The flag, variable, default and help of an option are those of its field.
 from __future__ import annotations
 
 import math
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -40,6 +41,8 @@ ARGUMENTS = "kvroute.arguments"
 """In a context's `meta`: what stood on the command line, for whoever reads it once more."""
 OTHERS = "Options"
 """The heading of what belongs under no other; listed last."""
+ALL_SHOWN = "kvroute.all_shown"
+"""In a context's `meta`: whether the help lists all options, with variables and ranges."""
 CLUSTER = "Cluster"
 """The heading of the options of a cluster on this machine."""
 
@@ -150,7 +153,7 @@ class _OneLine(click.Command):
 
 
 class Command(_OneLine):
-    """A command. Its help lists its options by subject."""
+    """A command. Its help lists the options that are often set; --help-all lists all by subject."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = tuple(args)
@@ -162,8 +165,22 @@ class Command(_OneLine):
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return super().invoke(ctx)
 
+    @property
+    def has_rare(self) -> bool:
+        return any(getattr(param, "rare", False) for param in self.params)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        params = super().get_params(ctx)
+        return [*params, _HELP_ALL] if self.has_rare else params
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         by_heading: dict[str, list[tuple[str, str]]] = {}
+        if self.has_rare and not ctx.meta.get(ALL_SHOWN):
+            shown = [p for p in self.get_params(ctx) if not getattr(p, "rare", False)]
+            entries = filter(None, (param.get_help_record(ctx) for param in shown))
+            with formatter.section(OTHERS):
+                formatter.write_dl([(spelt, _briefly(text)) for spelt, text in entries])
+            return
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
@@ -172,6 +189,29 @@ class Command(_OneLine):
         for heading, records in sorted(by_heading.items(), key=lambda item: item[0] == OTHERS):
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+def _briefly(text: str) -> str:
+    """An option's first clause, and its default."""
+    text, mark, default = text.partition("  [default: ")
+    return re.split(r"[.;](?= |$)", text)[0] + mark + default
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        ctx.meta[ALL_SHOWN] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show all options, with their variables, and exit.",
+)
 
 
 def _sigint_ends_at_once() -> bool:
@@ -203,14 +243,17 @@ def naming_file(file: object) -> Iterator[None]:
 class Option(click.Option):
     """An option whose help shows its default as one would type it.
 
-    heading: under which the help lists it. One whose value is a list may be given several times.
+    heading: under which the help lists it. rare: only --help-all lists it. One whose value is a
+    list may be given several times.
 
     Ignores what Kubernetes puts into KVROUTE_PORT of every pod near a Service named kvroute.
     """
 
-    def __init__(self, *args: Any, heading: str = OTHERS, **attributes: Any) -> None:
+    def __init__(
+        self, *args: Any, heading: str = OTHERS, rare: bool = False, **attributes: Any
+    ) -> None:
         super().__init__(*args, **attributes)
-        self.heading = heading
+        self.heading, self.rare = heading, rare
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         # While it is being added, as such an option would have a tuple as its value, too.
@@ -220,6 +263,9 @@ class Option(click.Option):
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         extra = super().get_help_extra(ctx)
+        if getattr(ctx.command, "has_rare", False) and not ctx.meta.get(ALL_SHOWN):
+            extra.pop("envvars", None)
+            extra.pop("range", None)
         if "default" in extra:
             extra["default"] = self._typed(self.get_default(ctx, call=False))
             if not extra["default"]:
@@ -260,6 +306,7 @@ def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
                     is_flag=f.metadata["kind"] is bool,
                     cls=Option,
                     heading=listed[f.name],
+                    rare=not f.metadata["often"],
                     default=None if f.default is MISSING else f.default,
                     type=option_type(f.metadata["kind"]),
                     envvar=variable(f),

@@ -66,8 +66,8 @@ def kvroute_here(*arguments: str) -> Result:
         return CliRunner().invoke(main, arguments)
 
 
-def help_of(command: str) -> str:
-    result = CliRunner().invoke(main, [command, "--help"], terminal_width=100)
+def help_of(command: str, flag: str = "--help") -> str:
+    result = CliRunner().invoke(main, [command, flag], terminal_width=100)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -109,7 +109,7 @@ def help_of(command: str) -> str:
 def test_the_help_of_a_service_shows_each_option_with_its_variable(
     command: str, variables: dict[str, str]
 ) -> None:
-    text = " ".join(help_of(command).split())
+    text = " ".join(help_of(command, "--help-all").split())
     entries = [re.match(r"([a-z-]+).*?\[env var: ([A-Z_]+)", e) for e in text.split(" --")]
     shown = {found[1]: found[2] for found in entries if found}
     assert shown.items() >= variables.items()

@@ -57,7 +57,7 @@ def routed(**_: Any) -> None:
 
 
 def test_the_help_lists_options_by_subject_with_defaults_as_one_types_them() -> None:
-    text = CliRunner().invoke(routed, ["--help"], terminal_width=100).output
+    text = CliRunner().invoke(routed, ["--help-all"], terminal_width=100).output
     sections = dict(re.findall(r"^(\w[\w ]*):\n((?:  .*\n|\n(?=  ))+)", text, re.MULTILINE))
     assert {"Common", "Access", "Limits", "Waiting", "Options"} <= sections.keys()
     assert re.findall(r"^  (--[\w-]+)", sections["Waiting"], re.MULTILINE) == [
@@ -71,6 +71,15 @@ def test_the_help_lists_options_by_subject_with_defaults_as_one_types_them() -> 
     assert "env var: KVROUTE_MIGRATE; default: --no-migrate]" in words
     assert "--no-no" not in text
     assert '""' not in text
+
+
+def test_the_help_is_one_screen_of_what_is_often_set_and_names_the_option_that_lists_all() -> None:
+    text = CliRunner().invoke(routed, ["--help"], terminal_width=80).output
+    assert len(text.splitlines()) < 50
+    assert {"--redis-url", "--port", "--policy", "--help-all"} <= set(re.findall(r"--[\w-]+", text))
+    assert "--gap-timeout-s" not in text
+    assert "env var" not in text
+    assert "Port to listen on  [default: 8080]" in text
 
 
 def test_what_is_named_for_being_off_is_one_flag() -> None:

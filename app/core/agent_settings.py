@@ -22,14 +22,18 @@ class EngineAgentSettings(MemberSettings):
     """One agent beside an engine of another make."""
 
     port: int = setting(
-        8082, "Port for /health and /metrics; 0 takes a free one.", PORT, heading=COMMON
+        8082, "Port for /health and /metrics; 0 takes a free one.", PORT, heading=COMMON, often=True
     )
     engine_url: str = setting(
-        "", "Base URL of the engine that runs beside the agent.", BASE_URL, heading="Engine"
+        "",
+        "Base URL of the engine that runs beside the agent.",
+        BASE_URL,
+        heading="Engine",
+        often=True,
     )
-    engine_api_key: str = setting("", "API key that the engine asks for, if it does.")
+    engine_api_key: str = setting("", "API key that the engine asks for, if it does.", often=True)
     address: str = setting(
-        "", "Base URL at which clients reach the engine; unset: --engine-url.", BASE_URL
+        "", "Base URL at which clients reach the engine; unset: --engine-url.", BASE_URL, often=True
     )
     engine_kind: str = setting(
         "auto",
@@ -43,6 +47,7 @@ class EngineAgentSettings(MemberSettings):
         "",
         "The way in which KV travels between this engine and others; unset: in none.",
         OneOf(("", "nixl", "sglang")),
+        often=True,
     )
     kv_lease_s: float = setting(
         0.0,
@@ -114,6 +119,7 @@ class EngineAgentSettings(MemberSettings):
         "On SIGTERM, leave the engine in service: routers look after it until an agent is back. "
         "For agents that are replaced while their engines run.",
         bool,
+        often=True,
     )
     memory_folder: str = setting(
         "",

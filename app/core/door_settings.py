@@ -28,12 +28,14 @@ class DoorSettings(CommonSettings):
         "Key that every request must carry (Authorization: Bearer KEY), except for /health and "
         "/readiness. Better given by the variable, as `ps` shows flags.",
         heading="Access",
+        often=True,
     )
     api_key_file: str = setting(
         "",
         "File with further keys: one on each line, `NAME KEY` or only the key; `NAME KEY metrics` "
         "is one as --metrics-key, and `NAME KEY operator` opens the console too. "
         "It is read again when it changes, and on SIGHUP.",
+        often=True,
     )
     metrics_key: str = setting(
         "", "Key that opens /metrics and nothing else. Once there is one, /metrics needs a key."
@@ -50,13 +52,16 @@ class DoorSettings(CommonSettings):
         "keys are on, its data opens to --api-key and to operators' keys.",
         bool,
     )
-    worker_key: str = setting("", "Key that is sent to workers, which require it.")
+    worker_key: str = setting("", "Key that is sent to workers, which require it.", often=True)
     tls_cert: str = setting(
         "",
         "File with a certificate and its chain (PEM), to speak TLS alone; read again when it or "
         "--tls-key changes, and on SIGHUP.",
+        often=True,
     )
-    tls_key: str = setting("", "File with that certificate's key (PEM, without a password).")
+    tls_key: str = setting(
+        "", "File with that certificate's key (PEM, without a password).", often=True
+    )
     cors_origin: str = setting(
         "",
         "Origins whose pages may call this router from a browser, separated by commas; *: any.",
@@ -68,12 +73,14 @@ class DoorSettings(CommonSettings):
         "their workers report.",
         Text("NAME=SOURCE,...", parse_names, ","),
         heading="Front door",
+        often=True,
     )
     model_alias: str = setting(
         "",
         "Other names for models, ALIAS=MODEL,...; a model is answered under both. An alias goes "
         "before a model of that name.",
         Text("ALIAS=MODEL,...", parse_aliases, ","),
+        often=True,
     )
     namespace_weights: str = setting(
         "",
@@ -138,7 +145,10 @@ class DoorSettings(CommonSettings):
         bool,
     )
     access_log: bool = setting(
-        False, "A line of JSON on standard output for each request of an OpenAI client.", bool
+        False,
+        "A line of JSON on standard output for each request of an OpenAI client.",
+        bool,
+        often=True,
     )
     log_identities: str = setting(
         "plain",

@@ -36,16 +36,17 @@ class PlannerSettings(CommonSettings):
     """One planner; any number of them may stand by."""
 
     port: int = setting(
-        8083, "Port for /health and /metrics; 0 takes a free one.", PORT, heading=COMMON
+        8083, "Port for /health and /metrics; 0 takes a free one.", PORT, heading=COMMON, often=True
     )
     connector: str = setting(
         "advise",
         "What changes the fleet's size; advise: nothing, proposals are only published.",
         OneOf(CONNECTORS),
         heading="Size of the fleet",
+        often=True,
     )
     scaling_policy: str = setting(
-        "slo", "What the fleet's size follows.", OneOf(tuple(ScalingPolicy))
+        "slo", "What the fleet's size follows.", OneOf(tuple(ScalingPolicy)), often=True
     )
     roles: bool = setting(
         False,
@@ -58,11 +59,12 @@ class PlannerSettings(CommonSettings):
         1,
         "Minimum number of workers; 0: the last one leaves too, and the next request starts one.",
         Whole(0, 1024),
+        often=True,
     )
     idle_s: float = setting(
         300.0, "With --min-workers 0: seconds without requests after which workers leave.", SECONDS
     )
-    max_workers: int = setting(8, "Maximum number of workers.", PROCESSES)
+    max_workers: int = setting(8, "Maximum number of workers.", PROCESSES, often=True)
     grace_intervals: int = setting(
         3, "Number of intervals after a worker joined during which none is removed.", PROCESSES
     )
@@ -72,9 +74,14 @@ class PlannerSettings(CommonSettings):
         "that its prompt takes alone.",
         POSITIVE_SECONDS,
         heading="Objectives",
+        often=True,
     )
-    slo_token_s: float = setting(0.1, "Seconds that each further token may take.", POSITIVE_SECONDS)
-    slo_target: float = setting(0.95, "Share of requests that must meet both, 0-1.", Real(0, 1))
+    slo_token_s: float = setting(
+        0.1, "Seconds that each further token may take.", POSITIVE_SECONDS, often=True
+    )
+    slo_target: float = setting(
+        0.95, "Share of requests that must meet both, 0-1.", Real(0, 1), often=True
+    )
     routing_policy: str = setting(
         "latency",
         "Policy of the routers, by which decisions are replayed.",
@@ -107,9 +114,10 @@ class PlannerSettings(CommonSettings):
         "",
         "Connector exec: the command that is run, with a JSON object on its standard input.",
         heading="Connectors",
+        often=True,
     )
     worker_flags: str = setting(
-        "", "Connector local: flags of the `kvroute worker` processes that are started."
+        "", "Connector local: flags of the `kvroute worker` processes that are started.", often=True
     )
     local_folder: str = setting(
         "",
@@ -120,6 +128,7 @@ class PlannerSettings(CommonSettings):
         "",
         "Connector kubernetes: what is scaled, KIND/NAME with KIND deployment, statefulset or "
         "replicaset.",
+        often=True,
     )
     kubernetes_prefill_scale: str = setting(
         "",

@@ -27,9 +27,15 @@ from app.core.settings import (
 class RouterSettings(DoorSettings):
     """One router replica."""
 
-    port: int = setting(8080, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON)
+    port: int = setting(
+        8080, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON, often=True
+    )
     policy: str = setting(
-        "latency", "Cost function for requests that name none.", PolicyName(), heading="Decisions"
+        "latency",
+        "Cost function for requests that name none.",
+        PolicyName(),
+        heading="Decisions",
+        often=True,
     )
     temperature: float = setting(
         0.0,
@@ -55,6 +61,7 @@ class RouterSettings(DoorSettings):
         "where it publishes what it caches.",
         bool,
         heading="What workers cache",
+        often=True,
     )
     prediction_ttl_s: float = setting(
         120.0,
@@ -106,6 +113,7 @@ class RouterSettings(DoorSettings):
         "(429).",
         Whole(0, 4096),
         heading="Waiting",
+        often=True,
     )
     wait_above_s: float | None = setting(
         None,
@@ -128,21 +136,23 @@ class RouterSettings(DoorSettings):
         "prompt that it does not hold; 0 ignores sessions.",
         Real(0, 1),
         heading="Sessions",
+        often=True,
     )
-    kv_lease_s: float = setting(
-        30.0,
-        "How long a source keeps blocks that wait to be fetched, in seconds: as its engine is set "
-        "(vLLM: kv_lease_duration). Of a worker that says less, what it says.",
+    session_ttl_s: float = setting(
+        600.0,
+        "How long to remember which worker a session last went to.",
         POSITIVE_SECONDS,
     )
     strict_roles: bool = setting(
         False,
         "Workers with the role decode compute no prompts, not even where that is the quickest.",
         bool,
+        heading="Roles and transfers",
     )
-    session_ttl_s: float = setting(
-        600.0,
-        "How long to remember which worker a session last went to.",
+    kv_lease_s: float = setting(
+        30.0,
+        "How long a source keeps blocks that wait to be fetched, in seconds: as its engine is set "
+        "(vLLM: kv_lease_duration). Of a worker that says less, what it says.",
         POSITIVE_SECONDS,
     )
     max_body_bytes: int = setting(

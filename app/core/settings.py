@@ -177,13 +177,15 @@ def setting(
     kind: Kind = None,
     env: str | None = None,
     heading: str | None = None,
+    *,
+    often: bool = False,
 ) -> Any:
     """A dataclass field that can be set.
 
     env: its variable, if not KVROUTE_<NAME>. heading: under which it is listed, and all further
-    fields of its class up to the next heading.
+    fields of its class up to the next heading. often: many set it, and --help has it.
     """
-    metadata = {"help": help_text, "kind": kind, "env": env, "heading": heading}
+    metadata = {"help": help_text, "kind": kind, "env": env, "heading": heading, "often": often}
     return field(default=default, metadata=metadata)
 
 
@@ -226,14 +228,18 @@ class CommonSettings:
     """What routers and workers share."""
 
     redis_url: str = setting(
-        "redis://127.0.0.1:6379/0", "Redis that holds the shared state.", env="REDIS_URL"
+        "redis://127.0.0.1:6379/0",
+        "Redis that holds the shared state.",
+        env="REDIS_URL",
+        often=True,
     )
     namespace: str = setting(
         "default",
         "Namespace for one model, block size and set of hash settings; part of every key.",
+        often=True,
     )
-    host: str = setting("127.0.0.1", "Address to listen on.")
-    log_level: str = setting("info", "Minimum severity to log.", OneOf(LOG_LEVELS))
+    host: str = setting("127.0.0.1", "Address to listen on.", often=True)
+    log_level: str = setting("info", "Minimum severity to log.", OneOf(LOG_LEVELS), often=True)
 
 
 def parse_names(text: str) -> dict[str, str]:

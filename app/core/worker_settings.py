@@ -27,12 +27,15 @@ from app.core.settings import (
 class MemberSettings(CommonSettings):
     """What all that register workers share."""
 
-    worker_id: str = setting("", "Name in the fleet; unset: the host name.", heading="Worker")
+    worker_id: str = setting(
+        "", "Name in the fleet; unset: the host name.", heading="Worker", often=True
+    )
     role: str = setting(
         "both",
         "prefill: computes prompts for other workers, and never decodes; decode: computes no "
         "prompts for others; both.",
         OneOf(("both", "prefill", "decode")),
+        often=True,
     )
     max_requests: int = setting(
         256,
@@ -71,24 +74,28 @@ class MemberSettings(CommonSettings):
 class WorkerSettings(MemberSettings):
     """One worker: an agent and the engine it hosts."""
 
-    port: int = setting(8081, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON)
+    port: int = setting(
+        8081, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON, often=True
+    )
     dp_rank: int = setting(0, "Data-parallel rank.", Whole(0, 65535), heading="Worker")
     address: str = setting(
         "",
         "Base URL at which clients reach the worker; unset: http://<host>:<port>, with the host "
         "name in place of 0.0.0.0 or ::.",
         BASE_URL,
+        often=True,
     )
     # At most what fits into the pool of any worker whose pool size is not given.
     block_size: int = setting(16, "Tokens per KV block.", Whole(1, 4096), heading="Engine")
     engine: str = setting(
-        "sim", "sim: simulated; torch: computes a Llama model.", OneOf(("sim", "torch"))
+        "sim", "sim: simulated; torch: computes a Llama model.", OneOf(("sim", "torch")), often=True
     )
     kv_transfer: str = setting(
         "",
         "kvroute: hand KV on to workers with the same model and flag, and fetch theirs; unset: do "
         "not.",
         OneOf(("", "kvroute")),
+        often=True,
     )
     kv_port: int = setting(
         0,
@@ -100,10 +107,13 @@ class WorkerSettings(MemberSettings):
         None,
         "Size of the device KV pool in tokens; unset: the profile's (sim) or 1 GiB (torch).",
         POSITIVE,
+        often=True,
     )
-    host_pool_tokens: int = setting(0, "Size of the host KV pool in tokens.", COUNT)
+    host_pool_tokens: int = setting(0, "Size of the host KV pool in tokens.", COUNT, often=True)
     profile: str = setting(
-        "70b-4xh100", "Timing of the simulated engine: 70b-4xh100, 70b-4xh200 or 8b-1xh100."
+        "70b-4xh100",
+        "Timing of the simulated engine: 70b-4xh100, 70b-4xh200 or 8b-1xh100.",
+        often=True,
     )
     speedup: float = setting(
         1.0, "Run the simulated engine this many times faster than real time.", FACTOR
@@ -115,14 +125,19 @@ class WorkerSettings(MemberSettings):
         "40m",
         "Model of the torch engine: a folder with a Hugging Face Llama checkpoint, or a size that "
         "gets random weights (tiny, 40m, 125m, llama-3.2-1b or llama-3.1-8b).",
+        often=True,
     )
     model_name: str = setting(
         "",
         "Names by which requests may ask for the model, separated by commas; unset: --profile's "
         "(sim) or --model's (torch).",
+        often=True,
     )
     worker_key: str = setting(
-        "", "Key that every request to the worker must carry, except for /health.", heading="Access"
+        "",
+        "Key that every request to the worker must carry, except for /health.",
+        heading="Access",
+        often=True,
     )
     metrics_key: str = setting(
         "", "Key that opens /metrics and nothing else. Once there is one, /metrics needs a key."

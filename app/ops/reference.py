@@ -78,6 +78,8 @@ def configuration() -> str:
         "value or name in a file stops the start with a message that names it. `kvroute up` takes "
         "the settings of routers, workers and the planner.",
         "",
+        "`--help` lists what is often set, `--help-all` everything below.",
+        "",
         "A router reads its file again when it changes and on SIGHUP. Keys, the log level and "
         f"limits then count at once ({_live()}), all else from the next start on.",
         "",
