@@ -146,14 +146,13 @@ class _Carriage:
     client: Client
     tally: Tally = field(default_factory=Tally)
     refusals: list[tuple[Decision, Failure]] = field(default_factory=list)
+    _open: ExitStack = field(default_factory=ExitStack)
+    """Aborts the last answer that began, of which more may be to come than was read."""
     _is_asked_again: bool = False
 
     async def run(self) -> None:
-        begun = await self._begin()
-        try:
-            await self._relay(begun)
-        finally:
-            begun.answer.abort()
+        with self._open:
+            await self._relay(await self._begin())
 
     async def _begin(self) -> _Begun:
         """The beginning of an answer, by the worker that is the first to begin one."""
@@ -191,12 +190,12 @@ class _Carriage:
                 if isinstance(failure, RepeatedFailure):
                     break
                 continue
+            self._open.close()
+            self._open.callback(begun.answer.abort)
             if begun.failure is None:
                 if begun.answer.status >= 400:
                     await self._pardon()
                 return begun
-            if refusal is not None:
-                refusal.answer.abort()
             refusal = begun
             await self._refused(decision, begun, begun.failure)
         if len(self.refusals) > 1:
@@ -212,8 +211,6 @@ class _Carriage:
         self, failure: WorkerFailed | None, refusal: _Begun | None, nobody: NoWorkers | None
     ) -> KvrouteError:
         """failure: the last one. nobody: why no worker was asked."""
-        if refusal is not None:
-            refusal.answer.abort()
         if failure is not None:
             is_unreached = self.tally.nobody_had_it and not isinstance(failure, AnswerTimeout)
             return Unreached(str(failure)) if is_unreached else failure

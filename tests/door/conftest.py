@@ -108,7 +108,7 @@ async def changing_replica(
 async def completing(
     redis: Redis,
     name: str,
-    complete: Callable[[web.Request], Awaitable[web.Response]],
+    complete: Callable[[web.Request], Awaitable[web.StreamResponse]],
     engine: str = "",
     path: str = "/v1/completions",
     more: Iterable[web.RouteDef] = (),

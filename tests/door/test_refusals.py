@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -44,6 +45,37 @@ async def test_errors_about_prompts_name_where_they_are(door: httpx.AsyncClient)
     error = await refused(door, "/v1/completions", fields)
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert (await refused(door, "/v1/completions", {"prompt": 7}))["param"] == "prompt"
+
+
+async def test_an_engine_need_not_end_a_long_refusal_that_another_has_bettered(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    has_ended = asyncio.Event()
+    num_asked = 0
+
+    async def first_refuses(request: web.Request) -> web.StreamResponse:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            return web.json_response({"choices": [], "usage": {"prompt_tokens": 3}})
+        answer = web.StreamResponse(status=500)
+        await answer.prepare(request)
+        try:
+            while True:
+                await answer.write(b" " * 65_536)
+        finally:
+            has_ended.set()
+
+    async with (
+        completing(redis, "a", first_refuses),
+        completing(redis, "b", first_refuses),
+        replica(one_redis_server.url) as door,
+    ):
+        await until_serving(door, 2)
+        body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}
+        assert (await door.post("/v1/completions", json=body)).status_code == 200
+        async with asyncio.timeout(60):
+            await has_ended.wait()
 
 
 async def test_a_path_that_the_engine_lacks_is_named_with_the_engine(
