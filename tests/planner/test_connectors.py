@@ -100,6 +100,16 @@ async def test_local_workers_outlive_the_planner_and_are_found_by_the_next(
     assert running_workers(tmp_path / "own") == {}
 
 
+async def test_a_worker_that_ends_as_it_is_to_be_stopped_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await ended.wait()
+    found = {"auto-1": ended.pid}
+    monkeypatch.setattr("app.planner.connectors.local.running_workers", lambda _: found)
+    await Local("", tmp_path, "redis://127.0.0.1", NAMESPACE).remove("auto-1", BOTH, 1)
+
+
 async def test_a_number_that_another_process_has_now_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "auto-1.pid").write_text("1")
     (tmp_path / "auto-2.pid").write_text("x")

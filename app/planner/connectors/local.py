@@ -11,6 +11,7 @@ import secrets
 import shlex
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from app.core.errors import ConfigError
@@ -50,7 +51,8 @@ class Local:
         pid = running_workers(self._folder).get(worker)
         if pid is None:
             raise ConnectorError(f"worker {worker} was not started by a planner: stop it yourself")
-        os.kill(pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has ended by itself meanwhile
+            os.kill(pid, signal.SIGTERM)
         log.info("told worker %s to stop", worker)
 
     def _start(self, worker: str, role: Role) -> None:
