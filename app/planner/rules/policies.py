@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean
+from typing import Generic, TypeVar
 
 from app.core.planner_settings import ScalingPolicy
 from app.core.worker_report import DEFAULT_SPEED
@@ -14,6 +15,7 @@ from app.planner.rules.sleep import asleep, while_awake
 from app.planner.rules.state import (
     FleetState,
     Phase,
+    Pools,
     Prediction,
     Proposal,
     Reason,
@@ -32,17 +34,20 @@ AIM_ROOM = 0.4
 Victim = Callable[[FleetState], str]
 
 
-@dataclass(frozen=True, slots=True)
-class WantedSize:
-    """What a policy wants, within the rules or not."""
+Size = TypeVar("Size", int, Pools)
 
-    desired: int
+
+@dataclass(frozen=True, slots=True)
+class Wanted(Generic[Size]):
+    """What a policy wants, within the rules or not: so many workers, or so many in each pool."""
+
+    desired: Size
     reason: Reason
     inputs: Mapping[str, float] = field(default_factory=dict)
     candidates: tuple[Prediction, ...] = ()
 
 
-Policy = Callable[[FleetState, Rules, Predict], WantedSize]
+Policy = Callable[[FleetState, Rules, Predict], Wanted[int]]
 
 
 def propose(
@@ -53,7 +58,7 @@ def propose(
     At most one worker leaves at a time.
     """
     if (sleeps := asleep(state, rules)) is not None:
-        wish = WantedSize(max(0, state.size - 1), sleeps)
+        wish = Wanted(max(0, state.size - 1), sleeps)
     else:
         rules = while_awake(rules)
         wish = _bounded(_wish(name, state, rules, predict), state, rules)
@@ -70,14 +75,14 @@ def propose(
     )
 
 
-def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
+def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Wanted[int]:
     size = state.size
     if size < rules.min_workers:
-        return WantedSize(rules.min_workers, below_minimum(state))
+        return Wanted(rules.min_workers, below_minimum(state))
     if size > rules.max_workers:
-        return WantedSize(rules.max_workers, Reason.OVER_BUDGET)
+        return Wanted(rules.max_workers, Reason.OVER_BUDGET)
     if (reason := held_by(state)) is not None:
-        return WantedSize(size, reason)
+        return Wanted(size, reason)
     return POLICIES[name](state, rules, predict)
 
 
@@ -97,13 +102,13 @@ def held_by(state: FleetState) -> Reason | None:
     return None
 
 
-def _bounded(wish: WantedSize, state: FleetState, rules: Rules) -> WantedSize:
+def _bounded(wish: Wanted[int], state: FleetState, rules: Rules) -> Wanted[int]:
     if wish.desired > rules.max_workers:
         reason = wish.reason if state.size < rules.max_workers else Reason.AT_BUDGET
-        return WantedSize(rules.max_workers, reason, wish.inputs, wish.candidates)
+        return Wanted(rules.max_workers, reason, wish.inputs, wish.candidates)
     if wish.desired < rules.min_workers:
         reason = wish.reason if state.size > rules.min_workers else Reason.AT_MINIMUM
-        return WantedSize(rules.min_workers, reason, wish.inputs, wish.candidates)
+        return Wanted(rules.min_workers, reason, wish.inputs, wish.candidates)
     return wish
 
 
@@ -129,7 +134,7 @@ def in_grace(workers: Iterable[WorkerState], state: FleetState, rules: Rules) ->
     return any(w.since_s > since_s for w in workers if w.phase is Phase.LIVE)
 
 
-def threshold(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
+def threshold(state: FleetState, rules: Rules, _: Predict) -> Wanted[int]:
     """One more if the queue of prefills per worker or the KV load is high, one less if both are
     low; nothing while a change is under way.
 
@@ -142,19 +147,19 @@ def threshold(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
     inputs = {"prefill_queue": queue, "kv_load": kv}
     size = state.size
     if state.is_changing:
-        return WantedSize(size, Reason.CHANGE_UNDER_WAY, inputs)
+        return Wanted(size, Reason.CHANGE_UNDER_WAY, inputs)
     if queue < rules.prefill_queue_down and kv < rules.kv_load_down:
         if in_grace(state.workers, state, rules):
-            return WantedSize(size, Reason.GRACE, inputs)
-        return WantedSize(size - 1, Reason.LOW_LOAD, inputs)
+            return Wanted(size, Reason.GRACE, inputs)
+        return Wanted(size - 1, Reason.LOW_LOAD, inputs)
     if queue > rules.prefill_queue_up:
-        return WantedSize(size + 1, Reason.PREFILL_QUEUE, inputs)
+        return Wanted(size + 1, Reason.PREFILL_QUEUE, inputs)
     if kv > rules.kv_load_up:
-        return WantedSize(size + 1, Reason.KV_LOAD, inputs)
-    return WantedSize(size, Reason.ENOUGH, inputs)
+        return Wanted(size + 1, Reason.KV_LOAD, inputs)
+    return Wanted(size, Reason.ENOUGH, inputs)
 
 
-def waiting(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
+def waiting(state: FleetState, rules: Rules, _: Predict) -> Wanted[int]:
     """A worker for every five waiting requests; down only to what the cool-down has needed.
 
     After the KEDA examples of vLLM's production stack, which scale on num_requests_waiting.
@@ -164,7 +169,7 @@ def waiting(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
     return _needed(state, needed, {"waiting": total}, Reason.WAITING, rules.cool_down_s)
 
 
-def ongoing(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
+def ongoing(state: FleetState, rules: Rules, _: Predict) -> Wanted[int]:
     """A worker for so many requests in flight; down only to what ten minutes have needed.
 
     After Ray Serve's autoscaling: target_ongoing_requests, downscale_delay_s.
@@ -176,21 +181,21 @@ def ongoing(state: FleetState, rules: Rules, _: Predict) -> WantedSize:
 
 def _needed(
     state: FleetState, needed: int, inputs: dict[str, float], reason: Reason, cool_down_s: float
-) -> WantedSize:
+) -> Wanted[int]:
     """Up at once, down to the most that was needed within the cool-down."""
     since_s = state.now_s - cool_down_s
     lately = [int(p.inputs.get("needed", 0)) for p in state.proposals if p.at_s > since_s]
     inputs = inputs | {"needed": float(needed)}
     if needed >= state.size:
-        return WantedSize(needed, reason if needed > state.size else Reason.ENOUGH, inputs)
+        return Wanted(needed, reason if needed > state.size else Reason.ENOUGH, inputs)
     if state.is_changing:
-        return WantedSize(state.size, Reason.CHANGE_UNDER_WAY, inputs)
+        return Wanted(state.size, Reason.CHANGE_UNDER_WAY, inputs)
     if not lately or max(lately) >= state.size or state.proposals[0].at_s > since_s:
-        return WantedSize(state.size, Reason.COOL_DOWN, inputs)
-    return WantedSize(max(needed, *lately), reason, inputs)
+        return Wanted(state.size, Reason.COOL_DOWN, inputs)
+    return Wanted(max(needed, *lately), reason, inputs)
 
 
-def slo(state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
+def slo(state: FleetState, rules: Rules, predict: Predict) -> Wanted[int]:
     """The smallest fleet that would have kept the SLO over the recorded decisions.
 
     Up at once, by up to two workers; down to what was needed at every proposal for as many seconds
@@ -208,14 +213,14 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> WantedSize:
         if more.attainment < target:
             candidates += (predict(size + 2),)
         inputs["needed"] = float(candidates[-1].size)
-        return WantedSize(candidates[-1].size, Reason.SLO_MISSED, inputs, candidates)
+        return Wanted(candidates[-1].size, Reason.SLO_MISSED, inputs, candidates)
     if size <= rules.min_workers:
-        return WantedSize(size, Reason.AT_MINIMUM, inputs, (now,))
+        return Wanted(size, Reason.AT_MINIMUM, inputs, (now,))
     fewer = _fewer(size, rules, predict, target)
     needed = next((p.size for p in reversed(fewer) if p.attainment >= target), size)
     inputs["needed"], inputs["change_s"] = float(needed), change_s(state, rules)
     desired, reason = kept(state, rules, needed, inputs["change_s"])
-    return WantedSize(desired, reason, inputs, (*reversed(fewer), now))
+    return Wanted(desired, reason, inputs, (*reversed(fewer), now))
 
 
 def judged(state: FleetState, rules: Rules, now: Prediction) -> dict[str, float]:

@@ -4,13 +4,14 @@ one budget. Each pool keeps a worker, and one thing changes at a time."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from app.core.errors import KvrouteError
 from app.core.planner_settings import ScalingPolicy
 from app.core.worker_report import Role
 from app.planner.rules.policies import (
     Victim,
+    Wanted,
     below_minimum,
     change_s,
     held_by,
@@ -42,17 +43,7 @@ class RolesNotPlanned(KvrouteError):
     """The policy knows nothing of roles, and some workers have one."""
 
 
-@dataclass(frozen=True, slots=True)
-class WantedPools:
-    """What a policy wants, within the budget."""
-
-    desired: Pools
-    reason: Reason
-    inputs: Mapping[str, float] = field(default_factory=dict)
-    candidates: tuple[Prediction, ...] = ()
-
-
-PoolPolicy = Callable[[FleetState, Rules, PredictPools], WantedPools]
+PoolPolicy = Callable[[FleetState, Rules, PredictPools], Wanted[Pools]]
 
 
 def propose_pools(
@@ -84,11 +75,11 @@ def propose_pools(
     )
 
 
-def _wish(name: str, state: FleetState, rules: Rules, predict: PredictPools) -> WantedPools:
+def _wish(name: str, state: FleetState, rules: Rules, predict: PredictPools) -> Wanted[Pools]:
     now = state.pools
     if (sleeps := asleep(state, rules)) is not None:
         fewer = now.but(prefill=-1) if now.prefill else now.but(decode=-min(1, now.decode))
-        return WantedPools(fewer, sleeps)
+        return Wanted(fewer, sleeps)
     if name not in POOL_POLICIES:
         raise RolesNotPlanned(
             f"scaling_policy {name} knows no roles, which workers here have: use "
@@ -97,15 +88,15 @@ def _wish(name: str, state: FleetState, rules: Rules, predict: PredictPools) -> 
     least = Pools(max(1, now.prefill), max(1, now.decode))
     least = least.but(decode=max(0, rules.min_workers - least.size))
     if least != now:
-        return WantedPools(least, below_minimum(state))
+        return Wanted(least, below_minimum(state))
     if now.size > max(2, rules.max_workers):
         fewer = now.but(prefill=-1) if now.prefill > now.decode else now.but(decode=-1)
-        return WantedPools(fewer, Reason.OVER_BUDGET)
+        return Wanted(fewer, Reason.OVER_BUDGET)
     reason = held_by(state)
     if reason is None and state.proposals and not _is_as_proposed(now, state.proposals[-1]):
         reason = Reason.FLEET_CHANGED
     if reason is not None:
-        return WantedPools(now, reason)
+        return Wanted(now, reason)
     wish = POOL_POLICIES[name](state, rules, predict)
     if wish.desired.size > max(now.size, rules.max_workers):
         return replace(wish, desired=now, reason=Reason.AT_BUDGET)
@@ -116,7 +107,7 @@ def _is_as_proposed(now: Pools, last: Proposal) -> bool:
     return last.pools is None or now in (last.pools, last.desired_pools)
 
 
-def threshold(state: FleetState, rules: Rules, _: PredictPools) -> WantedPools:
+def threshold(state: FleetState, rules: Rules, _: PredictPools) -> Wanted[Pools]:
     """A worker that prefills by the queue of prefills for each, one that decodes by the KV load:
     nothing while a change is under way. Up first, and where both are short, one that decodes: who
     waits for KV there cannot be helped by prefills. Down if none is short, or to free budget.
@@ -127,27 +118,27 @@ def threshold(state: FleetState, rules: Rules, _: PredictPools) -> WantedPools:
     queue, kv = prefill_queue(state.live_in(Role.PREFILL)), kv_load(decoding, rules)
     inputs = {"prefill_queue": queue, "kv_load": kv}
     if state.is_changing:
-        return WantedPools(now, Reason.CHANGE_UNDER_WAY, inputs)
+        return Wanted(now, Reason.CHANGE_UNDER_WAY, inputs)
     needs_prefill, needs_decode = queue > rules.prefill_queue_up, kv > rules.kv_load_up
     is_short = needs_prefill or needs_decode
     has_budget = now.size < rules.max_workers
     if is_short and has_budget:
         if needs_decode:
-            return WantedPools(now.but(decode=1), Reason.KV_LOAD, inputs)
-        return WantedPools(now.but(prefill=1), Reason.PREFILL_QUEUE, inputs)
+            return Wanted(now.but(decode=1), Reason.KV_LOAD, inputs)
+        return Wanted(now.but(prefill=1), Reason.PREFILL_QUEUE, inputs)
     may_shrink = now.size > max(2, rules.min_workers)
     has_spare_decode = may_shrink and now.decode > 1 and kv < rules.kv_load_down
     is_kept = has_spare_decode and in_grace(decoding, state, rules)
     if may_shrink and now.prefill > 1 and queue < rules.prefill_queue_down:
-        return WantedPools(now.but(prefill=-1), Reason.LOW_LOAD, inputs)
+        return Wanted(now.but(prefill=-1), Reason.LOW_LOAD, inputs)
     if has_spare_decode and not is_kept:
-        return WantedPools(now.but(decode=-1), Reason.LOW_LOAD, inputs)
+        return Wanted(now.but(decode=-1), Reason.LOW_LOAD, inputs)
     if is_short:
-        return WantedPools(now, Reason.AT_BUDGET, inputs)
-    return WantedPools(now, Reason.GRACE if is_kept else Reason.ENOUGH, inputs)
+        return Wanted(now, Reason.AT_BUDGET, inputs)
+    return Wanted(now, Reason.GRACE if is_kept else Reason.ENOUGH, inputs)
 
 
-def slo(state: FleetState, rules: Rules, predict: PredictPools) -> WantedPools:
+def slo(state: FleetState, rules: Rules, predict: PredictPools) -> Wanted[Pools]:
     """One worker more, one less, or one in the other pool, by the recorded decisions.
 
     If the SLO is missed, a change of role that keeps it costs least; else one more where that helps
@@ -167,7 +158,7 @@ def slo(state: FleetState, rules: Rules, predict: PredictPools) -> WantedPools:
         return _wanted(_best(enough), reason, inputs, candidates)
     if not fewer:
         reason = Reason.AT_MINIMUM
-    return WantedPools(state.pools, reason, inputs, candidates)
+    return Wanted(state.pools, reason, inputs, candidates)
 
 
 def _better(
@@ -176,7 +167,7 @@ def _better(
     predict: PredictPools,
     now: Prediction,
     inputs: dict[str, float],
-) -> WantedPools:
+) -> Wanted[Pools]:
     """For a fleet that misses the SLO."""
     pools = state.pools
     inputs["needed"] = float(state.size)
@@ -192,7 +183,7 @@ def _better(
         return _wanted(_best(more), Reason.SLO_MISSED, inputs, (*candidates, *more))
     if moved and _best(moved).attainment >= now.attainment + LEAST_GAIN:
         return _wanted(_best(moved), Reason.OTHER_ROLE, inputs, candidates)
-    return WantedPools(pools, Reason.AT_BUDGET, inputs, candidates)
+    return Wanted(pools, Reason.AT_BUDGET, inputs, candidates)
 
 
 def _one_less(pools: Pools, rules: Rules) -> list[Pools]:
@@ -213,9 +204,9 @@ def _best(predictions: Sequence[Prediction]) -> Prediction:
 
 def _wanted(
     one: Prediction, reason: Reason, inputs: dict[str, float], candidates: tuple[Prediction, ...]
-) -> WantedPools:
+) -> Wanted[Pools]:
     assert one.pools is not None, "predicted for pools"
-    return WantedPools(one.pools, reason, inputs, candidates)
+    return Wanted(one.pools, reason, inputs, candidates)
 
 
 POOL_POLICIES: Mapping[str, PoolPolicy] = {
