@@ -57,7 +57,7 @@ async def read_at_the_door(path: str, raw: bytes) -> bool:
 
     with suppress(InvalidRequest):
         body = await JsonBody.read(raw)
-        members.check(path, body)
+        members.check(body)
         size(body.fields)
         body.fields.get("prompt")
         body.changed({"stream_options": {"include_usage": True}})

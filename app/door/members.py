@@ -1,8 +1,8 @@
 """What of a client's request goes on to an engine, and what of the engine's answer comes back.
 
-The members are those of vLLM 0.11 to 0.33 (entrypoints/openai/protocol.py and its successors) and
-SGLang 0.5 (srt/entrypoints/openai/protocol.py). One list is for both: each ignores what only the
-other knows.
+Members go on, but for those that only routers may set: clients are ahead of routers and of engines,
+which ignore what they do not know. Those are of vLLM 0.11 to 0.33 (entrypoints/openai/protocol.py
+and its successors) and SGLang 0.5 (srt/entrypoints/openai/protocol.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 
 from app.core.errors import InvalidRequest, cut
-from app.door.asked import RERANKS, SCORES
 from app.http.json_body import JsonBody
 
-MAX_UNKNOWN_BYTES = 4096
-MAX_UNKNOWN_LISTS = 64
-"""Arrays and objects in a member that is not known."""
+SHOWN_BYTES = 4096
+"""Of a member that is refused, before what is shown of it is made."""
 
 ONLY_ROUTERS = frozenset(
     (
@@ -42,87 +40,23 @@ _INSIDE: Mapping[str, frozenset[str]] = {
     "chat_template_kwargs": frozenset(("chat_template", "tokenize")),
     "vllm_xargs": ONLY_ROUTERS | {"kv_cache_report_mode"},
     "custom_params": ONLY_ROUTERS,
+    "mm_processor_kwargs": frozenset(),
 }
 """Members that are objects, and what they may not contain: engines take it for their own."""
 
-_EVERY = ("model", "user", "metadata", "cache_salt", "session_id")
-_SAMPLED = (
-    *("stream", "temperature", "top_p", "top_k", "tools", "tool_choice", "chat_template_kwargs"),
-    *("service_tier", "mm_processor_kwargs", "media_io_kwargs", "prompt_cache_key"),
-    *("vllm_xargs", "custom_params", "safety_identifier"),
-)
-_DECODED = (
-    *("stream_options", "max_tokens", "min_tokens", "n", "best_of", "seed", "stop", "min_p"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"),
-    *("logit_bias", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "ignore_eos"),
-    *("stop_token_ids", "allowed_token_ids", "bad_words", "use_beam_search"),
-    *("response_format", "structured_outputs", "structural_tag", "guided_json", "guided_regex"),
-    *("guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern"),
-    *("json_schema", "regex", "ebnf", "stop_regex", "truncate_prompt_tokens"),
-    *("add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
-)
-_RENDERED = (
-    *("messages", "tools", "add_generation_prompt", "continue_final_message", "documents"),
-    *("chat_template_kwargs", "add_special_tokens", "reasoning_effort", "mm_processor_kwargs"),
-)
-_CHAT = (
-    *_SAMPLED,
-    *_DECODED,
-    *_RENDERED,
-    *("max_completion_tokens", "parallel_tool_calls", "functions", "function_call", "prediction"),
-    *("modalities", "audio", "web_search_options", "store", "include_reasoning", "verbosity"),
-)
-_MESSAGES = (
-    *_SAMPLED,
-    *("messages", "system", "max_tokens", "stop_sequences", "thinking", "output_config"),
-    *("context_management", "mcp_servers", "container"),
-)
-_SCORED = ("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2")
-PASSES: Mapping[str, frozenset[str]] = {
-    "/v1/chat/completions": frozenset((*_EVERY, *_CHAT)),
-    "/v1/completions": frozenset((*_EVERY, *_SAMPLED, *_DECODED, "prompt", "suffix")),
-    "/v1/embeddings": frozenset((*_EVERY, *_RENDERED, "input", "encoding_format", "dimensions")),
-    "/v1/messages": frozenset((*_EVERY, *_MESSAGES)),
-    "/v1/messages/count_tokens": frozenset((*_EVERY, *_MESSAGES)),
-    "/v1/responses": frozenset(
-        (
-            *(*_EVERY, *_SAMPLED, *_DECODED, "input", "instructions", "max_output_tokens"),
-            *("include", "reasoning", "text", "prompt", "parallel_tool_calls", "max_tool_calls"),
-            *("store", "truncation", "previous_input_messages"),
-            *("previous_response_id", "conversation", "background", "client_metadata"),
-        )
-    ),
-    **dict.fromkeys(RERANKS, frozenset((*_EVERY, "query", "documents", "mm_processor_kwargs"))),
-    **dict.fromkeys(SCORES, frozenset((*_EVERY, *_SCORED, "mm_processor_kwargs"))),
-    "/tokenize": frozenset((*_EVERY, *_RENDERED, "prompt")),
-    "/detokenize": frozenset((*_EVERY, "tokens")),
-}
-"""Path -> members that engines are given whatever their size. All others must be small."""
 
-
-def check(path: str, body: JsonBody) -> None:
-    """Raises InvalidRequest if a member of the body at `path` may not go on to an engine."""
-    passes = PASSES[path]
+def check(body: JsonBody) -> None:
+    """Raises InvalidRequest if a member of the body may not go on to an engine."""
     for name, member in body.members.items():
-        text = bytes(member)
-        if name in ONLY_ROUTERS or (name not in passes and _LIKE_THOSE.search(name.lower())):
-            if text != b"null":
+        if name in ONLY_ROUTERS or (name not in _INSIDE and _LIKE_THOSE.search(name.lower())):
+            if (text := bytes(member)) != b"null":
                 raise InvalidRequest(cut(name), f"may only be set by a router, got {_shown(text)}")
-        elif name not in passes:
-            _check_small(name, text)
         elif name in _INSIDE:
-            _check_inside(name, text)
+            _check_inside(name, bytes(member))
 
 
 def _shown(text: bytes) -> str:
-    return cut(text[:MAX_UNKNOWN_BYTES].decode(errors="replace"))
-
-
-def _check_small(name: str, text: bytes) -> None:
-    if len(text) > MAX_UNKNOWN_BYTES or text.count(b"[") + text.count(b"{") > MAX_UNKNOWN_LISTS:
-        raise InvalidRequest(
-            cut(name), f"is not known, and has over {MAX_UNKNOWN_BYTES} bytes or many arrays"
-        )
+    return cut(text[:SHOWN_BYTES].decode(errors="replace"))
 
 
 def _check_inside(name: str, text: bytes) -> None:

@@ -265,7 +265,7 @@ async def _read(client: Client) -> JsonBody:
     """The body, once models are known."""
     await client.replica.door.models.until_known()
     body = await JsonBody.read(await client.read(client.replica.settings.max_request_bytes))
-    members.check(client.scope["path"], body)
+    members.check(body)
     return body
 
 

@@ -31,8 +31,8 @@ FROM_ROUTERS = "kv_transfer_params"
 """An object whose members may be such arrays, too."""
 
 _PIECE_BYTES = 64 * 1024
-"""Larger members are looked at in pieces of this size before they are read, and other tasks run
-between any two. What is smaller is read in a few ms."""
+"""Of larger bodies each member is looked at in pieces of this size before it is read, and other
+tasks run between any two. What is smaller is read in a few ms."""
 _OF_IDS = b"0123456789,[] \t\r\n"
 _ONE = re.compile(rb"\][ \t\r\n]*\]\Z")
 _NO_BATCH = re.compile(rb"\A\[[ \t\r\n]*[0-9\]]|\][ \t\r\n]*,[ \t\r\n]*[0-9]")
@@ -125,11 +125,12 @@ class JsonBody:
     async def read(cls, raw: bytes) -> JsonBody:
         """As `parse`; also raises InvalidRequest if there are too many values to be read."""
         body = cls.parse(raw)
+        if len(raw) <= _PIECE_BYTES:
+            return body
         left = MAX_VALUES
         for name, member in body.members.items():
-            if body.fields.size(name) > _PIECE_BYTES:
-                await asyncio.sleep(0)
-                left -= await _num_values(name, bytes(member), left)
+            await asyncio.sleep(0)
+            left -= await _num_values(name, bytes(member), left)
         return body
 
     def changed(self, changes: Mapping[str, object], without: Collection[str] = ()) -> bytes:
@@ -199,9 +200,9 @@ async def _num_values(name: str, text: bytes, most: int) -> int:
         return num
     await asyncio.sleep(0)
     if _has_only_numbers(text):
-        if num_lists > MAX_LISTS or num_items > MAX_IDS:
+        if num_lists > min(MAX_LISTS, most) or num_items > MAX_IDS:
             raise InvalidRequest(cut(name), f"over {MAX_LISTS} arrays or {MAX_IDS} numbers")
-        return 0
+        return num_lists
     num = 0
     async for outside in _outside_strings(text):
         num += sum(outside.count(mark) for mark in (b",", b"[", b"{"))

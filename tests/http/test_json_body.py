@@ -273,6 +273,7 @@ _IDS = b"[%b0]," % (b"0," * (MAX_VALUES // MAX_LISTS))
         (b'"messages":[%b{}]' % (b"{}," * (MAX_VALUES // 2)), True),
         (b'"messages":[%b""]' % (b'"a\\"",' * MAX_VALUES), True),
         (b'"a":{%b"b":0}' % (b'"b":0,' * MAX_VALUES), True),
+        (b",".join(b'"a%d":[%b0]' % (i, b"[]," * 200) for i in range(MAX_VALUES // 200)), True),
         (b'"prompt":[%b[]]' % (_IDS * MAX_LISTS), True),
         (b'"prompt":[%b0]' % (b"0," * (MAX_IDS + 1)), True),
         (b'"prompt":[%b0]' % (b"0," * (MAX_VALUES + 1)), False),
