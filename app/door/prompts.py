@@ -189,6 +189,10 @@ class Prompts:
 
     async def _rendered(self, api: Api, model: Model, given: Fields, holder: str) -> PromptIds:
         rendering = self._of(model)
+        if rendering.renderer is None:
+            for tokenizer in rendering.tokenizers:
+                await tokenizer.first_load()
+            self._choose(model, rendering)
         renderer = rendering.renderer
         fields = await _converted(api, model, given, renderer, holder)
         if renderer is not None and not rendering.differs:
@@ -336,7 +340,7 @@ async def _render(
         return await renderer.of_text(text, _adds_special(fields), most, holder=holder)
     if api is Api.RESPONSES:
         return await renderer.of_response(fields, most, holder=holder)
-    _check_effort(model, fields)
+    _check_alike(api, model, fields)
     if _has_media(fields.get("messages")):  # however large, nothing of it is rendered here
         raise Unrenderable("media", "a part that is no text")
     return await renderer.of_chat(fields, most, holder=holder)
@@ -409,11 +413,16 @@ async def _converted(
         raise NotTokenized(error.reason) from None
 
 
-def _check_effort(model: Model, fields: Mapping[str, Any]) -> None:
-    """Raises Unrenderable for an effort where not all workers make of it what vLLM does."""
-    is_given = fields.get("reasoning_effort") is not None
-    if is_given and any(worker.engine.startswith("sglang") for worker in model.workers):
+def _check_alike(api: Api, model: Model, fields: Mapping[str, Any]) -> None:
+    """Raises Unrenderable where not all workers make of a chat what vLLM does."""
+    if api is Api.CHAT and fields.get("tools") == []:
+        raise Unrenderable("tools", "not a list of at least one")  # refused, or taken for none
+    if not any(worker.engine.startswith("sglang") for worker in model.workers):
+        return
+    if fields.get("reasoning_effort") is not None:
         raise Unrenderable("reasoning_effort", "SGLang has its own rules for it")
+    if fields.get("response_format") not in (None, {"type": "text"}):
+        raise Unrenderable("response_format", "SGLang has its own rules for it")
 
 
 def _trail(api: Api, model: Model, fields: Fields) -> list[str]:
@@ -452,7 +461,10 @@ def _has_media(messages: object) -> bool:
         return False
     contents = [m.get("content") for m in messages if isinstance(m, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and part.get("type") not in ("text", None) for part in parts)
+    return any(isinstance(part, dict) and part.get("type") not in _NO_MEDIA for part in parts)
+
+
+_NO_MEDIA = ("text", "tool_reference", None)
 
 
 _MEDIA = (b"image", b"audio", b"video", b"file")

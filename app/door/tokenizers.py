@@ -27,6 +27,9 @@ LOAD_S = 120.0
 """A folder may be on a file system that does not answer."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Before what could not be loaded is tried again. Twice as long each time."""
+FIRST_S = 2.0
+"""For which the first prompts of a model wait at most until its tokenizer has been loaded: as long
+as for ids from an engine. What they begin, others continue."""
 NOT_LOADED = "not loaded yet"
 
 
@@ -37,12 +40,19 @@ class Loaded:
     folder: _Folder | None = None
     why_not: str = NOT_LOADED
     loading: asyncio.Task[None] | None = None
+    begun_s: float = 0.0
     again_s: float = 0.0
     pause_s: float = 0.0
 
     @property
     def renderer(self) -> Renderer | None:
         return self.folder.renderer if self.folder else None
+
+    async def first_load(self) -> None:
+        """Return once the first attempt to load it has ended, or began too long ago."""
+        left_s = self.begun_s + FIRST_S - time.monotonic()
+        if self.loading is not None and self.why_not == NOT_LOADED and left_s > 0:
+            await asyncio.wait([self.loading], timeout=left_s)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -77,6 +87,7 @@ class Tokenizers:
         """Have it loaded once more if its files have changed, unless that was tried lately."""
         loaded = self._by_source[source]
         if loaded.loading is None and time.monotonic() >= loaded.again_s:
+            loaded.begun_s = time.monotonic()
             loaded.loading = self._beside("tokenizer", partial(self._load, source, loaded))
 
     async def _load(self, source: str, loaded: Loaded) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -133,6 +134,35 @@ async def rendered_here(door: httpx.AsyncClient, name: str) -> float:
     asked = {"model": name, "prompt": "x"}
     assert (await door.post(PATH, json=asked)).status_code == 200
     return await counted(door, f'tokens_from_total{{model="{name}",source="router"}}')
+
+
+async def test_the_first_prompts_wait_for_the_tokenizer_but_not_for_long(
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_load = threading.Event()
+
+    def slowly(folder: str) -> Renderer:
+        may_load.wait()
+        return load(folder)
+
+    async def first(tokens_from: str) -> str:
+        async with replica(one_redis_server.url) as door:
+            await eventually(lambda: models(door), bool)
+            asked = asyncio.create_task(rendered_here(door, "m"))
+            if tokens_from == "router":
+                may_load.set()
+            return "router" if await asked else "elsewhere"
+
+    monkeypatch.setattr(tokenizers, "load", slowly)
+    async with completing(redis, "a", complete, tokenizer=str(LLAMA)):
+        try:
+            monkeypatch.setattr(tokenizers, "FIRST_S", 60.0)
+            assert await first("router") == "router"
+            may_load.clear()
+            monkeypatch.setattr(tokenizers, "FIRST_S", 0.01)
+            assert await first("elsewhere") == "elsewhere"
+        finally:
+            may_load.set()
 
 
 async def test_a_model_and_its_adapters_share_one_tokenizer(

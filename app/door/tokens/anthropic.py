@@ -17,6 +17,8 @@ from app.door.tokens.messages import BILLING, check_numbers, text_of
 from app.door.tokens.templates import Message
 
 _CHANGES = ("tool_addition", "tool_removal")
+_REFERENCE = "tool_reference"
+"""Of a tool that was deferred, and is found by a search of tools."""
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
@@ -40,7 +42,7 @@ def chat_of_messages(body: Mapping[str, Any], habits: Habits | None) -> dict[str
     messages = [*_system(body.get("system"), inline if merges else []), *_messages(given, merges)]
     chat: dict[str, Any] = {"messages": messages}
     tools = _tools(body.get("tools"), given)
-    choice = _tool_choice(body.get("tool_choice")) or ("auto" if tools else None)
+    choice = _tool_choice(body.get("tool_choice")) or (None if tools is None else "auto")
     output = body.get("output_config")
     if output is not None and not isinstance(output, dict):
         raise Unrenderable("refused", f"output_config is {shown(output)}")
@@ -129,8 +131,8 @@ def _from_user(blocks: list[dict[str, Any]]) -> Iterator[Message]:
     texts = []
     for block in blocks:
         if _kind(block) == "tool_result":
-            yield _tool_result(block)
-        else:
+            yield from _tool_result(block)
+        elif _kind(block) != _REFERENCE:
             texts.append(_text(block, "text"))
     yield from _with_texts({"role": "user"}, texts)
 
@@ -173,12 +175,18 @@ def _tool_call(block: dict[str, Any]) -> dict[str, Any]:
     return {"id": text_of(block["id"]), "type": "function", "function": function}
 
 
-def _tool_result(block: dict[str, Any]) -> Message:
+def _tool_result(block: dict[str, Any]) -> Iterator[Message]:
     content = block.get("content") or ""
+    references: list[dict[str, str]] = []
     if not isinstance(content, str):
-        content = "\n".join(_text(part, "text") for part in _listed(content))
-    call = text_of(block.get("tool_use_id") or "")
-    return {"role": "tool", "tool_call_id": call, "content": content}
+        parts = _listed(content)
+        names = [p.get("tool_name") or p.get("name") for p in parts if _kind(p) == _REFERENCE]
+        references = [{"type": _REFERENCE, "name": text_of(name)} for name in names if name]
+        content = "\n".join(_text(part, "text") for part in parts if _kind(part) != _REFERENCE)
+    answered = {"role": "tool", "tool_call_id": text_of(block.get("tool_use_id") or "")}
+    yield answered | {"content": content}
+    if references:
+        yield answered | {"content": references}
 
 
 def _in_effect(tools: Any, messages: list[Message]) -> list[dict[str, Any]] | None:
@@ -221,8 +229,6 @@ def _tools(given: Any, messages: list[Message]) -> list[dict[str, Any]] | None:
         function = {name: tool.get(name) for name in names}
         function["parameters"] = schema if "type" in schema else schema | {"type": "object"}
         made.append({"type": "function", "function": function})
-    if not made:
-        raise Unrenderable("tools", "not a list of at least one")
     return made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +87,8 @@ def size(body: Mapping[str, Any]) -> int:
         return total + CHARACTERS_AT_MOST
 
 
-def tools_of(body: Mapping[str, Any], *, may_be_none: bool = False) -> list[dict[str, Any]] | None:
-    """The tools as the engine passes them on: known members only, in the order of its models.
-
-    may_be_none: their list may be empty."""
+def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools as the engine passes them on: known members only, in the order of its models."""
     tools = body.get("tools")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
@@ -99,8 +97,8 @@ def tools_of(body: Mapping[str, Any], *, may_be_none: bool = False) -> list[dict
         if choice == "auto":
             raise Unrenderable("tool_choice", "auto, without tools")
         return None
-    if not isinstance(tools, list) or not (tools or may_be_none):
-        raise Unrenderable("tools", "not a list of at least one")
+    if not isinstance(tools, list):
+        raise Unrenderable("tools", shown(tools))
     check_numbers(tools)
     return [_tool(tool) for tool in tools]
 
@@ -152,16 +150,13 @@ def chat_of(
     content: ContentFormat,
     *,
     takes_developers: bool,
-    of_response: bool = False,
 ) -> Chat:
-    """The chat in the body of a request, for a template of these habits. of_response: made by
-    `chat_of_response`. Raises Unrenderable."""
+    """The chat in the body of a request, for a template of these habits. Raises Unrenderable."""
     for name, reason in _LEFT_TO_THE_ENGINE.items():
         value = body.get(name)
         if value is not None and value is not False and value != {}:
             raise Unrenderable(reason, f"{name} is given")
-    _check_response_format(body.get("response_format"))
-    tools = tools_of(body, may_be_none=of_response)
+    tools = tools_of(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Unrenderable("message", "not a list of at least one")
@@ -202,11 +197,6 @@ def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _check_response_format(value: Any) -> None:
-    if value is not None and not (isinstance(value, dict) and value.get("type") == "text"):
-        raise Unrenderable("response_format", shown(value))
-
-
 def _message(message: Any, content_format: ContentFormat) -> Message:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         raise Unrenderable("message", f"{shown(message)} has no role")
@@ -214,12 +204,7 @@ def _message(message: Any, content_format: ContentFormat) -> Message:
         is_ignored = name in _IGNORED and not message[name]
         if not is_ignored and not (role == "assistant" and name in _REASONING):
             raise Unrenderable("message", f"{shown(name)} of a message")
-    texts = _texts(message, role)
-    made: Message = {"role": role}
-    if role == "tool" or content_format == "string":
-        made["content"] = "\n".join(texts if content_format == "openai" else filter(None, texts))
-    else:
-        made["content"] = [{"type": "text", "text": text} for text in texts]
+    made: Message = {"role": role, "content": _content(message, role, content_format)}
     if role == "assistant":
         if tool_calls := _tool_calls(message.get("tool_calls")):
             made["tool_calls"] = tool_calls
@@ -243,35 +228,50 @@ def text_of(value: Any) -> str:
     return value
 
 
-def _texts(message: Message, role: str) -> list[str]:
-    """The texts that make up its content."""
+def _content(message: Message, role: str, content_format: ContentFormat) -> object:
+    parts = _parts(message, role)
+    texts = [part[_PARTS[part["type"]]] for part in parts]
+    if content_format == "string":
+        return "\n".join(filter(None, texts))
+    is_text = all(part["type"] == "text" for part in parts)
+    return "\n".join(texts) if role == "tool" and is_text else parts
+
+
+_PARTS = {"text": "text", "tool_reference": "name"}
+"""Types of the parts of content, and their only other member."""
+
+
+def _parts(message: Message, role: str) -> list[dict[str, str]]:
     content = message.get("content")
     if content is None and role == "assistant":
         return []
     if isinstance(content, str):
-        texts = [content]
-    elif isinstance(content, list):
-        texts = [_part(part) for part in content]
-    else:
+        content = [content]
+    if not isinstance(content, list):
         raise Unrenderable("message", f"content is {shown(content)}")
-    if role != "system":
-        return texts
-    rests = [
-        (text.partition("\n")[2] if text.startswith(BILLING) else text, text) for text in texts
-    ]
-    return [rest for rest, text in rests if rest or rest == text]
+    parts = [_part(part) for part in content]
+    return [kept for part in parts for kept in _unbilled(part)] if role == "system" else parts
 
 
-def _part(part: Any) -> str:
+def _unbilled(part: dict[str, str]) -> Iterator[dict[str, str]]:
+    """A part of a system message without the line that differs in every request."""
+    if not part.get("text", "").startswith(BILLING):
+        yield part
+    elif rest := part["text"].partition("\n")[2]:
+        yield part | {"text": rest}
+
+
+def _part(part: Any) -> dict[str, str]:
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
     if not isinstance(part, dict):
         raise Unrenderable("message", f"{shown(part)} in content")
-    if part.get("type") != "text":
-        raise Unrenderable("media", f"a part of type {shown(part.get('type'))}")
-    if part.keys() != {"type", "text"}:
-        raise Unrenderable("message", "more than text in a part of type text")
-    return text_of(part["text"])
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _PARTS:
+        raise Unrenderable("media", f"a part of type {shown(kind)}")
+    if part.keys() != {"type", name := _PARTS[kind]}:
+        raise Unrenderable("message", f"more than {name} in a part of type {kind}")
+    return {"type": kind, name: text_of(part[name])}
 
 
 def _reasoning(message: Message) -> str | None:
@@ -336,4 +336,4 @@ def _with_one_system_message(messages: list[Message]) -> list[Message]:
 def _joined(content: str | list[dict[str, str]]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part[_PARTS[part["type"]]] for part in content)

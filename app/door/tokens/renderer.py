@@ -201,12 +201,7 @@ def rendered(
 
     of_response: made by `chat_of_response`: names come first in tool calls.
     """
-    chat = chat_of(
-        body,
-        template.content_format,
-        takes_developers=template.takes_developers,
-        of_response=of_response,
-    )
+    chat = chat_of(body, template.content_format, takes_developers=template.takes_developers)
     if of_response:
         for message in chat.messages:
             for call in message.get("tool_calls", ()):

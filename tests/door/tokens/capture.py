@@ -9,7 +9,8 @@
     done
 
 writes chats.json, messages.json and responses.json to that folder: bodies, with the ids that
-each API's render answers; null: it refuses.
+each API's render answers; null: it refuses. And agents.json: the ids of what is in agents.jsonl
+beside the folders of tests/data/door, in its order.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def with_arguments(arguments: str) -> dict[str, Any]:
     return {"messages": [USER, CALLED | {"tool_calls": [call]}, RESULT], "tools": [PRICE]}
 
 
+NAMED = {"type": "tool_reference", "name": "price"}
 BODIES: list[dict[str, Any]] = [
     {"messages": [USER]},
     {"messages": [SYSTEM, USER, ANSWER, {"role": "user", "content": "Größe? 你好 🙂\r\n\tnaïve"}]},
@@ -106,12 +108,16 @@ BODIES: list[dict[str, Any]] = [
     {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}},
     {"messages": [USER], "tools": [PRICE | {"defer_loading": True}, BARE]},
     {"messages": [USER], "tools": [with_function(defer_loading=True), with_function(strict=True)]},
+    {"messages": [USER], "response_format": {"type": "json_object"}},
+    {"messages": [USER, CALLED, RESULT | {"content": [NAMED, *text("x", ""), NAMED]}, USER]},
+    {"messages": [{"role": "user", "content": [NAMED, *text("x")]}]},
     {"messages": []},
 ]
 
 
 SEARCH = {"type": "tool_use", "id": "toolu_1", "name": "price", "input": {"of": ["a", 1.5], "n": 7}}
 FOUND = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "free €"}
+REFERENCE = {"type": "tool_reference", "tool_name": "price"}
 ASKED_FOR = {"type": "thinking", "thinking": "Hm.\n", "signature": "x"}
 SCHEMA = {"properties": {"of": {"type": "string"}}, "required": ["of"]}
 PRICED = {"name": "price", "description": "What it costs", "input_schema": SCHEMA}
@@ -198,6 +204,26 @@ MESSAGES: list[dict[str, Any]] = [
     {"messages": [USER, changed("tool_removal", "unknown"), USER], "tools": [PRICED]},
     {"messages": [USER], "tools": [{"name": "web_search", "type": "web_search_20250305"}]},
     {"messages": [USER], "context_management": {"edits": []}, "metadata": {"user_id": "u"}},
+    {"messages": [USER], "tools": []},
+    {
+        "messages": [USER],
+        "tools": [],
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    },
+    {"messages": [USER, said(SEARCH), said(FOUND | {"content": [REFERENCE]}, role="user")]}
+    | {"tools": [PRICED | {"defer_loading": True}]},
+    {
+        "messages": [
+            USER,
+            said(SEARCH),
+            said(
+                FOUND | {"content": [*text("a"), REFERENCE, *text("b"), REFERENCE]},
+                REFERENCE,
+                *text("c"),
+                role="user",
+            ),
+        ]
+    },
     {"messages": []},
 ]
 QUESTION = {"role": "user", "content": [{"type": "input_text", "text": "What for?"}]}
@@ -267,20 +293,35 @@ RESPONSES: list[dict[str, Any]] = [
 ]
 
 
+AGENTS = Path(__file__).parents[2] / "data/door/agents.jsonl"
+
+
+def agents() -> list[tuple[str, dict[str, Any]]]:
+    """Path and body of what coding agents sent: see tests/clients/record.py."""
+    lines = map(json.loads, AGENTS.read_text().splitlines())
+    return [(line["path"], line["body"]) for line in lines]
+
+
+def rendered(url: str, path: str, body: dict[str, Any]) -> list[int] | None:
+    answer = httpx.post(f"{url}{path}/render", json=body | {"model": "m"}, timeout=30)
+    assert answer.status_code in (200, 400), answer.text
+    return answer.json()["token_ids"] if answer.status_code == 200 else None
+
+
 def main(folder: Path, url: str) -> None:
-    for name, path, key, bodies in (
-        ("chats", "/v1/chat/completions/render", "token_ids", BODIES),
-        ("messages", "/v1/messages/render", "token_ids", MESSAGES),
-        ("responses", "/v1/responses/render", "token_ids", RESPONSES),
+    for name, path, bodies in (
+        ("chats", "/v1/chat/completions", BODIES),
+        ("messages", "/v1/messages", MESSAGES),
+        ("responses", "/v1/responses", RESPONSES),
     ):
         cases = []
         for body in bodies:
-            whole = {"model": "m", "max_tokens": 9, **body} if name == "messages" else body
-            answer = httpx.post(f"{url}{path}", json={"model": "m", **whole}, timeout=30)
-            assert answer.status_code in (200, 400), answer.text
-            cases.append([body, answer.json()[key] if answer.status_code == 200 else None])
+            whole = {"max_tokens": 9, **body} if name == "messages" else body
+            cases.append([body, rendered(url, path, whole)])
         lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
         (folder / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+    lines = ",\n".join(json.dumps(rendered(url, path, body)) for path, body in agents())
+    (folder / "agents.json").write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__":

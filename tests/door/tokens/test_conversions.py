@@ -57,7 +57,6 @@ def said(*blocks: object, role: str = "user") -> dict[str, Any]:
         ({"messages": [USER], "thinking": {"type": "forced"}}, "reasoning_effort"),
         ({"messages": [USER], "thinking": 7}, "reasoning_effort"),
         ({"messages": [USER], "output_config": 7}, "refused"),
-        ({"messages": [USER], "tools": []}, "tools"),
         (said({"type": "tool_removal", "tool": 7}, role="system"), "tools"),
         (
             said({"type": "tool_addition", "tool": {"type": "tool_definition"}}, role="system"),

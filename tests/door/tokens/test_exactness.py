@@ -9,18 +9,31 @@ from typing import Any
 import orjson
 import pytest
 
+from app.door.asked import PATHS, Api
 from app.door.tokens import Renderer, Unrenderable, chat_of_messages, chat_of_response, load
+from tests.door.tokens.capture import agents
 from tests.door.tokens.models import FAMILIES
 
 DATA = Path(__file__).parents[2] / "data/door"
 
+KINDS = {Api.CHAT: "chats", Api.MESSAGES: "messages", Api.RESPONSES: "responses"}
+
+
+def read(family: str, kind: str) -> list[Any]:
+    found: list[Any] = orjson.loads((DATA / family / f"{kind}.json").read_bytes())
+    return found
+
+
 CASES = [
     pytest.param(family, kind, body, ids, id=f"{family}-{kind}-{number}")
     for family in FAMILIES
-    for kind in ("chats", "messages", "responses")
-    for number, (body, ids) in enumerate(
-        orjson.loads((DATA / family / f"{kind}.json").read_bytes())
-    )
+    for kind in KINDS.values()
+    for number, (body, ids) in enumerate(read(family, kind))
+]
+OF_AGENTS = [
+    pytest.param(family, KINDS[PATHS[path]], body, ids, id=f"{family}-agents-{number}")
+    for family in FAMILIES
+    for number, ((path, body), ids) in enumerate(zip(agents(), read(family, "agents"), strict=True))
 ]
 
 
@@ -37,7 +50,7 @@ async def ids_of(renderer: Renderer, kind: str, body: dict[str, Any]) -> list[in
     return (await renderer.of_chat(body)).tolist()
 
 
-@pytest.mark.parametrize(("family", "kind", "body", "ids"), CASES)
+@pytest.mark.parametrize(("family", "kind", "body", "ids"), CASES + OF_AGENTS)
 async def test_a_prompt_has_the_ids_that_the_engine_gives_it(
     family: str, kind: str, body: dict[str, Any], ids: list[int] | None
 ) -> None:

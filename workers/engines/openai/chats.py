@@ -30,7 +30,8 @@ _MESSAGES = frozenset(
     (
         *("model", "stream", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k"),
         *("system", "messages", "tools", "tool_choice", "output_config", "thinking"),
-        *("context_management", "chat_template_kwargs", "request_id", "cache_salt", *_ROUTERS),
+        *("context_management", "safeguards", "chat_template_kwargs", "request_id", "cache_salt"),
+        *_ROUTERS,
     )
 )
 _RESPONSE = frozenset(
@@ -63,6 +64,8 @@ def check_numbers_of_messages(fields: Mapping[str, Any]) -> None:
 def chat_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """A chat. Raises InvalidRequest."""
     check_members(fields, _CHAT)
+    if fields.get("tools") == []:
+        raise InvalidRequest("tools", "needs at least one, or to be left out")
     limit = count(fields, "max_completion_tokens")
     return {**fields} if limit is None else {**fields, "max_tokens": limit}
 
