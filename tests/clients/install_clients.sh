@@ -1,6 +1,7 @@
 #!/bin/sh
 # install_clients.sh FOLDER PYTHON: makes an environment in FOLDER for each file in requirements/, as
-# not all clients agree on what they need, and one for Node's clients, if there is an npm.
+# not all clients agree on what they need, and one for Node's clients and coding agents, if there is
+# an npm. Of these some need a Node of their own, which is among them.
 # PyPI's torch pulls in gigabytes of CUDA packages: set PIP_EXTRA_INDEX_URL to PyTorch's CPU index.
 set -eu
 here=$(dirname "$0")

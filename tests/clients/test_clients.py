@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from app.local.redis_server import free_port
+from tests.clients.cluster import cluster
 from tests.clients.comply import CLIENTS, FORMATS, run
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+HERE = Path(__file__).parent
 MODEL, ALIAS = "llama", "llama-too"
 """Of one name alone, a request without a model would be right, which llm-comply takes as wrong."""
-START_S = 120.0
 DEADLINE_S = 600
 OF_NODE = sorted(path.name for path in HERE.glob("scripts/*.mjs"))
 OF_PYTHON = {
@@ -34,32 +31,16 @@ OF_PYTHON = {
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of KVROUTE_TEST_URL, or of a cluster with simulated engines."""
     given = os.environ.get("KVROUTE_TEST_URL")
     if given:
         yield given
         return
-    port = free_port()
-    options = ("--workers", "2", "--replicas", "2", "--speedup", "20", "--port", str(port))
-    command = [sys.executable, "-m", "app.cli", "up", *options, "--model-name", f"{MODEL},{ALIAS}"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        try:
-            yield _serving(f"http://127.0.0.1:{port}", process)
-        finally:
-            process.terminate()
-
-
-def _serving(url: str, process: subprocess.Popen[bytes]) -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/v1/models", timeout=5).json()["data"]:
-                return url
-        except (httpx.HTTPError, ValueError):
-            pass
-        time.sleep(0.2)
-    raise AssertionError(f"{url} serves no model")
+    log = tmp_path_factory.mktemp("cluster") / "log"
+    names = ("--model-name", f"{MODEL},{ALIAS}")
+    with cluster(log, "--workers", "2", "--replicas", "2", *names) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from app.door.stream import usage_in
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
 from tests.door.test_answers import counted, events
+from tests.door.tokens.capture import agents
 from tests.e2e.engines import agent
 from tests.engines.vllm_server import ANSWER_S, BLOCK, MODEL, vllm_servers
 from tests.eventually import eventually
@@ -178,6 +180,39 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
             assert compared > cached > 0
             labels = f'model="{MODEL}",worker="a:0"'
             assert await counted(door, f"cached_apart_tokens_total{{{labels}}}") == 0
+
+
+async def test_what_coding_agents_send_has_the_ids_here_that_vllm_gives_it(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    url = one_redis_server.url
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with (
+        vllm_servers(tmp_path, "a", blocks=2000, more=flags) as [engine],
+        agent(engine.url, url, tmp_path / "memory", "a"),
+    ):
+        async with (
+            replica(url) as door,
+            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
+        ):
+            await until_serving(door, 1)
+            for path, sent in agents():
+                asked = {name: value for name, value in sent.items() if name != "stream_options"}
+                limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+                asked |= {"model": MODEL, "stream": False, limit: 1}
+                answer = await door.post(path, json=asked)
+                assert answer.status_code == 200, answer.text
+                assert "x-kvroute-tokens" not in answer.headers
+                own = usage_in((await direct.post(path, json=asked)).content)
+                routed = usage_in(answer.content)
+                assert own is not None
+                assert routed is not None
+                assert routed.prompt == own.prompt
+                # Of what vLLM makes of it itself, it has all in its cache; the last token is always
+                # computed.
+                assert own.cached == (own.prompt - 1) // BLOCK * BLOCK
+            labels = f'model="{MODEL}",source="router"'
+            assert await counted(door, f"tokens_from_total{{{labels}}}") == len(agents())
 
 
 @pytest.mark.parametrize("is_chat", [True, False])

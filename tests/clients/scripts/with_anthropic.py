@@ -43,11 +43,17 @@ with anthropic.Anthropic(base_url=URL, api_key="any", max_retries=0) as client:
     usage = whole.usage
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    thought = client.messages.create(
+        **ASKED | {"max_tokens": 2000}, messages=[USER], thinking=thinking
+    )
+    assert thought.stop_reason == "end_turn"
+
     try:
         client.messages.create(
-            **ASKED, messages=[USER], thinking={"type": "enabled", "budget_tokens": 1024}
+            **ASKED, messages=[USER], tools=[WEATHER], tool_choice={"type": "tool", "name": "other"}
         )
     except anthropic.BadRequestError as error:
-        assert "thinking" in str(error)
+        assert "other" in str(error)
     else:
-        raise AssertionError("a simulated engine does not think")
+        raise AssertionError("there is no such tool")
