@@ -250,7 +250,6 @@ def test_the_console_and_the_doctor_go_by_the_same_thresholds() -> None:
     assert all(f'"{check}"' in text for check in ELSEWHERE.values())
     # What only Prometheus can see of a replica or an engine is told there by its own log.
     only = {"KvrouteNoKeyLeft", "KvrouteFilesRefused", "KvrouteTaskFails", "KvrouteCopiesFail"}
-    only |= {"KvrouteKvTransfersFail", "KvrouteKvFetchedLate"}  # counters of workers that grow
     assert alerts.keys() - {one.name for one in CONDITIONS} - only == ELSEWHERE.keys()
 
 

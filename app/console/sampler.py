@@ -12,7 +12,7 @@ from typing import Any
 from app.console.roster import Roster
 from app.core.errors import KvrouteError, RedisUnavailable
 from app.core.keys import Keyspace
-from app.ops.figures import Together, Window, read
+from app.ops.figures import Together, Window, count_transfers, read
 from app.policy.view import View
 from app.router.router import Router
 from app.state import events, replicas
@@ -82,9 +82,10 @@ class Sampler:
     async def _beat(self) -> None:
         now_s = time.monotonic()
         view = self._router.fleet.last_view
+        reading = read(self._router.telemetry.registry)
         if view is not None:
             self.roster.see(view)
-        reading = read(self._router.telemetry.registry)
+            count_transfers(reading, view)
         reading.gauges["tokenizer_apart"] = float(sum(self._apart().values()))
         self._window.add(reading, now_s)
         said = {

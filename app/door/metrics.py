@@ -122,6 +122,14 @@ class _Metrics(Table):
         "outcome",
         "cause",
     )
+    worker_output = counter(
+        "door_worker_output_tokens", "Tokens of answers that a worker ended.", "worker"
+    )
+    worker_sources = counter(
+        "door_worker_sources",
+        "Requests for which a worker computed another's prompt, or handed on a part of it.",
+        "worker",
+    )
     first_token = histogram(
         "door_worker_first_token_seconds",
         "Time from the decision for a worker to its first token.",
@@ -172,6 +180,8 @@ class Outcomes:
         self._duration = Children(metrics.duration)
         self._stages = Children(metrics.stages)
         self._by_worker = Children(metrics.by_worker)
+        self._worker_output = Children(metrics.worker_output)
+        self._worker_sources = Children(metrics.worker_sources)
         self._first_token = Children(metrics.first_token)
 
     def keep_workers(self, names: Collection[str]) -> None:
@@ -180,6 +190,8 @@ class Outcomes:
             (self._apart, 1),
             (self._compared, 1),
             (self._by_worker, 0),
+            (self._worker_output, 0),
+            (self._worker_sources, 0),
             (self._first_token, 0),
         ):
             children.keep(position, names)
@@ -203,6 +215,7 @@ class Outcomes:
             self._migrations(model).inc(record.migrations)
         if record.decision is not None and record.decision.source is not None:
             self._sources(model).inc()
+            self._worker_sources(str(record.decision.source.worker.key)).inc()
         self._duration(model).observe(record.ended_s - record.began_s)
         if record.first_token_s:
             self._ttft(model).observe(record.first_token_s - record.began_s)
@@ -225,6 +238,8 @@ class Outcomes:
     def _count_tokens(self, model: str, usage: Usage, record: RequestRecord) -> None:
         self._tokens(model, "prompt").inc(usage.prompt)
         self._tokens(model, "output").inc(usage.output)
+        if record.worker:
+            self._worker_output(record.worker).inc(usage.output)
         if record.first_token_s and usage.output > 1:
             took_s = record.ended_s - record.first_token_s
             self._per_token(model).observe(took_s / (usage.output - 1))

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from app.core.check import Check
 from app.core.documents import page
+from app.core.errors import cut
 from app.core.outcomes import Kind
-from app.ops.figures import TARGET_S, WRONG, Together, share
+from app.ops.figures import KV_FAILED, KV_LATE, TARGET_S, WRONG, Together, share
 
 FEW = 10
 """Requests in a minute: of fewer, no share is told."""
@@ -68,6 +69,16 @@ def _of_each(rows: str, part: Sequence[str], of: Sequence[str], text: str) -> Fo
     return found
 
 
+def _told_by(kind: str, text: str) -> Found:
+    """Of each worker whose engine has counted more. Each replica tells all that it counted."""
+
+    def found(all_of: Together, most: float) -> str:
+        some = sorted(name for name, counts in all_of.workers.items() if counts[kind] > most)
+        return text.format(cut(", ".join(some))) if some else ""
+
+    return found
+
+
 def _refused(all_of: Together, most: float) -> str:
     number = all_of.refused(all_of.minute)
     return f"{number:.0f} requests were refused in the last minute" if number > most else ""
@@ -107,6 +118,7 @@ def _by_engines(all_of: Together, most: float) -> str:
     )
 
 
+_PAIRS = page("vllm-pairs.md")
 FAILED = (Kind.ENGINE, Kind.CUT)
 CONDITIONS = (
     Condition(
@@ -207,6 +219,18 @@ CONDITIONS = (
         0.05,
         _apart,
         "/readiness says where; do the engines publish events, and hash as routers do?",
+    ),
+    Condition(
+        "KvrouteKvTransfersFail",
+        0.0,
+        _told_by(KV_FAILED, "{} failed in the last minute to fetch KV that others had computed"),
+        f"their engines' logs say why; until then prompts are computed twice: see {_PAIRS}",
+    ),
+    Condition(
+        "KvrouteKvFetchedLate",
+        0.0,
+        _told_by(KV_LATE, "KV of {} was fetched in the last minute after its lease had ended"),
+        f"ask for longer leases, of engines and with --kv-lease-s: see {_PAIRS}",
     ),
     Condition(
         "KvrouteIndexOverfull",

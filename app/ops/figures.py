@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from app.core.outcomes import NEVER_CAME, Kind, kind_of
+from app.policy.view import View
 
 WINDOW_S = 10.0
 LONG_WINDOW_S = 60.0
@@ -54,14 +55,24 @@ _ENDED, _OF_WORKERS = "kvroute_door_requests_total", "kvroute_door_worker_reques
 _OF_MODELS = {
     "kvroute_door_ttft_seconds_sum": "ttft_s",
     "kvroute_door_ttft_seconds_count": "ttft",
+    "kvroute_door_retries_total": "retries",
+    "kvroute_door_migrations_total": "migrations",
+    "kvroute_door_sources_total": "sources",
 }
+_WORK_OF_WORKERS = {
+    "kvroute_door_worker_output_tokens_total": "output",
+    "kvroute_door_worker_sources_total": "sources",
+}
+_TOKENS = "kvroute_door_tokens_total"
+KV_FAILED, KV_LATE = "kv_failed", "kv_late"
+"""Of workers: transfers of KV to them that failed; fetches of theirs after a lease had ended."""
 _GAUGES = {
     "kvroute_waiting_requests": "waiting",
     "kvroute_index_fill": "index_fill",
     "kvroute_redis_may_evict": "may_evict",
     "kvroute_redis_memory_fill": "redis_fill",
 }
-_NAMES = (*_COUNTS, *_BUCKETS, *_BY_LABEL, *_OF_MODELS, *_GAUGES, _OF_WORKERS)
+_NAMES = (*_COUNTS, *_BUCKETS, *_BY_LABEL, *_OF_MODELS, *_GAUGES, _OF_WORKERS, *_WORK_OF_WORKERS)
 
 
 @dataclass(slots=True)
@@ -96,6 +107,9 @@ def read(registry: CollectorRegistry) -> Reading:
             elif name == _OF_WORKERS:
                 counts = found.workers.setdefault(labels["worker"], Counter())
                 counts[_at_worker(labels["outcome"])] += value
+            elif name in _WORK_OF_WORKERS:
+                counts = found.workers.setdefault(labels["worker"], Counter())
+                counts[_WORK_OF_WORKERS[name]] += value
             if name == _ENDED:
                 kind = kind_of(labels["outcome"])
                 found.counts[f"ended:{kind}"] += value
@@ -105,7 +119,18 @@ def read(registry: CollectorRegistry) -> Reading:
                     of_model[WRONG] += value
             elif name in _OF_MODELS:
                 found.models.setdefault(labels["model"], Counter())[_OF_MODELS[name]] += value
+            elif name == _TOKENS and labels["kind"] == "output":
+                found.models.setdefault(labels["model"], Counter())["output"] += value
     return found
+
+
+def count_transfers(reading: Reading, view: View) -> None:
+    """What engines have counted of KV that travels, since they began."""
+    for info, measured in zip(view.infos, view.measured, strict=True):
+        said = measured.metrics
+        for name, value in ((KV_FAILED, said.kv_transfers_failed), (KV_LATE, said.kv_fetched_late)):
+            if value is not None:
+                reading.workers.setdefault(str(info.key), Counter())[name] = value
 
 
 def _at_worker(outcome: str) -> str:
@@ -123,6 +148,11 @@ class Window:
         self._readings.append((now_s, reading))
         while now_s - self._readings[0][0] > LONG_WINDOW_S and len(self._readings) > 1:
             self._readings.popleft()
+        # What an engine had counted before it was first seen is nothing of the last minute.
+        first = self._readings[0][1].workers
+        for name, counts in reading.workers.items():
+            for kind in counts.keys() & {KV_FAILED, KV_LATE}:
+                first.setdefault(name, Counter()).setdefault(kind, counts[kind])
 
     def figures(self) -> dict[str, Any]:
         """What happened lately, in JSON's types: `counts` and `buckets` in the last `window_s`,

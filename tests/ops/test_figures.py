@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import Counter as Counting
 
 from app.core.types import TierOverlap
 from app.ops.conditions import holding
-from app.ops.figures import Together, Window, read
+from app.ops.figures import Reading, Together, Window, read
 from app.router.metrics import Telemetry
 
 
@@ -104,11 +106,11 @@ def counted(*counts: tuple[str, dict[str, str], float], ttft: tuple[int, int] = 
     """What a replica tells that has counted these since its last reading. ttft: first tokens that
     came in time, and later."""
     registry, window = CollectorRegistry(), Window()
-    metrics: dict[str, Counter] = {}
+    metrics: dict[str, Counting] = {}
     window.add(read(registry), 0.0)
     for name, labels, value in counts:
         if name not in metrics:
-            metrics[name] = Counter(f"kvroute_{name}", "-", tuple(labels), registry=registry)
+            metrics[name] = Counting(f"kvroute_{name}", "-", tuple(labels), registry=registry)
         metrics[name].labels(**labels).inc(value)
     firsts = Histogram("kvroute_door_ttft_seconds", "-", ("model",), registry=registry)
     for seconds, number in zip((1.0, 6.0), ttft, strict=True):
@@ -147,7 +149,30 @@ def test_endings_are_rates_and_of_models_and_workers() -> None:
     # 5 came late, 25 were failed, and 10 left.
     assert series["in_time_share"] == pytest.approx(50 / 90)
     assert together.models["m"]["engine"] == 25
+    assert together.models["m"]["output"] == 500
     assert together.workers == {"w:0": {"ok": 50, "failed": 30, "left_before": 10}}
+
+
+def test_what_an_engine_counted_before_it_was_seen_is_nothing_of_the_last_minute() -> None:
+    window = Window()
+    window.add(Reading(), 0.0)
+    for second, failed in ((1.0, 7), (2.0, 7), (3.0, 9)):
+        window.add(Reading(workers={"w:0": Counter(kv_failed=failed)}), second)
+        grown = window.figures()["workers"]
+        assert grown == ({"w:0": {"kv_failed": 2}} if failed == 9 else {})
+
+
+def test_work_is_of_models_and_workers_too() -> None:
+    together = counted(
+        ("door_retries", {"model": "m"}, 3.0),
+        ("door_migrations", {"model": "m"}, 2.0),
+        ("door_sources", {"model": "m"}, 1.0),
+        ("door_worker_output_tokens", {"worker": "w:0"}, 40.0),
+        ("door_worker_sources", {"worker": "w:0"}, 4.0),
+    )
+    assert together.models["m"] == {"retries": 3, "migrations": 2, "sources": 1}
+    assert together.workers["w:0"] == {"output": 40, "sources": 4}
+    assert together.series()["retries_per_s"] == 0.6
 
 
 def test_what_is_cached_is_what_engines_report() -> None:
