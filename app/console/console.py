@@ -49,6 +49,7 @@ ERROR_COLUMNS = (
     *("last_ms", "first_ms", "requests", "model", "worker", "cause", "words", "request_id"),
 )
 WORKERS_DECISIONS = 20
+MODEL_WORK = ("output", "retries", "migrations", "sources")
 LEVELS = {
     "lost": "bad",
     "ill": "bad",
@@ -141,7 +142,7 @@ class Console:
                 ],
             },
             "redis": await self._server.now(),
-            "models": _models(together),
+            "models": _models(together, view),
             "errors": await self._errors(),
             "localities": together.localities(),
             "localities_window_s": LONG_WINDOW_S,
@@ -317,19 +318,21 @@ class Console:
         }
 
 
-def _models(together: Together) -> dict[str, Any]:
+def _models(together: Together, view: View | None) -> dict[str, Any]:
     """How requests ended in the last minute, the models with most trouble first."""
     found = sorted(together.models.items(), key=lambda item: (-trouble(item[1]), item[0]))
+    queues = roster.queues_by_model(view) if view else {}
     rows = [
         [
-            *(name, *(round(counts[kind]) for kind in Kind)),
+            *(name, *(round(counts[kind]) for kind in (*Kind, *MODEL_WORK))),
             short(together.failed_share(counts, by_model=True)),
             short(share(counts["ttft_s"], counts["ttft"])),
+            short(queues.get(name)),
         ]
         for name, counts in found[:MAX_ROWS]
     ]
-    columns = ("model", *(kind.value for kind in Kind), "failed_share", "ttft_mean_s")
-    return {"columns": columns, "rows": rows}
+    columns = ("model", *(k.value for k in Kind), *MODEL_WORK, "failed_share", "ttft_mean_s")
+    return {"columns": (*columns, "queue_s"), "rows": rows}
 
 
 def _tiles(together: Together, view: View | None) -> dict[str, float | None]:

@@ -13,6 +13,15 @@ from app.policy.view import View
 from app.state.last_errors import Errors
 
 FAILED = ("failed", Kind.ENGINE, Kind.CUT)
+FEW = 10
+FAILING_SHARE = 0.2
+"""Of a worker's requests of the last minute, unless they are fewer than FEW."""
+BY_TROUBLE = (
+    *("live", "draining", "degraded", "paused", "gone", "stale", "ill", "tainted", "failing"),
+)
+"""States, the worst last."""
+RETRIED = ("failed", "full")
+"""Requests that went on to another worker, before or within their answers."""
 GONE_MS = 60_000
 """A worker that is gone is shown for so long."""
 
@@ -85,11 +94,21 @@ def _about(inc: Incarnation, info: WorkerInfo) -> dict[str, Any]:
     }
 
 
+def queues_by_model(view: View) -> dict[str, float]:
+    """Mean seconds of prefill in line at the workers of each model."""
+    found: dict[str, list[float]] = {}
+    for info, load in zip(view.infos, view.loads, strict=True):
+        for model in info.models:
+            found.setdefault(model, []).append(load.queue_s(view.now_ms))
+    return {model: sum(queues) / len(queues) for model, queues in found.items()}
+
+
 COLUMNS = (
     *("worker", "state", "queue_s", "requests", "max_requests", "decoding", "waiting", "kv_used"),
     *("device_blocks", "host_blocks", "disk_blocks", "total_blocks", "unique_value_s", "gpu_util"),
     *("event_age_s", "metrics_age_s", "predicted_hit", "reported_hit", "model", "address", "role"),
-    *("ok", "failed", "left_before", "last_error", "last_error_ms"),
+    *("ok", "failed", "retried", "left_before", "output", "sources"),
+    *("trouble", "last_error", "last_error_ms"),
 )
 
 
@@ -120,7 +139,20 @@ def with_endings(
     last: dict[str, Errors] = {}
     for one in errors:
         last.setdefault(one.error.worker, one)
-    return [row | _endings(ended.get(row["worker"], {}), last.get(row["worker"])) for row in rows]
+    found = []
+    for row in rows:
+        counts = _endings(ended.get(row["worker"], {}), last.get(row["worker"]))
+        found.append(row | counts | _trouble(row["state"], counts))
+    return found
+
+
+def _trouble(state: str, counts: Mapping[str, Any]) -> dict[str, Any]:
+    """How much trouble a worker is in, for sorting: by its state, then by requests."""
+    failed, tried = counts["failed"], counts["failed"] + counts["ok"]
+    if state == "live" and tried >= FEW and failed > FAILING_SHARE * tried:
+        state = "failing"
+    worse = BY_TROUBLE.index(state) * 1_000_000
+    return {"state": state, "trouble": worse + failed + counts["left_before"]}
 
 
 def _endings(counts: Mapping[str, float], last: Errors | None) -> dict[str, Any]:
@@ -128,7 +160,10 @@ def _endings(counts: Mapping[str, float], last: Errors | None) -> dict[str, Any]
     return {
         "ok": round(counts.get(Kind.OK, 0.0)),
         "failed": round(failed),
+        "retried": round(sum(counts.get(kind, 0.0) for kind in RETRIED)),
         "left_before": round(counts.get(Kind.LEFT_BEFORE, 0.0)),
+        "output": round(counts.get("output", 0.0)),
+        "sources": round(counts.get("sources", 0.0)),
         "last_error": (last.error.words or last.error.cause) if last else None,
         "last_error_ms": last.last_ms if last else None,
     }

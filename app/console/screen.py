@@ -19,14 +19,29 @@ COLUMNS = {
     "state": "state",
     "queue_s": "queue",
     "requests": "requests",
+    "ok": "ok",
     "failed": "failed",
     "left_before": "left",
+    "retried": "moved",
+    "output": "tokens",
     "kv_used": "KV",
     "reported_hit": "hits",
-    "predicted_hit": "foreseen",
-    "unique_value_s": "worth",
 }
 """Of workers, and their titles."""
+MODEL_COLUMNS = {
+    "model": "model",
+    "ok": "ok",
+    "engine": "failed",
+    "cut": "cut",
+    "left_before": "left",
+    "refused": "refused",
+    "output": "tokens",
+    "retries": "retries",
+    "migrations": "migrated",
+    "sources": "sources",
+}
+MAX_MODELS = 4
+FAILED_SHARE = 0.05
 SORTED = tuple(COLUMNS)
 LEVELS = {"bad": "red", "warn": "yellow"}
 STATES = {
@@ -34,6 +49,7 @@ STATES = {
     "draining": "yellow",
     "paused": "yellow",
     "degraded": "yellow",
+    "failing": "red",
     "ill": "red",
     "tainted": "red",
     "stale": "red",
@@ -43,10 +59,10 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What whoever looks has chosen. sort: a position in SORTED. first: of the workers, the first
-    that is shown."""
+    """What whoever looks has chosen. sort: a position in SORTED; by state is by trouble. first: of
+    the workers, the first that is shown."""
 
-    sort: int = SORTED.index("queue_s")
+    sort: int = SORTED.index("state")
     descending: bool = True
     first: int = 0
 
@@ -66,15 +82,17 @@ class Choices:
 def screen(answers: Mapping[str, Any], choices: Choices, height: int | None) -> Group:
     """The overview, the workers and the newest decisions. height: in lines; None: as many as
     there are."""
+    models = objects(answers["overview"]["models"])[:MAX_MODELS]
     head = [*_overview(answers["overview"])]
     workers = _sorted(objects(answers["workers"]), choices)
     decisions = objects(answers["decisions"])
     if height is not None:
-        room = max(4, height - len(head) - 6)
+        room = max(4, height - len(head) - len(models) - 7)
         first = min(choices.first, max(0, len(workers) - room // 2))
         workers = workers[first : first + max(room // 2, room - len(decisions))]
         decisions = decisions[: max(1, room - len(workers))]
-    return Group(*head, _workers(workers, choices), _decisions(decisions), _help())
+    tables = [_models(models)] if models else []
+    return Group(*head, *tables, _workers(workers, choices), _decisions(decisions), _help())
 
 
 def objects(table: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -106,11 +124,14 @@ def _overview(found: Mapping[str, Any]) -> Iterable[Text]:
     yield _line(
         ("first token", f"{_seconds(tiles['ttft_p50_s'])}, p99 {_seconds(tiles['ttft_p99_s'])}"),
         ("in time", _percent(tiles["in_time_share"])),
+        ("retries/s", _number(tiles["retries_per_s"])),
+        ("migrated/s", _number(tiles["migrations_per_s"])),
     )
     yield _line(
         ("decision", f"{_ms(tiles['decision_p50_s'])}, p99 {_ms(tiles['decision_p99_s'])}"),
         ("cached", _percent(tiles["cached_share"])),
         ("predicted", _percent(tiles["predicted_share"])),
+        ("split/s", _number(tiles["sources_per_s"])),
     )
     wrong = [one for one in found["findings"] if one["level"] in LEVELS]
     for one in wrong[:MAX_FINDINGS]:
@@ -123,11 +144,17 @@ def _overview(found: Mapping[str, Any]) -> Iterable[Text]:
 
 
 def _workers(rows: Sequence[Mapping[str, Any]], choices: Choices) -> Table:
-    table = Table(box=None, padding=(0, 1), expand=True, title_justify="left")
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True)
     for at, (name, title) in enumerate(COLUMNS.items()):
         mark = ("▾" if choices.descending else "▴") if at == choices.sort else ""
         justify: Any = "left" if name in ("worker", "state") else "right"
-        table.add_column(title + mark, justify=justify, no_wrap=True, overflow="ellipsis")
+        table.add_column(
+            title + mark,
+            justify=justify,
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=14 if name == "worker" else None,
+        )
     for row in rows:
         state = row["state"]
         table.add_row(
@@ -135,13 +162,24 @@ def _workers(rows: Sequence[Mapping[str, Any]], choices: Choices) -> Table:
             Text(printable(str(state)), style=STATES.get(state, "")),
             _seconds(row["queue_s"]),
             f"{_number(row['requests'])}/{_number(row['max_requests'])}",
-            _number(row["failed"]),
-            _number(row["left_before"]),
+            *(_number(row[name]) for name in ("ok", "failed", "left_before", "retried", "output")),
             _percent(row["kv_used"]),
             _percent(row["reported_hit"]),
-            _percent(row["predicted_hit"]),
-            _seconds(row["unique_value_s"]),
         )
+    return table
+
+
+def _models(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """How their requests of the last minute ended."""
+    table = Table(box=None, padding=(0, 1), expand=True)
+    for name, title in MODEL_COLUMNS.items():
+        justify: Any = "left" if name == "model" else "right"
+        table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        name, *counts = MODEL_COLUMNS
+        style = "red" if (row["failed_share"] or 0.0) > FAILED_SHARE else ""
+        model = Text(printable(str(row[name] or "(not known)")), style=style)
+        table.add_row(model, *(_number(row[count]) for count in counts))
     return table
 
 
@@ -168,7 +206,7 @@ def _help() -> Text:
 
 def _sorted(rows: list[dict[str, Any]], choices: Choices) -> list[dict[str, Any]]:
     """What is not known comes last, whichever the direction."""
-    name = SORTED[choices.sort]
+    name = SORTED[choices.sort].replace("state", "trouble")
     known = [row for row in rows if row[name] is not None]
     known.sort(key=lambda row: row[name], reverse=choices.descending)
     return known + [row for row in rows if row[name] is None]

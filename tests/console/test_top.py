@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from app.console.roster import COLUMNS
-from app.console.screen import SORTED, Choices, screen
+from app.console.screen import MODEL_COLUMNS, SORTED, Choices, screen
 from app.core.worker_report import ForwardPassMetrics
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import Process
@@ -91,9 +91,9 @@ def test_arrows_sort_and_q_ends(router: Process) -> None:
         [*TOP, f"--router-url={router.url}"], cwd=ROOT, stdin=end, stdout=end, stderr=end
     ) as process:
         os.close(end)
-        until(terminal, "queue▾")
+        until(terminal, "state▾")
         os.write(terminal, b"\x1b[C")
-        until(terminal, "requests▾")
+        until(terminal, "queue▾")
         os.write(terminal, b"q")
         assert ended(terminal)
         assert process.wait(10) == 0
@@ -106,6 +106,9 @@ def test_a_router_that_is_away_is_named() -> None:
     assert "http://127.0.0.1:9/console/api/overview" in done.stderr
 
 
+MODEL = ("m\x1b[2J", 50, 25, *range(5, 12), 0.3)
+
+
 def worker(name: str, **values: Any) -> list[Any]:
     known = {"worker": name, "state": "live", "queue_s": 0.0, "requests": 0, "max_requests": 8}
     return [(known | values).get(column) for column in COLUMNS]
@@ -114,13 +117,15 @@ def worker(name: str, **values: Any) -> list[Any]:
 def answers(*rows: list[Any]) -> dict[str, Any]:
     tiles = ("workers", "requests_per_s", "refused_per_s", "degraded_per_s", "waiting", "queue_s")
     endings = ("failed_share", "left_before_per_s", "output_tokens_per_s", "in_time_share")
+    work = ("retries_per_s", "migrations_per_s", "sources_per_s")
     times = ("ttft_p50_s", "ttft_p99_s", "decision_p50_s", "decision_p99_s", "cached_share")
     return {
         "overview": {
             "namespace": "n",
-            "tiles": dict.fromkeys((*tiles, *endings, *times, "predicted_share")),
+            "tiles": dict.fromkeys((*tiles, *endings, *work, *times, "predicted_share")),
             "replicas": {"rows": []},
             "redis": {"version": "7", "used_bytes": 0, "rtt_s": 0.001},
+            "models": {"columns": (*MODEL_COLUMNS, "failed_share"), "rows": [MODEL]},
             "errors": {
                 "columns": ("requests", "worker", "cause", "words"),
                 "rows": [(3, "w1:0", "status_500", "CUDA out of \x1b[2Jmemory " * 9)],
@@ -150,9 +155,17 @@ def test_workers_are_sorted_by_the_column_chosen_and_the_unknown_come_last() -> 
         assert "".join(line.split()[0] for line in lines if " live" in line) == order
 
 
+def test_the_worker_in_most_trouble_comes_first_and_models_have_their_endings() -> None:
+    rows = [worker("a", trouble=0), worker("b", trouble=3), worker("c", trouble=2e6)]
+    lines = drawn(answers(*rows), Choices()).splitlines()
+    assert [line.split()[0] for line in lines if " live" in line] == ["c", "b", "a"]
+    model = next(line.split() for line in lines if line.split()[:1] == ["m\\u001b[2J"])
+    assert model[1:] == ["50", "25", "5", "6", "7", "8", "9", "10", "11"]
+
+
 def test_many_workers_are_scrolled_and_all_fits_the_screen() -> None:
     found = answers(*(worker(f"w{n:03}", queue_s=float(n)) for n in range(300)))
-    choices = Choices(descending=False)
+    choices = Choices(sort=SORTED.index("queue_s"), descending=False)
     assert "w000" in drawn(found, choices, 24)
     for _ in range(5):
         choices = choices.after("down")

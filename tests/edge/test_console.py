@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.console import console, kept, sampler
+from app.console import console, kept, roster, sampler
 from app.core.worker_report import ForwardPassMetrics
 from app.edge.console_page import POLICY
 from app.local.redis_server import EmbeddedRedis
@@ -94,7 +95,10 @@ async def test_workers_are_rows_and_one_that_is_gone_stays_for_a_while(
     await fleet.occupy("w2", "r1", prefill_s=300.0)
     rows = await eventually(
         lambda: answer(client, "workers"),
-        lambda t: [r["kv_used"] for r in objects(t)] == [0.25] * 2,
+        lambda t: (
+            [r["kv_used"] for r in objects(t) if r["queue_s"] > 200 or r["worker"] == "w1:0"]
+            == [0.25] * 2
+        ),
     )
     one, two = objects(rows)
     assert (one["worker"], two["worker"]) == ("w1:0", "w2:0")
@@ -107,6 +111,24 @@ async def test_workers_are_rows_and_one_that_is_gone_stays_for_a_while(
         lambda: answer(client, "workers"), lambda t: objects(t)[1]["state"] == "gone"
     )
     assert objects(rows)[0]["state"] in ("live", "stale")
+
+
+def test_a_worker_that_fails_is_in_more_trouble_than_one_that_is_paused() -> None:
+    states = ("live", "live", "live", "paused", "gone", "ill")
+    rows = [{"worker": f"w{n}:0", "state": state} for n, state in enumerate(states)]
+    ended = {
+        "w0:0": {"ok": 90.0, "failed": 10.0, "left_before": 2.0},
+        "w1:0": {"ok": 10.0, "engine": 5.0, "full": 3.0, "output": 70.0, "sources": 1.0},
+        "w2:0": {"ok": 1.0, "failed": 8.0},
+    }
+    found = sorted(roster.with_endings(rows, ended, []), key=lambda row: -row["trouble"])
+    seen = [(row["worker"], row["state"]) for row in found]
+    assert seen == [
+        *(("w1:0", "failing"), ("w5:0", "ill"), ("w4:0", "gone"), ("w3:0", "paused")),
+        *(("w0:0", "live"), ("w2:0", "live")),
+    ]
+    counts = [found[0][name] for name in ("ok", "failed", "retried", "output", "sources")]
+    assert counts == [10, 5, 3, 70, 1]
 
 
 async def test_a_worker_has_its_decisions_and_the_prefixes_it_was_sent(
@@ -177,6 +199,24 @@ async def test_an_explanation_has_every_candidates_terms(
     assert [c["worker"] for c in found["candidates"]] == ["w1:0", "w2:0"]
     assert all(term in found["candidates"][0] for term in found["terms"])
     assert (await client.get(f"{API}/explain/r9")).status_code == 404
+
+
+async def test_transfers_of_kv_that_fail_are_a_finding_while_there_are_more(
+    client: httpx.AsyncClient, fleet: FakeWorkers
+) -> None:
+    names = {"KvrouteKvTransfersFail", "KvrouteKvFetchedLate"}
+    counts = itertools.count(3)
+
+    async def told() -> dict[str, str]:
+        number = next(counts)
+        said = ForwardPassMetrics(kv_transfers_failed=number, kv_fetched_late=number)
+        await fleet.report("w2", said)
+        found = await answer(client, "overview")
+        return {f["name"]: f["detail"] for f in found["findings"] if f["name"] in names}
+
+    found = await eventually(told, lambda found: found.keys() == names)
+    assert found["KvrouteKvTransfersFail"].startswith("w2:0 failed")
+    assert found["KvrouteKvFetchedLate"].startswith("KV of w2:0")
 
 
 async def test_a_dry_run_says_who_holds_what_and_reserves_nothing(

@@ -23,8 +23,10 @@ function Head({ column, by, down, sortBy }) {
   </th>`;
 }
 
-// columns: [{head, title, cell(row), sort(row), of(row), number}], left out where `sort` or `of` gives
-// nothing for any row; id(row): its key; initial: sorted by that head, numbers the largest first.
+// columns: [{head, title, cell(row), sort(row), of(row), number, down}], left out where `sort` or `of`
+// gives nothing for any row; id(row): its key; initial: sorted by that head. Numbers, and what is
+// `down`, have the largest first.
+const startsDown = (column) => Boolean(column?.number || column?.down);
 const isKnown = (rows) => (column) => {
   const of = column.sort ?? column.of;
   return !of || rows.some((row) => (of(row) ?? null) !== null);
@@ -34,7 +36,7 @@ export function Table({ label, columns: all, rows, id, initial, empty = "none", 
   const columns = all.filter(isKnown(rows));
   const [{ by, down }, setSort] = useState({
     by: initial,
-    down: Boolean(columns.find((c) => c.head === initial)?.number),
+    down: startsDown(columns.find((c) => c.head === initial)),
   });
   const [top, setTop] = useState(0);
   const box = useRef(null);
@@ -50,8 +52,8 @@ export function Table({ label, columns: all, rows, id, initial, empty = "none", 
   const windowed = shown.length > ALL_BELOW;
   const first = windowed ? Math.max(0, Math.floor(top / ROW_PX) - AROUND) : 0;
   const last = windowed ? Math.min(shown.length, first + Math.ceil(height / ROW_PX) + 2 * AROUND) : shown.length;
-  const sortBy = ({ head, number }) =>
-    setSort((now) => ({ by: head, down: now.by === head ? !now.down : Boolean(number) }));
+  const sortBy = (column) =>
+    setSort((now) => ({ by: column.head, down: now.by === column.head ? !now.down : startsDown(column) }));
   useEffect(() => {
     if (box.current) box.current.scrollTop = 0;
   }, [by, down]);

@@ -25,9 +25,8 @@ function Blocks({ row, most }) {
   return html`<${Stack} parts=${parts} most=${most} label=${parts.map((p) => `${p.name} ${p.text}`).join(", ")} />`;
 }
 
-const STATES = { live: 0, draining: 0, paused: 1, gone: 1, stale: 2, ill: 2 };
-// Requests of the last minute, and a thousand for each degree of its state.
-const trouble = (row) => 1000 * (STATES[row.state] ?? 0) + (row.failed ?? 0) + (row.left_before ?? 0);
+const TONES = { live: "", draining: "warn", degraded: "warn", paused: "warn" };
+
 const held = (row) =>
   row.device_blocks === null ? null : TIERS.reduce((sum, [name]) => sum + row[`${name}_blocks`], 0);
 const most = (rows, of) => Math.max(0, ...rows.map((row) => of(row) ?? 0));
@@ -48,13 +47,13 @@ function columns(rows) {
   });
   const plain = (head, of, text, title) => ({ head, title, number: true, sort: of, cell: (row) => text(of(row)) });
   return [
-    { head: "trouble", number: true, sort: trouble, cell: (row) => html`<span class=${trouble(row) >= 1 ? "bad" : ""}>${number(trouble(row))}</span>`, title: "What state it is in, and how many requests it failed or kept waiting for nothing" },
     { head: "worker", sort: (row) => row.worker, cell: (row) => workerLink(row.worker) },
     {
       head: "state",
-      sort: (row) => row.state,
-      cell: (row) =>
-        html`<span class=${row.state === "live" ? "" : row.state === "gone" ? "bad" : "warn"}>${row.state}</span>`,
+      title: "The one in most trouble first: failing, ill, paused or gone",
+      down: true,
+      sort: (row) => row.trouble,
+      cell: (row) => html`<span class=${TONES[row.state] ?? "bad"}>${row.state}</span>`,
     },
     bar("queue", (row) => row.queue_s, queue, seconds, "Predicted seconds of prefill in line"),
     bar(
@@ -73,6 +72,9 @@ function columns(rows) {
       cell: (row) => html`<span class=${row.failed ? "bad" : ""} title=${row.last_error ?? ""}>${number(row.failed)}</span>`,
     },
     plain("left", (row) => row.left_before, number, "Clients of the last minute that left before their first token"),
+    plain("retried", (row) => row.retried, number, "Requests of the last minute that went on to another worker"),
+    plain("tokens out", (row) => row.output, number, "In the last minute, as its engine counted them"),
+    plain("sources", (row) => row.sources, number, "Requests of the last minute whose prompt it computed for another worker, or handed on"),
     plain("decoding", (row) => row.decoding, number, "Past their first token"),
     bar("KV in use", (row) => row.kv_used, 1, share, "Blocks of running requests, of all on its device"),
     {
@@ -126,8 +128,8 @@ export function Workers() {
         <h2>${number(all.filter((row) => row.state !== "gone").length)} workers</h2>
         <label class="note">find <input type="search" value=${text} placeholder="id, model, state" onInput=${(e) => setText(e.target.value)} /></label>
       </div>
-      <${Table} label="Workers" columns=${heads} rows=${rows} initial="trouble" id=${(row) => row.worker} empty="No worker is registered."
-        tone=${(row) => (row.state === "live" ? "" : "off")} />
+      <${Table} label="Workers" columns=${heads} rows=${rows} initial="state" id=${(row) => row.worker} empty="No worker is registered."
+        tone=${(row) => (["live", "failing"].includes(row.state) ? "" : "off")} />
     </section>
   `;
 }
