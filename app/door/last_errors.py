@@ -24,7 +24,8 @@ MAX_KNOWN = 200
 """Errors that are told apart; what comes beyond is not told."""
 QUIET_S = 60.0
 """After that an error is forgotten."""
-TOLD = (Kind.ENGINE, Kind.CUT, Kind.UNFIT, Kind.REFUSED)
+TOLD = (Kind.ENGINE, Kind.CUT, Kind.UNFIT, Kind.REFUSED, Kind.LEFT_BEFORE)
+LEFT = "its client left, and had waited for a first token"
 
 
 @dataclass(slots=True)
@@ -92,4 +93,5 @@ def _errors(record: RequestRecord, own: str) -> Iterator[tuple[str, Error]]:
     is_ours = kind is Kind.REFUSED
     cause = f"status_{record.status}" if record.outcome == UNFIT else record.outcome
     worker = "" if is_ours else record.worker
-    yield namespace, Error(record.model_name, worker, cause, record.error, record.request_id)
+    words = record.error or (LEFT if kind is Kind.LEFT_BEFORE else "")
+    yield namespace, Error(record.model_name, worker, cause, words, record.request_id)

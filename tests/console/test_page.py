@@ -22,6 +22,7 @@ from app.local.cluster import Cluster
 from app.local.redis_server import free_port
 from tests.console.conftest import HOSTILE, NUM_WORKERS, SCREENSHOTS, Load, Watched
 from tests.e2e.conftest import listens
+from tests.e2e.engines import Process
 from tests.redis_servers import stopped
 
 VIEWS = ("decisions", "prefix", "waiting", "whatif", "events", "workers", "reuse", "overview")
@@ -125,6 +126,66 @@ def test_it_works_below_a_prefix(cluster: Cluster, load: Load, watch: Any) -> No
         seen.page.route("**/some/prefix/**", stripped)
         page = seen.open("overview")
         expect(page.locator("[data-tile=workers]")).to_have_text(str(NUM_WORKERS))
+
+
+KEEP_PLOTS = """
+window.plots = [];
+let kept;
+Object.defineProperty(window, "uPlot", {
+  get: () => kept,
+  set: (plot) => (kept = function (...given) { return plots[plots.push(new plot(...given)) - 1]; }),
+});
+"""
+SPANS = "plots.map(({scales: {x}}) => x.max - x.min)"
+
+
+def test_charts_have_the_hour_that_they_name(cluster: Cluster, load: Load, watch: Any) -> None:
+    with watch(cluster.balancer_url) as seen:
+        seen.page.add_init_script(KEEP_PLOTS)
+        for view in ("overview", "events", "workers/w1:0"):
+            seen.page.goto("about:blank")
+            page = seen.open(view)
+            page.wait_for_selector(".chart canvas")
+            page.wait_for_function(f"{SPANS}.every((span) => span >= 3600)")
+
+
+def test_a_fresh_clusters_page_says_how_to_begin(cluster: Cluster, watch: Any) -> None:
+    flags = [f"--redis-url={cluster.redis_url}", "--namespace=fresh"]
+    router = Process("router", "--port=0", *flags)
+    try:
+        with watch(router.url, failures=True) as seen:
+            page = seen.open("overview")
+            expect(page.get_by_role("heading", name="No worker yet")).to_be_visible()
+            expect(page.locator("code").first).to_contain_text("kvroute agent --namespace fresh")
+            worker = Process("worker", "--port=0", "--model-name=it's new", *flags)
+            try:
+                expect(page.get_by_role("heading", name="No request yet")).to_be_visible()
+                line = page.locator("code").inner_text()
+                done = subprocess.run(
+                    ["bash", "-c", f"{line} -sf"], capture_output=True, check=True, timeout=30
+                )
+                assert json.loads(done.stdout)["choices"]
+                expect(page.get_by_role("heading", name="No request yet")).to_have_count(0)
+            finally:
+                worker.end()
+    finally:
+        router.end()
+
+
+def test_workers_in_trouble_come_first(cluster: Cluster, watch: Any) -> None:
+    table = httpx.get(f"{cluster.balancer_url}/console/api/workers").json()
+    place = {name: at for at, name in enumerate(table["columns"])}
+    rows = []
+    for name, state, trouble in (("a", "live", 3), ("b", "paused", 3e6), ("c", "failing", 8e6)):
+        row = list(table["rows"][0])
+        for column, value in (("worker", f"{name}:0"), ("state", state), ("trouble", trouble)):
+            row[place[column]] = value
+        rows.append(row)
+    with watch(cluster.balancer_url) as seen:
+        seen.page.route("**/api/workers", lambda route: route.fulfill(json=table | {"rows": rows}))
+        page = seen.open("workers")
+        expect(page.locator("tbody a.id")).to_have_text(["c:0", "b:0", "a:0"])
+        expect(page.locator("td .bad", has_text="failing")).to_be_visible()
 
 
 @pytest.fixture

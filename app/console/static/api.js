@@ -8,6 +8,7 @@ const ASK_TIMEOUT_MS = 65_000;
 const SLOWEST_MS = 15_000;
 
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
+export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
 
 // What the head of the page shows: of the last answer to any poll.
 export const health = { at: 0, error: "", stale: "", refused: false, paused: false, listeners: new Set() };

@@ -50,10 +50,13 @@ export function bytes(value) {
   return `${value} B`;
 }
 
+// Whole seconds: what is older than that changes too fast to be read.
+export const age = (ms) => (ms < 120_000 ? `${number(Math.max(0, ms) / 1000)} s` : seconds(ms / 1000));
 // How long ago a time by the Redis clock is, by the one of this machine.
-export const since = (ms) => (known(ms) ? `${seconds(Math.max(0, Math.round((Date.now() - ms) / 1000)))} ago` : NONE);
+export const since = (ms) => (known(ms) ? `${age(Date.now() - ms)} ago` : NONE);
 
 export const clock = (ms) => (known(ms) ? new Date(ms).toLocaleTimeString("en-GB") : NONE);
 export const day = (ms) => (known(ms) ? new Date(ms).toLocaleString("sv-SE") : NONE);
 
-export const sentence = (text) => (text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "");
+const ended = (text) => (/[.?!]$/.test(text) ? text : `${text}.`);
+export const sentence = (text) => (text ? ended(`${text[0].toUpperCase()}${text.slice(1)}`) : "");

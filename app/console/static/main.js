@@ -1,7 +1,7 @@
 // The frame: head, navigation by the part behind #, and one view below it.
 import { html, render, useEffect, useState } from "./vendor/htm-preact-standalone.module.js";
 import { freshness, setKey, useHealth, usePoll } from "./api.js";
-import { number, seconds } from "./format.js";
+import { age as aged, number } from "./format.js";
 import { Decisions } from "./views/decisions.js";
 import { Events } from "./views/events.js";
 import { Explanation } from "./views/explanation.js";
@@ -53,7 +53,7 @@ function Health() {
     document.body.className = kind;
   }, [kind]);
   let text = health.at ? `${number(age / 1000, 1)} s old` : "loading";
-  if (why) text = health.at ? `${why}; data ${seconds(Math.round(age / 1000))} old` : why;
+  if (why) text = health.at ? `${why}; data ${aged(age)} old` : why;
   if (health.paused) text = "paused";
   return html`<p class=${`health ${kind}`} data-age-ms=${age}><i aria-hidden="true"></i><span>${text}</span></p>`;
 }
@@ -68,7 +68,7 @@ function Old() {
     ? "Is it up, and reachable from here? Others of its replicas show the same page."
     : "Is Redis up, and reachable from its routers? Until then requests are routed by load alone, not to the caches that they need.";
   return html`<section class="old" role="alert">
-    <p><b>${what}.</b> ${health.at ? `What is below is ${seconds(Math.round(age / 1000))} old.` : ""} <span class="faint">${why}</span></p>
+    <p><b>${what}.</b> ${health.at ? `What is below is ${aged(age)} old.` : ""} <span class="faint">${why}</span></p>
     <p class="note">→ ${todo}</p>
   </section>`;
 }

@@ -21,7 +21,7 @@ export function Events() {
   return html`
     ${
       history &&
-      html`<${Chart} title="Workers in service, and events" at=${history.at_s} marks=${shown} height=${130}
+      html`<${Chart} title="Workers in service, and events, last hour" at=${history.at_s} from=${3600} marks=${shown} height=${130}
       lines=${[{ label: "workers", tone: "c1", values: history.series.workers, fill: true }]} />`
     }
     <section>

@@ -1,9 +1,9 @@
 import { html, useState } from "../vendor/htm-preact-standalone.module.js";
-import { freshness, objects, useHealth, usePoll } from "../api.js";
+import { freshness, hasKey, objects, useHealth, usePoll } from "../api.js";
 import { Legend, Stack } from "../bars.js";
 import { Chart } from "../chart.js";
 import { Errors } from "../errors.js";
-import { bytes, number, percent, seconds, short } from "../format.js";
+import { age as aged, bytes, number, percent, seconds, sentence, short } from "../format.js";
 import { Funnel } from "../funnel.js";
 import { Table } from "../table.js";
 
@@ -26,12 +26,13 @@ const Tile = ({ name, value, small, tone }) =>
 
 function Tiles({ tiles, redis, replicas }) {
   const { stale } = useHealth(1000);
+  const asked = tiles.requests_per_s + tiles.refused_per_s;
   const memory = redis.max_bytes ? `${bytes(redis.used_bytes)} of ${bytes(redis.max_bytes)}` : bytes(redis.used_bytes);
   return html`<dl class="tiles">
     <${Tile} name="requests a second" value=${number(tiles.requests_per_s, 1)} small=${`${number(tiles.output_tokens_per_s)} tokens out`} />
     <${Tile} name="failed" tone=${tiles.failed_share > 0.05 && "bad"} value=${percent(tiles.failed_share)} small=${`${number(tiles.failed_per_s, 1)}/s by engines, ${number(tiles.cut_per_s, 1)}/s cut`} />
-    <${Tile} name="left waiting" value=${`${number(tiles.left_before_per_s, 1)}/s`} small=${`before a token; ${number(tiles.left_after_per_s, 1)}/s after it`} />
-    <${Tile} name="refused" value=${`${number(tiles.refused_per_s, 1)}/s`} small=${`by routers; ${number(tiles.unfit_per_s, 1)}/s by engines`} />
+    <${Tile} name="left waiting" tone=${tiles.left_before_per_s > 0.1 * asked && "bad"} value=${`${number(tiles.left_before_per_s, 1)}/s`} small=${`before a token; ${number(tiles.left_after_per_s, 1)}/s after it`} />
+    <${Tile} name="refused" tone=${tiles.refused_per_s > 0.5 * asked && "bad"} value=${`${number(tiles.refused_per_s, 1)}/s`} small=${`by routers; ${number(tiles.unfit_per_s, 1)}/s by engines`} />
     <${Tile} name="first token in time" tone=${tiles.in_time_share < 0.95 && "bad"} value=${percent(tiles.in_time_share)} small="within 5 s, of all that waited" />
     <${Tile} name="first token p50" value=${seconds(tiles.ttft_p50_s)} small=${`p99 ${seconds(tiles.ttft_p99_s)}`} />
     <${Tile} name="from cache" value=${percent(tiles.cached_share)} small=${`as engines say; ${percent(tiles.predicted_share, 0)} predicted`} />
@@ -41,7 +42,7 @@ function Tiles({ tiles, redis, replicas }) {
     <${Tile} name="waiting" value=${number(tiles.waiting)} small=${`queue of a worker ${seconds(tiles.queue_s)}`} />
     <${Tile} name="workers" value=${number(tiles.workers)} small=${tiles.draining ? `${tiles.draining} draining` : "in service"} />
     <${Tile} name="replicas" value=${number(replicas.rows.length)} small=${`${number(tiles.degraded_per_s, 1)}/s degraded`} />
-    <${Tile} name="Redis" tone=${stale && "bad"} value=${stale ? "away" : seconds(redis.rtt_s)} small=${`${memory}, ${redis.version ?? ""}`} />
+    <${Tile} name="Redis" tone=${(stale || redis.used_bytes > 0.9 * (redis.max_bytes || Infinity)) && "bad"} value=${stale ? "away" : seconds(redis.rtt_s)} small=${`${memory}, ${redis.version ?? ""}`} />
   </dl>`;
 }
 
@@ -61,19 +62,23 @@ function WhyNot({ localities }) {
   </section>`;
 }
 
+// Conditions say in a sentence what checks say of what they are named after.
+const Finding = ({ name, detail, remedy, level }) => html`<li class=${level}>
+  <p>${name.startsWith("Kvroute") ? html`<b>${detail}.</b> <span class="note">${name}</span>` : html`<b>${name}:</b> ${detail}`}</p>
+  ${remedy && html`<p class="note">→ ${sentence(remedy)}</p>`}
+</li>`;
+
+const isWrong = ({ level }) => level === "bad" || level === "warn";
+
 function Findings({ findings }) {
   const { age, kind } = freshness(useHealth(1000));
-  const wrong = findings.filter(({ level }) => level === "bad" || level === "warn");
+  const wrong = findings.filter(isWrong);
   const fine = findings.filter(({ ok }) => ok).length;
   return html`<section aria-live="polite">
-    <h2>${kind ? `What was wrong ${seconds(Math.round(age / 1000))} ago` : "What is wrong now"}</h2>
+    <h2>${kind ? `What was wrong ${aged(age)} ago` : "What is wrong now"}</h2>
     <ul class="findings">
       ${wrong.length === 0 && html`<li class="fine"><p>Nothing: ${number(fine)} checks pass.</p></li>`}
-      ${wrong.map(
-        ({ name, detail, remedy, level }) => html`<li key=${name} class=${level}>
-          <p><b>${name}</b> ${detail}</p>${remedy && html`<p class="note">→ ${remedy}</p>`}
-        </li>`,
-      )}
+      ${wrong.map((finding) => html`<${Finding} key=${finding.name} ...${finding} />`)}
     </ul>
   </section>`;
 }
@@ -130,23 +135,34 @@ const MODELS = [
   count("unfit", "unfit", "Engines took them for the request's own fault"),
   count("refused", "refused", "By routers"),
   { head: "first token", number: true, sort: (row) => row.ttft_mean_s, cell: (row) => seconds(row.ttft_mean_s) },
+  { head: "queue", title: "Mean of its workers", number: true, sort: (row) => row.queue_s, cell: (row) => seconds(row.queue_s) },
+  count("tokens out", "output", "As engines counted them"),
+  count("retries", "retries", "On another worker, before the answer began"),
+  count("migrations", "migrations", "On another worker, within the answer"),
+  count("sources", "sources", "Requests whose prompt another worker computed or handed on"),
 ];
 
 const Models = ({ models }) => html`<section>
-  <div class="title"><h2>Models</h2><span class="note">requests of the last minute</span></div>
+  <div class="title"><h2>Models</h2><span class="note">requests and tokens of the last minute</span></div>
   <${Table} label="Models" columns=${MODELS} rows=${objects(models)} id=${(row) => row.model} empty="No request in the last minute." />
 </section>`;
 
 const ENGINE = "http:" + "//127.0.0.1:8000";
-const CHAT = '{"model": "MODEL", "messages": [{"role": "user", "content": "hi"}]}';
+const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-const Beginning = ({ namespace, workers }) => html`<section>
-  <h2>${workers ? "Nothing was asked in the last hour" : "There is no worker yet"}</h2>
-  <dl class="facts">
-    ${!workers && html`<div><dt>a worker: beside vLLM or SGLang, with this router's REDIS_URL</dt><dd><code>kvroute agent --namespace ${namespace} --engine-url ${ENGINE}</code></dd></div>`}
-    <div><dt>a request; /v1/models lists the models</dt><dd><code>curl ${location.origin}/v1/chat/completions -H 'content-type: application/json' -d '${CHAT}'</code></dd></div>
-  </dl>
-</section>`;
+// The lines that make the first numbers come.
+function Beginning({ namespace }) {
+  const { data } = usePoll("workers");
+  const worker = objects(data)[0];
+  const chat = { model: worker?.model ?? "MODEL", messages: [{ role: "user", content: "hi" }] };
+  const key = hasKey() ? ' -H "authorization: Bearer $KEY"' : "";
+  const curl = `curl ${location.origin}/v1/chat/completions${key} -H 'content-type: application/json' -d ${quoted(JSON.stringify(chat))}`;
+  return html`<section>
+    <h2>${worker ? "No request yet: this sends the first one" : "No worker yet"}</h2>
+    ${!worker && html`<p>This adds one, beside vLLM or SGLang, with REDIS_URL as this router has it:</p><p><code>kvroute agent --namespace ${namespace} --engine-url ${ENGINE}</code></p><p>And this sends a first request:</p>`}
+    <p><code>${curl}</code></p>
+  </section>`;
+}
 
 const REPLICAS = [
   { head: "replica", cell: (row) => html`<span class="id">${row.replica}</span>` },
@@ -172,19 +188,23 @@ export function Overview() {
   const { data: funnel } = usePoll("funnel", HISTORY_MS);
   const { data: events } = usePoll("events", HISTORY_MS);
   if (!data) return html`<p class="empty">${error || "Loading…"}</p>`;
+  const errors = html`<${Errors} errors=${data.errors} />`;
+  const isIll = data.findings.some(isWrong) && data.errors.rows.length > 0;
   return html`
-    ${funnel && !funnel.models[""] && html`<${Beginning} namespace=${data.namespace} workers=${data.tiles.workers} />`}
+    ${funnel && !funnel.models[""] && !data.models.rows.length && html`<${Beginning} namespace=${data.namespace} />`}
+    <${Findings} findings=${data.findings} />
+    ${isIll && errors}
     <${Tiles} ...${data} />
+    ${!isIll && errors}
+    <${Models} models=${data.models} />
+    <${Curves} marks=${events?.events} />
     <div class="two">
       <section>
         <div class="title"><h2>Where reuse is lost</h2><a class="note" href="#/reuse">by model and cause</a></div>
         <${Funnel} counts=${funnel?.models[""] ?? {}} />
       </section>
-      <div class="column"><${Findings} findings=${data.findings} /><${WhyNot} localities=${data.localities} /></div>
+      <${WhyNot} localities=${data.localities} />
     </div>
-    <${Errors} errors=${data.errors} />
-    <${Models} models=${data.models} />
-    <${Curves} marks=${events?.events} />
     <${Replicas} replicas=${data.replicas} />
   `;
 }

@@ -69,7 +69,7 @@ export function Worker({ id }) {
     </section>
     <${Errors} errors=${errors} />
     <div class="two">
-      <${Chart} title="Seconds queued" at=${series.at_s} text=${seconds} lines=${[{ label: "queue", tone: "c1", values: series.queue_s, fill: true }]} />
+      <${Chart} title="Seconds queued, last hour" at=${series.at_s} from=${3600} text=${seconds} lines=${[{ label: "queue", tone: "c1", values: series.queue_s, fill: true }]} />
       <section>
         <div class="title"><h2>Hottest prefixes</h2><span class="note">of the last decisions for it</span></div>
         <${Table} label="Hottest prefixes" columns=${PREFIX_COLUMNS} rows=${objects(prefixes)} id=${(row) => row.block} initial="requests" empty="None is kept." />
