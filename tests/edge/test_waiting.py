@@ -65,16 +65,6 @@ async def test_an_answer_says_how_long_it_waited(
     assert 'kvroute_waits_total{outcome="routed",priority="normal",tenant="other"} 1.0' in metrics
 
 
-async def test_a_request_that_waited_in_vain_is_told_when_to_retry(
-    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
-    async with replica(one_redis_server.url, **WAITS | {"wait_timeout_s": 0.05}) as client:
-        answer = await route(client, "r1")
-    assert answer.status_code == 429
-    assert answer.json()["error"]["code"] == "all_workers_busy"
-    assert 10 < int(answer.headers["retry-after"]) <= 20
-
-
 @pytest.mark.parametrize(
     ("asked", "flow"),
     [

@@ -79,20 +79,6 @@ async def test_without_a_planner_that_would_start_one_a_request_is_refused_at_on
             await replica.route(request("r2"))
 
 
-async def test_who_wakes_a_model_waits_as_its_tenant_and_priority(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
-) -> None:
-    async with running(one_redis_server.url, **WAITS) as replica:
-        await planner_says(redis, replica, wakes=True)
-        going = asyncio.create_task(
-            replica.awake(RouteRequest("r", [], tenant="acme", priority="high"))
-        )
-        flows = await eventually(lambda: redis.zrange(KEYS["flows"], 0, -1))
-        assert flows == [b"high:acme"]
-        await workers.register("w2")
-        await going
-
-
 async def test_a_caller_that_hangs_up_leaves_the_line(
     one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
 ) -> None:
