@@ -19,7 +19,7 @@ from app.edge.client import JSON, Client
 from app.edge.console_page import SAFE, page, redirect
 from app.edge.dry_run import dry_run
 from app.edge.origins import check_asked
-from app.edge.routes import REQUEST_ID, Route, body_of, parameters_of
+from app.edge.routes import REQUEST_ID, Route, body_of, in_path, parameters_of
 from app.policy.cost import POLICIES
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -222,15 +222,13 @@ def _post(
     )
 
 
-_KEY = [{"name": "key", "in": "path", "required": True, "schema": {"type": "string"}}]
-_REQUEST = [{"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}]
 ROUTES = [
     Route("GET", "/console", redirect, include_in_schema=False),
     Route("GET", "/console/", page, include_in_schema=False),
     Route("GET", "/console/static/{file:path}", page, include_in_schema=False),
     _get("/overview", overview, schemas.Overview),
     _get("/workers", workers, schemas.TableOf),
-    _get("/workers/{key:any_text}", worker, schemas.WorkerShown, 404, _KEY),
+    _get("/workers/{key:any_text}", worker, schemas.WorkerShown, 404, in_path("key")),
     _get(
         "/decisions",
         decisions,
@@ -238,7 +236,7 @@ ROUTES = [
         422,
         parameters_of(schemas.DecisionsAsked),
     ),
-    _get("/explain/" + REQUEST_ID, explain, schemas.Explanation, 404, _REQUEST),
+    _get("/explain/" + REQUEST_ID, explain, schemas.Explanation, 404, in_path("request_id")),
     _get("/history", history, schemas.HistoryShown, 422, parameters_of(schemas.HistoryAsked)),
     _get("/events", events, schemas.EventsShown, 422, parameters_of(schemas.EventsAsked)),
     _get("/funnel", funnel, schemas.FunnelShown),

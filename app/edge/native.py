@@ -15,7 +15,7 @@ from app.core.types import checked_reservation_id
 from app.core.worker_report import MAX_CONTEXT
 from app.edge import ask, schemas, views
 from app.edge.client import Client
-from app.edge.routes import REQUEST_ID, Route, body_of, parameters_of
+from app.edge.routes import REQUEST_ID, Route, body_of, in_path, parameters_of
 from app.policy.view import load_statistics
 from app.router.metrics import text_of
 from app.router.router import Router
@@ -201,7 +201,7 @@ def _tokens_or_json() -> dict[str, Any]:
     return extra | {"parameters": parameters_of(schemas.RouteOptions)}
 
 
-_ID = parameters_of(schemas.ReservationId, "path")
+_ID = in_path("request_id")
 _OF_RELEASE = {"parameters": [*_ID, *parameters_of(schemas.ReleaseOptions)]}
 ROUTES = [
     Route(

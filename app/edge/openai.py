@@ -40,7 +40,7 @@ from app.edge import schemas
 from app.edge.ask import fitting_id, request_id_in, request_of
 from app.edge.client import Client
 from app.edge.errors import ending_of, reason_of
-from app.edge.routes import Route, body_of, parameters_of
+from app.edge.routes import Route, body_of, in_path
 from app.http.json_body import Fields, JsonBody
 from app.policy.decision import RouteRequest
 from app.router.prompt import check_length
@@ -372,6 +372,6 @@ ROUTES = [
         one_model,
         *(401, 404, 503),
         error=schemas.OpenAIError,
-        openapi_extra={"parameters": parameters_of(schemas.ModelName, "path")},
+        openapi_extra={"parameters": in_path("model")},
     ),
 ]

@@ -51,10 +51,15 @@ class Route(APIRoute):
         self.app = app
 
 
-def parameters_of(model: type[BaseModel], place: str = "query") -> list[dict[str, Any]]:
-    """The fields of `model` as the description of parameters."""
+def in_path(name: str) -> list[dict[str, Any]]:
+    """The description of a text in a path."""
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+
+
+def parameters_of(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """The fields of `model` as the description of a query."""
     return [
-        {"name": name, "in": place, "required": place == "path", "schema": schema}
+        {"name": name, "in": "query", "required": False, "schema": schema}
         for name, schema in model.model_json_schema()["properties"].items()
     ]
 

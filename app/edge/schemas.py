@@ -265,18 +265,6 @@ class Routed(BaseModel):
     candidates: list[CandidateModel] | None = Field(default=None, description="with explain")
 
 
-class ReservationId(BaseModel):
-    """In the path of what is told of a request."""
-
-    request_id: str
-
-
-class ModelName(BaseModel):
-    """In the path of a model."""
-
-    model: str
-
-
 class Generation(BaseModel):
     """As in the API of that path; the router looks at these members."""
 
