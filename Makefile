@@ -101,8 +101,8 @@ demo: $(DEMO_STAMP) ## Run a whole cluster on this machine, without a GPU
 demo-torch: setup ## Run two workers with a real model on this machine's CPU
 	$(BIN)/python -m loadtest.demo_torch
 
-pictures: setup ## Take the README's pictures of the console anew
-	KVROUTE_PICTURES=docs/images $(BIN)/pytest -m slow tests/console/test_pictures.py
+pictures: setup ## Take the pictures of the console anew: the README's, and those of sick clusters
+	KVROUTE_PICTURES=docs/images $(BIN)/pytest -m slow tests/console/test_pictures.py tests/console/test_sick_clusters.py
 
 clean: ## Remove .venv, caches and builds
 	rm -rf $(VENV) $(VLLM) $(SGLANG) $(CLIENTS) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ function Tiles({ tiles, redis, replicas }) {
     <${Tile} name="failed" tone=${tiles.failed_share > 0.05 && "bad"} value=${percent(tiles.failed_share)} small=${`${number(tiles.failed_per_s, 1)}/s by engines, ${number(tiles.cut_per_s, 1)}/s cut`} />
     <${Tile} name="left waiting" tone=${tiles.left_before_per_s > 0.1 * asked && "bad"} value=${`${number(tiles.left_before_per_s, 1)}/s`} small=${`before a token; ${number(tiles.left_after_per_s, 1)}/s after it`} />
     <${Tile} name="refused" tone=${tiles.refused_per_s > 0.5 * asked && "bad"} value=${`${number(tiles.refused_per_s, 1)}/s`} small=${`by routers; ${number(tiles.unfit_per_s, 1)}/s by engines`} />
-    <${Tile} name="first token in time" tone=${tiles.in_time_share < 0.95 && "bad"} value=${percent(tiles.in_time_share)} small="within 5 s, of all that waited" />
+    <${Tile} name="first token in time" tone=${tiles.in_time_share !== null && tiles.in_time_share < 0.95 && "bad"} value=${percent(tiles.in_time_share)} small="within 5 s, of all that waited" />
     <${Tile} name="first token p50" value=${seconds(tiles.ttft_p50_s)} small=${`p99 ${seconds(tiles.ttft_p99_s)}`} />
     <${Tile} name="from cache" value=${percent(tiles.cached_share)} small=${`as engines say; ${percent(tiles.predicted_share, 0)} predicted`} />
     <${Tile} name="prefill saved" value=${tiles.saved_s_per_s === null ? "–" : `${number(tiles.saved_s_per_s, 2)} s/s`} small="by what engines had cached" />
