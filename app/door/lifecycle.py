@@ -208,5 +208,5 @@ class Lifecycle:
 def _answer(record: RequestRecord, usage: Usage) -> Answer:
     is_seen = bool(record.first_token_s)
     first_token_s = record.spent_s[Stage.FIRST_TOKEN] if is_seen else 0.0
-    rest_s = record.spent_s[Stage.REST]
+    rest_s = record.spent_s.get(Stage.REST, 0.0)  # which no whole answer has
     return Answer(usage.prompt, usage.cached, usage.output, first_token_s, rest_s)
