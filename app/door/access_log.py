@@ -115,12 +115,17 @@ FIELDS: Mapping[str, Field] = {
         "Those of them that the worker was predicted to have cached.", lambda r: r.predicted_cached
     ),
     "cached_tokens": Field(
-        "Those that it had cached, as the engine says.",
+        "Those that it had cached, as the engine says; as was predicted, if the router counted.",
         lambda r: r.usage.cached if r.usage else None,
     ),
     "output_tokens": Field(
-        "Tokens of its answer, as the engine counted them.",
+        "Tokens of its answer, as the engine counted them, or the router.",
         lambda r: r.usage.output if r.usage else None,
+    ),
+    "counted_by": Field(
+        "Who counted these: `engine`; or `router`, where the engine did not tell of all that the "
+        "client got, as when the client left: then by what was passed on, which may be less.",
+        lambda r: ("router" if r.usage.by_router else "engine") if r.usage else None,
     ),
     "ttft_s": Field(
         "Seconds until its first token; null where nobody saw or told that.",

@@ -437,6 +437,7 @@ class _Carriage:
         parser: Parser = Whole()
         if begun.in_events:
             parser = self.outgoing.parser()
+            life.hears(lambda: (parser.num_said, self._usage(parser.tail, begun.worker)))
             headers = [each for each in headers if each[0] not in _OF_STREAMS]
             headers += _OF_STREAMS.items()
         await client.start(answer.status, headers)
@@ -458,7 +459,8 @@ class _Carriage:
             life.record.error = self._said(parser.error)
             if begun.failure is None and (failure := after_failure.of_event(parser.error)):
                 await self._leave(failure, failure.cause, life.record.error)
-        life.end(outcome, ended_by="worker", usage=self._usage(parser.tail, begun.worker))
+        usage = self._usage(parser.tail, begun.worker) if outcome == "ok" else None
+        life.end(outcome, ended_by="worker", usage=usage)
         await client.send(rest, last=True)
 
     def _usage(self, text: bytes, worker: WorkerInfo) -> Usage | None:

@@ -102,7 +102,7 @@ class FrontDoor:
         """Tell of a request, and learn from it."""
         self._outcomes.ended(record)
         admitted, usage = record.admitted, record.usage
-        if admitted is not None and admitted.media is not None and usage is not None:
+        if admitted is not None and admitted.media is not None and usage and not usage.by_router:
             self.prompts.learn(admitted.model, admitted.media, usage.prompt)
 
     def apart(self) -> Mapping[str, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,10 @@ from app.door.tracing import Trace
 from app.policy.answers import Answer
 from app.policy.decision import Decision
 from app.state.endings import Ending
+
+
+def _nothing_heard() -> tuple[int, None]:
+    return 0, None
 
 
 class Lifecycle:
@@ -34,6 +38,7 @@ class Lifecycle:
         """Of which the chain is still to be made."""
         self._router = admitted.model.router
         self._held: Decision | None = None
+        self._heard: Callable[[], tuple[int, Usage | None]] = _nothing_heard
         self._has_first_token = False
         self._sent_ms: int | None = None
         """When it was given to that worker, by the Redis clock."""
@@ -178,11 +183,19 @@ class Lifecycle:
         if decision.reserved:
             self._router.first_token(decision.reservation_id)
 
+    def hears(self, heard: Callable[[], tuple[int, Usage | None]]) -> None:
+        """heard: tells how many tokens of the answer have been passed on, and what its engine last
+        said that it counted."""
+        self._heard = heard
+
     def end(self, outcome: str, *, ended_by: str = "", usage: Usage | None = None) -> None:
         """The answer has ended, in whatever way. Only the first call counts."""
         record = self.record
         if not record.end(outcome, ended_by=ended_by, usage=usage):
             return
+        if record.usage is None:
+            record.usage = self._counted_here()
+        self._heard = _nothing_heard  # what tells it refers to this
         decision, self._held = self._held, None
         if decision is not None:
             cached = usage.cached if usage is not None and not record.migrations else None
@@ -195,6 +208,18 @@ class Lifecycle:
             is_ok = outcome == "ok"
             self._router.end(decision.reservation_id, self._ending(), answered=is_ok)
         self.trace.end(record)
+
+    def _counted_here(self) -> Usage | None:
+        """What the client got of an answer of which its engine did not tell all; None: nothing."""
+        record = self.record
+        output, told = self._heard()
+        if not output or not record.first_token_s:
+            return None
+        cached = record.predicted_cached
+        if told is None or not told.prompt:  # some say 0 as an answer begins
+            return Usage(self.admitted.num_tokens, output, cached, by_router=True)
+        cached = cached if told.cached is None else told.cached
+        return Usage(told.prompt, max(output, told.output), cached, by_router=True)
 
     def _ending(self) -> Ending | None:
         """What came of the request; None: it is not known."""

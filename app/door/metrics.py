@@ -74,7 +74,9 @@ class _Metrics(Table):
     tokens = counter(
         "door_tokens",
         "Tokens as engines counted them, by kind: prompt, output; cached, and told: prompts of "
-        "which they said how much was; predicted: of these, what was thought to be cached.",
+        "which they said how much was; predicted: of these, what was thought to be cached. Of "
+        "answers of which they did not tell all, as their clients left: prompt_by_router, "
+        "output_by_router, and cached_by_router, as predicted.",
         "model",
         "kind",
     )
@@ -236,6 +238,11 @@ class Outcomes:
             self._first_token(worker).observe(record.spent_s[Stage.FIRST_TOKEN])
 
     def _count_tokens(self, model: str, usage: Usage, record: RequestRecord) -> None:
+        if usage.by_router:
+            self._tokens(model, "prompt_by_router").inc(usage.prompt)
+            self._tokens(model, "output_by_router").inc(usage.output)
+            self._tokens(model, "cached_by_router").inc(usage.cached or 0)
+            return
         self._tokens(model, "prompt").inc(usage.prompt)
         self._tokens(model, "output").inc(usage.output)
         if record.worker:

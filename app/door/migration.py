@@ -104,6 +104,10 @@ class Migrating:
         return self._is_known and not self._thinks and not self.is_finished
 
     @property
+    def num_said(self) -> int:
+        return max(self._stream.num_said, len(self.output) + len(self._untold))
+
+    @property
     def failed(self) -> bool:
         return self._stream.failed
 

@@ -46,12 +46,16 @@ STAGES = {
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens, as the engine counted them. cached: None: it did not say. ttft_s: until the first
-    token, as it says; None: it does not."""
+    token, as it says; None: it does not.
+
+    by_router: counted here instead, as the engine did not tell of all that the client got: `output`
+    by what was passed on, which may be less; `cached` is what was predicted."""
 
     prompt: int
     output: int
     cached: int | None
     ttft_s: float | None = None
+    by_router: bool = False
 
 
 @dataclass(slots=True)

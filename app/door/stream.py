@@ -25,6 +25,11 @@ _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _TTFT = re.compile(rb'"time_to_first_token_ms"\s*:\s*(\d{1,9}(?:\.\d{1,20})?)')
 """As vLLM says it in `metrics`, and only in an answer that no quotes are escaped in around it."""
 _EMPTY = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_SAYS = re.compile(
+    rb'(?m)^data:[^\n]*?"(?:content|text|reasoning|reasoning_content|thinking|arguments|partial_json'
+    rb'|delta)"\s*:\s*"[^"\n][^\n]*'
+)
+"""An event with something of the answer in it, whatever its API: a token, or several."""
 _DATA = re.compile(rb"(?:^|\n)data:")
 _PREAMBLE = re.compile(rb"event: ?response\.(?:created|queued|in_progress)\r?\ndata:")
 """Said before there is a token."""
@@ -156,6 +161,7 @@ class Whole:
         self.tail = b""
 
     has_first_token = False
+    num_said = 0
     failed = False
     is_broken = False
     has_ended = True
@@ -179,6 +185,8 @@ class Stream:
     def __init__(self, *, drops_usage: bool, says_end: bool = False) -> None:
         self.tail = b""
         self.has_first_token = False
+        self.num_said = 0
+        """Events with something of the answer in them: tokens, where each has one."""
         self.error = b""
         """The event that told one."""
         self.is_broken = False
@@ -213,6 +221,7 @@ class Stream:
         if not self.has_first_token:
             self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
         self._latest = self._latest[1], events
+        self.num_said += sum(1 for _ in _SAYS.finditer(events))
         if b"error" in events or b"failed" in events:
             self.error = self.error or next(filter(tells_error, events_in(events)), b"")
         if b'"usage"' in events:

@@ -21,7 +21,7 @@ from app.door.record import RequestRecord
 from app.edge.errors import ERRORS, reason_of
 from app.local.redis_server import EmbeddedRedis
 from app.output import OUT
-from tests.door.conftest import completing, replica, until_serving
+from tests.door.conftest import completing, models, replica, until_serving, worker_here
 from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
 
@@ -89,6 +89,7 @@ async def test_a_line_has_all_that_a_request_can_be_billed_and_searched_by(
             "predicted_cached_tokens": 0,
             "cached_tokens": 4,
             "output_tokens": 3,
+            "counted_by": "engine",
             "status": 200,
             "outcome": "ok",
             "ended_by": "worker",
@@ -103,6 +104,54 @@ async def test_a_line_has_all_that_a_request_can_be_billed_and_searched_by(
     assert sum(stages.values()) + line["rest_s"] == pytest.approx(line["duration_s"], abs=0.001)
     assert line["wait_s"] is line["failed_s"] is line["whole_s"] is None
     assert SECRET not in str(line)
+
+
+TURN = {"role": "user", "content": "Tell me more of it. " * 20}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [TURN], "max_tokens": 2000}),
+        ("/v1/completions", {"prompt": TURN["content"], "max_tokens": 2000}),
+        ("/v1/messages", {"messages": [TURN], "max_tokens": 2000}),
+        ("/v1/responses", {"input": [TURN], "max_output_tokens": 2000}),
+    ],
+)
+async def test_what_a_client_got_before_it_left_is_counted_here(
+    one_redis_server: EmbeddedRedis,
+    capsys: pytest.CaptureFixture[str],
+    path: str,
+    asked: dict[str, Any],
+) -> None:
+    url = one_redis_server.url
+    async with worker_here(url, "a", speedup=1), replica(url, access_log=True) as door:
+        await until_serving(door, 1)
+        [model] = await models(door)
+        body = {"model": model, "ignore_eos": True, **asked} | {"stream": True}
+        if path == "/v1/messages":
+            del body["ignore_eos"]
+        lines(capsys)
+        said = ""
+        async with door.stream("POST", path, json=body) as answer:
+            async for piece in answer.aiter_text():
+                said += piece
+                if len(re.findall(r'"(?:content|text|delta)":"[^"]', said)) >= 5:
+                    break
+
+        async def logged() -> list[dict[str, Any]]:
+            return lines(capsys)
+
+        [line] = await eventually(logged)
+        assert (line["outcome"], line["counted_by"]) == ("left_after_token", "router")
+        assert 5 <= line["output_tokens"] < 2000
+        assert line["prompt_tokens"] > 20
+        assert line["cached_tokens"] == line["predicted_cached_tokens"] == 0
+        found = await scrape(door)
+        for kind in ("output", "prompt"):
+            counted = found("door_tokens_total", model=model, kind=f"{kind}_by_router")
+            assert counted == line[f"{kind}_tokens"]
+            assert not found("door_tokens_total", model=model, kind=kind)
 
 
 async def test_identities_are_hashed_if_they_are_to_be(

@@ -22,6 +22,29 @@ def test_what_a_response_says_before_its_first_token_is_not_one() -> None:
     assert stream.has_first_token
 
 
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}', 0),
+        (b'data: {"choices":[{"delta":{"content":"a"}}]}', 1),
+        (b'data: {"choices":[{"delta":{"reasoning":"a","reasoning_content":"a"}}]}', 1),
+        (b'data: {"choices":[{"delta":{"tool_calls":[{"function":{"arguments":"{"}}]}}]}', 1),
+        (b'data: {"choices":[{"text":" \\"text\\":\\"a"}]}', 1),
+        (b'event: content_block_delta\ndata: {"delta":{"type":"text_delta","text":"a"}}', 1),
+        (b'event: content_block_delta\ndata: {"delta":{"partial_json":"{"}}', 1),
+        (b'event: content_block_start\ndata: {"content_block":{"type":"text","text":""}}', 0),
+        (b'event: response.output_text.delta\ndata: {"item_id":"m","delta":"a"}', 1),
+        (b'data: {"choices":[],"usage":{"prompt_tokens":1}}', 0),
+        (b"data: [DONE]", 0),
+    ],
+)
+def test_events_with_something_of_the_answer_are_counted(event: bytes, said: int) -> None:
+    stream = Stream(drops_usage=False)
+    stream.passed(event + b"\n\n")
+    stream.passed(event + b"\n\n" + event + b"\n\n")
+    assert stream.num_said == 3 * said
+
+
 def test_a_first_token_is_seen_behind_what_came_with_it() -> None:
     stream = Stream(drops_usage=False)
     stream.passed(CREATED + IN_PROGRESS + DELTA)
