@@ -127,6 +127,14 @@ def played(kind: str, at_once: int, outcomes: Sequence[Outcome]) -> Played:
 @click.option(
     "--speedup", default=100.0, show_default=True, type=FACTOR, help="Of the engines' clock."
 )
+@click.option(
+    "--prediction-ttl-s",
+    "keeps_s",
+    default=120.0,
+    show_default=True,
+    type=FACTOR,
+    help="As the routers'; in seconds of the wall clock.",
+)
 @json_option
 def main(
     trace_file: Path,
@@ -134,6 +142,7 @@ def main(
     requests: int,
     at_once: tuple[int, ...],
     speedup: float,
+    keeps_s: float,
     json_file: Path | None,
 ) -> None:
     """Play the demo's prompts to engines that tell what they cache, and to others."""
@@ -149,7 +158,9 @@ def main(
                     num_workers=0,
                     num_replicas=1,
                     haproxy=False,
-                    router=RouterSettings(log_level="error", redis_timeout_ms=5000),
+                    router=RouterSettings(
+                        log_level="error", redis_timeout_ms=5000, prediction_ttl_s=keeps_s
+                    ),
                     worker=WorkerSettings(),
                     engines=urls,
                     agent=EngineAgentSettings(log_level="error", memory_folder=memory),

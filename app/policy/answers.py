@@ -56,7 +56,7 @@ class Answers:
 
     def __init__(self) -> None:
         self._kept, self._prefill = _Ratio(), _Ratio()
-        self._gap, self._output = _Ratio(), _Ratio()
+        self._gap, self._output, self._new = _Ratio(), _Ratio(), _Ratio()
 
     def add(self, answer: Answer, predicted_tokens: int, queue_s: float) -> None:
         """predicted_tokens: of the prompt, that were predicted to be cached, as far as `kept`
@@ -72,6 +72,7 @@ class Answers:
             if answer.output_tokens > 1:
                 self._gap.add(answer.rest_s, answer.output_tokens - 1)
         self._output.add(answer.output_tokens, 1)
+        self._new.add(max(0, computed) + answer.output_tokens, 1)
 
     @property
     def kept(self) -> float:
@@ -79,6 +80,11 @@ class Answers:
         again."""
         share = self._kept.value
         return 1.0 if share is None else max(LEAST_KEPT, share)
+
+    @property
+    def new_tokens(self) -> float | None:
+        """That a request adds to what the worker holds; None: not enough is known."""
+        return self._new.value
 
     @property
     def speed(self) -> Speed:

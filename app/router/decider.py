@@ -323,6 +323,7 @@ class Decider:
         )
         telemetry.saved_s.inc(plan.saved_s)
         self._history.add(plan, self._replica.fleet.shards or 1)
+        self._look_up.routed(plan)
         self._note_decision(pending.query, plan)
         if pending.answer.done():
             # The caller has hung up meanwhile.

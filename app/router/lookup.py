@@ -10,6 +10,7 @@ from app.core.errors import KvrouteError, WrongVersion
 from app.core.overlaps import Overlaps
 from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.decision import Query
+from app.policy.plan import Plan
 from app.policy.trust import Trust
 from app.policy.view import View
 from app.router.history import History
@@ -41,6 +42,10 @@ class LookUp:
         self.columns = Columns()
         """The loads that are known, for those alone who decide."""
         self._boundaries = overlap.Boundaries()
+
+    def routed(self, plan: Plan) -> None:
+        """Learn that a request goes where it was planned to."""
+        self._taught.routed(plan)
 
     async def workers(self) -> View:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
@@ -109,9 +114,9 @@ class LookUp:
         if not self._history.predicts_all:
             # Of others, those who publish what they hold say more.
             foreseen = {inc: blocks for inc, blocks in foreseen.items() if inc in view.guessed}
-        kept = self._taught.kept
+        chain, held_by = query.request.chain, self._taught.held
         foreseen = {
-            inc: round(kept(inc) * blocks) if inc in view.guessed else blocks
+            inc: held_by(inc, chain, blocks, view) if inc in view.guessed else blocks
             for inc, blocks in foreseen.items()
         }
         query.is_short = found is None or isinstance(found, overlap.LowerBound) or view.is_short
