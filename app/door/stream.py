@@ -26,8 +26,8 @@ _TTFT = re.compile(rb'"time_to_first_token_ms"\s*:\s*(\d{1,9}(?:\.\d{1,20})?)')
 """As vLLM says it in `metrics`, and only in an answer that no quotes are escaped in around it."""
 _EMPTY = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _SAYS = re.compile(
-    rb'(?m)^data:[^\n]*?"(?:content|text|reasoning|reasoning_content|thinking|arguments|partial_json'
-    rb'|delta)"\s*:\s*"[^"\n][^\n]*'
+    rb'"(?:content|text|reasoning|reasoning_content|thinking|arguments|partial_json|delta)"\s*:\s*'
+    rb'"[^"\n][^\n]*'
 )
 """An event with something of the answer in it, whatever its API: a token, or several."""
 _DATA = re.compile(rb"(?:^|\n)data:")
