@@ -23,7 +23,7 @@ import orjson
 from aiohttp import web
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
-from tests.engine_dialects import DIALECTS, Chat
+from tests.engine_dialects import DIALECTS, FAULT, Chat
 from workers.bridge.engine_events import BlockRemoved, BlockStored, EngineEvent
 from workers.vllm_face.event_socket import EventSocket
 
@@ -335,7 +335,8 @@ class SickEngine:
         if faults.status != 200:
             return _refused(dialect, faults.status, faults)
         if len(ids) >= self.max_model_len:
-            return _refused(dialect, 400, faults)
+            said = f"This model's maximum context length is {self.max_model_len} tokens."
+            return _refused(dialect, 400, faults, said)
         if faults.how == "reset first":
             _reset(request.transport)
             await asyncio.sleep(HANG_S)
@@ -555,11 +556,11 @@ def _num_tokens(body: Mapping[str, Any]) -> int:
     return next((body[name] for name in names if body.get(name)), NUM_TOKENS)
 
 
-def _refused(dialect: Chat, status: int, faults: Faults) -> web.Response:
+def _refused(dialect: Chat, status: int, faults: Faults, said: str = FAULT) -> web.Response:
     headers = {"retry-after": faults.retry_after} if faults.retry_after else None
     text = faults.body
     if text is None:
-        text = orjson.dumps(dialect.refusal(status)).decode()
+        text = orjson.dumps(dialect.refusal(status)).decode().replace(FAULT, said)
     return web.Response(status=status, text=text, headers=headers, content_type="application/json")
 
 

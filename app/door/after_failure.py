@@ -51,6 +51,9 @@ _SAYS_REQUEST = re.compile(
 
 BROKEN_HANDOVER = Failure("handover", in_a_row=_IN_A_ROW, most_s=SOON_S)
 """A source's answer does not say where the prompt's KV lies, or not so that it can be fetched."""
+_SAYS_TOO_LONG = re.compile(
+    rb"(?i)context[ _](?:length|size|window)|max_model_len|max_seq_len|max_total_tokens"
+)
 _REFUSES = Failure("refuses", Whose.WORKER, in_a_row=_IN_A_ROW, most_s=SOON_S)
 BACK_PRESSURE = Failure(_LOAD, Whose.WORKER, weight=0.0, in_a_row=0, pause_s=1.0)
 
@@ -128,6 +131,13 @@ def of_status(
     if 200 < status < 400:  # what stands before the engine sends clients elsewhere
         return replace(_REFUSES, cause=f"status_{status}")
     return None
+
+
+def of_length(status: int, body: bytes) -> Failure | None:
+    """The same of a request that should have fitted: the engine has another context length than its
+    worker registered, as one that was restarted has for a moment."""
+    is_refused = status in (400, 413, 422) and _SAYS_TOO_LONG.search(body)
+    return replace(_REFUSES, cause="context_length") if is_refused else None
 
 
 def is_path_missing(status: int, body: bytes) -> bool:

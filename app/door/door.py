@@ -54,6 +54,7 @@ from app.door.upstream import (
 from app.policy.decision import Decision, Source
 from app.policy.kv_lease import Leases
 from app.policy.sources import TOGETHER
+from app.policy.trust import Trust
 
 log = logging.getLogger(__name__)
 
@@ -405,6 +406,8 @@ class _Carriage:
         if handover.params and failure is None and 400 <= answer.status < 500:
             answer.abort()
             raise RefusedWithSource(f"answered {answer.status} to a request with a source")
+        if failure is None and decision.trust is not Trust.BLIND:
+            failure = after_failure.of_length(answer.status, first)
         return _Begun(worker, answer, first, is_all, in_events, failure)
 
     def _is_in_events(self, answer: EngineAnswer) -> bool:

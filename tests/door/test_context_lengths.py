@@ -202,3 +202,21 @@ def test_what_is_no_number_of_tokens_asks_for_one() -> None:
 
     assert [room(v) for v in (7, 0, -5, True, "9", None, 1.5)] == [7, 1, 1, 1, 1, 1, 1]
     assert output_room(Api.EMBEDDINGS, {"max_tokens": 7}) == 0
+
+
+async def test_a_length_that_an_engine_no_longer_has_costs_nobody_an_answer(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    """As one that was started anew, before its agent has seen it."""
+    lengths = (LONG, LONG, LONG)
+    async with fleet(one_redis_server, redis, lengths=lengths) as (door, engines):
+        engines[0].faults = engines[1].faults = Faults(max_model_len=SHORT)
+        asked = {"model": "m", "prompt": [7] * 1000}
+        for _ in range(9):
+            answer = await door.post("/v1/completions", json=asked)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-kvroute-worker"] == "w2:0"
+        engines[2].faults = Faults(max_model_len=SHORT)
+        answer = await door.post("/v1/completions", json=asked)
+        assert answer.status_code == 400
+        assert "maximum context length is 300 tokens" in answer.text

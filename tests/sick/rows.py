@@ -69,7 +69,15 @@ ROWS: Mapping[str, Row] = {
             "one: 200 run and 200 wait there",
             Faults(more_running=200, more_waiting=200, kv_usage=1),
         ),
-        works("all: whole answers take 6 s", Faults(whole_s=6.0), ALL),
+        # Who happens to have more of them is dearer meanwhile.
+        Row(
+            "all: whole answers take 6 s",
+            Faults(whole_s=6.0),
+            ALL,
+            most_share=None,
+            least_share=0.3,
+            on_s=14.0,
+        ),
         works("three: /tokenize never answers", Faults(tokenize_s=HANG_S), (0, 1, 2)),
         Row("two: contexts of 300 tokens", Faults(max_model_len=300), (0, 3), None, on_s=14.0),
         Row("a replica is stopped", sick=(), most_share=None, stops_router=True),
