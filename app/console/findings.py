@@ -1,4 +1,4 @@
-"""What is wrong now, in words: the doctor's checks, and and conditions that are alerts too."""
+"""What is wrong now, in words: the doctor's checks, and conditions that are alerts too."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 from app.core.check import Check
 from app.ops import checks
+from app.ops.conditions import FAILING
 from app.ops.names import Names
 from app.ops.workers import WorkerStatus
 from app.policy.record import DecisionRecord
 from app.policy.view import View
+
+LEVELS = {True: "ok", False: "bad", None: "unknown"}
 
 
 def statuses(view: View) -> list[WorkerStatus]:
@@ -55,14 +58,14 @@ def of_workers(
     yield from checks.approximate(view.infos)
     if live:
         yield from checks.of_workers(live, namespace, names)
-        yield checks.predicted(records, live)
+        # Who fails requests computes none of what was predicted for them.
+        yield checks.predicted(records, [w for w in live if w.incarnation not in view.failing])
 
 
 def shown(found: Iterable[Check], conditions: Iterable[Check]) -> list[dict[str, Any]]:
     """In JSON's types, what is wrong first."""
-    levels = {True: "ok", False: "bad", None: "unknown"}
-    rows = [_row(check, levels[check.ok]) for check in found]
-    rows += [_row(check, "warn") for check in conditions]
+    rows = [_row(check, "bad" if check.about in FAILING else "warn") for check in conditions]
+    rows += [_row(check, LEVELS[check.ok]) for check in found]
     order = ("bad", "warn", "unknown", "ok")
     return sorted(rows, key=lambda row: order.index(row["level"]))
 

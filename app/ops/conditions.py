@@ -18,6 +18,8 @@ from app.ops.figures import KV_FAILED, KV_LATE, TARGET_S, WRONG, Together, share
 FEW = 10
 """Requests in a minute: of fewer, no share is told."""
 MAX_TOLD = 3
+FAILING = frozenset({"KvrouteRequestsFail", "KvrouteWorkerFailsRequests"})
+"""What clients feel, and so what is told first."""
 Found = Callable[[Together, float], str]
 
 
