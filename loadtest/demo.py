@@ -15,10 +15,10 @@ from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, cluster_size
 from loadtest import report
-from loadtest.command import Command, distinct, make_folder, save
+from loadtest.command import Command, distinct, make_folder, read, save
 from loadtest.door_client import Api
 from loadtest.replay import api_option, progress_display, replay_policy
-from loadtest.traces import DEMO_TRACE, read_trace
+from loadtest.traces import DEMO_TRACE
 
 SPEEDUP = 8.0
 BLOCK_SIZE = 64
@@ -66,7 +66,7 @@ def demo(
         importlib.import_module("workers.main")  # each worker would say that it cannot start
     make_folder(out)
     console = Console()
-    trace = read_trace(DEMO_TRACE).cut(requests=NUM_REQUESTS)
+    trace = read(DEMO_TRACE).cut(requests=NUM_REQUESTS)
     console.print(
         f"{trace.num_requests:,} requests of real chat traffic, {num_workers} simulated workers "
         f"(70B, 4 x H100 each) at {SPEEDUP:g} times life speed, {num_replicas} router replicas"

@@ -237,7 +237,7 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     type=click.Path(path_type=Path, dir_okay=False),
     default=DEMO_TRACE,
     help="JSON lines in the Mooncake or the agentic-session format. Default: 13 minutes of real "
-    "chat traffic (2,400 requests) that come with kvroute.",
+    "chat traffic (2,400 requests) that a checkout has.",
 )
 @click.option(
     "--url",

@@ -154,7 +154,8 @@ def read_trace(path: Path) -> Trace:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from error
+        hint = "; only a checkout has the demo's trace" if path == DEMO_TRACE else ""
+        raise TraceError(f"{path}: {error.strerror}{hint}") from error
     records = [_Record(path.name, number, line) for number, line in enumerate(lines, 1)]
     if not records:
         raise TraceError(f"{path.name}: holds no requests")

@@ -22,6 +22,7 @@ from aiohttp.test_utils import TestServer
 
 from app.core.documents import page
 from app.local.redis_server import EmbeddedRedis, free_port
+from loadtest.traces import DEMO_TRACE
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 
@@ -81,6 +82,12 @@ def test_a_page_that_a_message_names_is_installed_with_the_wheel(
     ).stdout
     assert Path(path).is_relative_to(tmp_path)
     assert Path(path).read_text() == Path(page("operating.md")).read_text()
+
+
+def test_the_wheel_has_the_load_tests_without_their_data(wheel: Path) -> None:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("loadtest/")]
+    assert "loadtest/replay.py" in names
+    assert [name for name in names if not name.endswith(".py")] == []
 
 
 def test_messages_name_pages_that_exist_by_where_they_are() -> None:
@@ -326,8 +333,11 @@ async def test_the_extra_of_load_tests_plays_a_trace_and_locust(
         of_checkout("router", redis, "--port=0") as router,
     ):
         await chat(router.url)
-        installed.said("replay", f"--url={router.url}", "--requests=4", "--speedup=100")
-        installed.said("replay", f"--url={router.url}", "--requests=4", "--png=figures.png")
+        without = installed.said("replay", f"--url={router.url}", status=1)
+        assert "only a checkout has the demo's trace" in without
+        played = ("replay", f"--url={router.url}", f"--trace={DEMO_TRACE}", "--requests=4")
+        installed.said(*played, "--speedup=100")
+        installed.said(*played, "--png=figures.png")
         locust = ("--headless", "-u", "2", "-r", "2", "-t", "2s", "--host", router.url)
         file = str(ROOT / "loadtest" / "locustfile.py")
         installed.said("-f", file, *locust, program="locust")
