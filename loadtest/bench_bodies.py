@@ -19,13 +19,12 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from app.core.errors import InvalidRequest
 from app.core.router_settings import RouterSettings
 from app.http.server import collect_seldom, run
 from app.options import POSITIVE
-from loadtest.command import Command, json_option, save
+from loadtest.command import Command, json_option, save, table
 from loadtest.door_bodies import hostile_door_bodies, read_at_the_door
 
 BLOCK_SIZE = 16
@@ -192,17 +191,17 @@ async def figures(size: int, door_size: int, repeat: int) -> dict[str, dict[str,
 def main(size: int, door_size: int, repeat: int, json_file: Path | None) -> None:
     """Read hostile bodies; fails if one holds the event loop for too long."""
     found = run(figures(size, door_size, repeat))
-    table = Table(title=f"Bodies of {size:,} bytes, at the front door of {door_size:,}")
-    for column in ("body", "MB", "answer", "holds the loop, ms", "CPU, ms", "times"):
-        table.add_column(column, justify="left" if column in ("body", "answer") else "right")
+    title = f"Bodies of {size:,} bytes, at the front door of {door_size:,}"
+    heads = ("body", "MB", "answer", "holds the loop, ms", "CPU, ms", "times")
+    cells = table(*heads, left=("body", "answer"), title=title)
     for name, row in found.items():
-        table.add_row(
+        cells.add_row(
             name,
             f"{row['size_mb']:.1f}",
             str(row["answer"]),
             *(f"{row[key]:.1f}" for key in ("hold_ms", "cpu_ms", "times")),
         )
-    Console(width=100).print(table)
+    Console(width=100).print(cells)
     save(found, json_file)
     slow = [name for name, row in found.items() if float(row["hold_ms"]) > LIMIT_MS]
     if slow:

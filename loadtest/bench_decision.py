@@ -36,7 +36,7 @@ from app.options import POSITIVE
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from loadtest.changing import changing
-from loadtest.command import Command, json_option, save
+from loadtest.command import Command, json_option, save, table
 from loadtest.cores import redis_to_measure
 from loadtest.holders import BLOCK_SIZE, Holders
 from loadtest.servers import NUM_PROMPTS, Load, Server, Shape, figures, load, server, server_core
@@ -180,14 +180,12 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _one(found: dict[str, Any]) -> Table:
-    table = Table(title=f"{NUM_TOKENS:,} tokens a prompt, one replica")
     heads = ("", "at once", "per s", "CPU, µs", "of the bare endpoint's", "p50, ms", "p99, ms")
-    for head in heads:
-        table.add_column(head, justify="right")
+    cells = table(*heads, title=f"{NUM_TOKENS:,} tokens a prompt, one replica")
     yardstick = next(iter(found.values()))
     for name, by_concurrency in found.items():
         for concurrency, made in by_concurrency.items():
-            table.add_row(
+            cells.add_row(
                 name,
                 concurrency,
                 f"{made['per_s']:,.0f}",
@@ -196,7 +194,7 @@ def _one(found: dict[str, Any]) -> Table:
                 f"{made['p50_ms']:.2f}",
                 f"{made['p99_ms']:.2f}",
             )
-    return table
+    return cells
 
 
 def _ratio(measured: float, yardstick: float) -> str:
@@ -206,19 +204,18 @@ def _ratio(measured: float, yardstick: float) -> str:
 
 def _curve(found: dict[str, Any]) -> Table:
     cores = {server_core(n) for n in range(max(REPLICAS))}
-    table = Table(
+    heads = ("", "replicas", "per s", "CPU, µs", "Redis, µs", "scripts, µs", "busy: replicas")
+    cells = table(
+        *(*heads, "client", "Redis", "Redis ends at"),
+        left=("",),
         title=f"{PER_REPLICA} at once a replica; client and Redis on one core, "
         f"replicas on {len(cores)}",
         caption="busy: so many cores. Where those on one core do not add up to it, other processes "
         "have the rest, or all wait. Redis ends where it would be busy all the time.",
     )
-    table.add_column("")
-    heads = ("replicas", "per s", "CPU, µs", "Redis, µs", "scripts, µs")
-    for head in (*heads, "busy: replicas", "client", "Redis", "Redis ends at"):
-        table.add_column(head, justify="right")
     for name, by_count in found.items():
         for count, made in by_count.items():
-            table.add_row(
+            cells.add_row(
                 name,
                 count,
                 f"{made['per_s']:,.0f}",
@@ -230,7 +227,7 @@ def _curve(found: dict[str, Any]) -> Table:
                 f"{made['redis_busy']:.2f}",
                 f"{1e6 / made['redis_us']:,.0f}" if made["redis_us"] else "",
             )
-    return table
+    return cells
 
 
 @click.command(cls=Command)

@@ -28,7 +28,6 @@ import click
 import numpy as np
 import orjson
 from rich.console import Console
-from rich.table import Table
 
 from app.core.keys import Keyspace
 from app.core.router_settings import RouterSettings
@@ -39,7 +38,7 @@ from app.options import POSITIVE
 from app.state import models
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.command import Command, json_option, save
+from loadtest.command import Command, json_option, save, table
 from loadtest.cores import CORES, redis_to_measure
 from loadtest.holders import Holders
 from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever
@@ -292,18 +291,17 @@ async def until_serving(port: int, shape: Shape) -> None:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"{CONCURRENCY} connections")
-    for head in ("", "proxy, µs of CPU", "door, µs of CPU", "times", "door, per s"):
-        table.add_column(head, justify="right")
+    heads = ("", "proxy, µs of CPU", "door, µs of CPU", "times", "door, per s")
+    cells = table(*heads, title=f"{CONCURRENCY} connections")
     for shape, found in result["cost"].items():
-        table.add_row(
+        cells.add_row(
             shape,
             f"{found['proxy']['cpu_us']:.0f}",
             f"{found['door']['cpu_us']:.0f}",
             f"{result['times_proxy'][shape]:.2f}",
             f"{found['door']['per_s']:,.0f}",
         )
-    console.print(table)
+    console.print(cells)
     added = ", ".join(f"{name} {ms:.1f}" for name, ms in result["added_first_token_ms"].items())
     console.print(f"Added to the first token with {PACED_STREAMS} streams open: {added} ms")
     console.print(

@@ -29,7 +29,6 @@ import orjson
 import stamina
 from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from app.core.router_settings import RouterSettings
 from app.core.worker_settings import WorkerSettings
@@ -38,7 +37,7 @@ from app.local.child import start_child
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.options import POSITIVE
-from loadtest.command import Command, json_option, save
+from loadtest.command import Command, json_option, save, table
 
 POLICIES = "round_robin", "latency"
 NAMESPACE = "bench-engines"
@@ -213,9 +212,8 @@ def measure(engine_urls: Sequence[str], asked: Conversations, rounds: int) -> di
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    cells = Table("policy", box=box.SIMPLE_HEAD)
-    for name in ("tokens from cache", "share of prompts", "mean TTFT"):
-        cells.add_column(name, justify="right")
+    heads = ("policy", "tokens from cache", "share of prompts", "mean TTFT")
+    cells = table(*heads, left=("policy",), box=box.SIMPLE_HEAD)
     for policy, found in result["policies"].items():
         cells.add_row(
             policy,

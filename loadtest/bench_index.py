@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from app.core.chains import GROUP_BLOCKS
 from app.core.keys import Keyspace
@@ -40,7 +39,7 @@ from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.overlap import Boundaries, match
 from app.state.scripts import Call, ScriptRunner
-from loadtest.command import Command, json_option, save
+from loadtest.command import Command, json_option, save, table
 from loadtest.cores import redis_to_measure
 from loadtest.holders import BATCH, Holders, check_found, hashes
 
@@ -351,24 +350,21 @@ def show(result: dict[str, Any], console: Console) -> None:
     for name, figure in result["change_us_per_block"].items():
         console.print(f"  {figure:.1f} µs of Redis a block {name}, in batches of {BATCH}")
     us, cpu_us, round_trips = (result[name] for name in LookUpCost._fields)
-    table = Table(title="A lookup: µs of Redis")
-    for name in ("blocks", *KINDS, "HKEYS per block"):
-        table.add_column(name, justify="right")
+    cells = table("blocks", *KINDS, "HKEYS per block", title="A lookup: µs of Redis")
     for length in map(str, LENGTHS):
         peer = result["peer_us"].get(length)
-        table.add_row(
+        cells.add_row(
             length,
             *(f"{us[kind][length]:.0f}" for kind in KINDS),
             f"{peer:.0f}, {peer / us['mixed'][length]:.0f}x" if peer else "",
         )
-    console.print(table)
-    table = Table(title="A lookup: µs of the router's CPU, and its round trips")
-    for name in ("blocks", *KINDS):
-        table.add_column(name, justify="right")
+    console.print(cells)
+    title = "A lookup: µs of the router's CPU, and its round trips"
+    cells = table("blocks", *KINDS, title=title)
     for length in map(str, LENGTHS):
         costs = (f"{cpu_us[kind][length]:.0f} in {round_trips[kind][length]:.1f}" for kind in KINDS)
-        table.add_row(length, *costs)
-    console.print(table)
+        cells.add_row(length, *costs)
+    console.print(cells)
     console.print(f"A PING takes {result['ping_cpu_us']:.0f} µs of the router's CPU.")
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import click
 import orjson
 from rich.console import Console
-from rich.table import Table
 
 from app.http.server import run
 from app.options import POSITIVE
@@ -36,7 +35,7 @@ from loadtest.bench_decision import (
     route_forever,
     shapes,
 )
-from loadtest.command import Command
+from loadtest.command import Command, table
 from loadtest.cores import redis_to_measure
 from loadtest.servers import Shape, load, server, server_core
 
@@ -110,14 +109,11 @@ def measure(redis_url: str, requests: int) -> dict[str, dict[str, float]]:
 
 def show(found: dict[str, dict[str, float]], console: Console) -> None:
     title = f"µs of CPU a request: {PER_REPLICA} at once of {NUM_TOKENS:,} tokens"
-    table = Table(title=f"{title}, {NUM_WORKERS} workers")
-    table.add_column("")
-    for name in found:
-        table.add_column(name, justify="right")
+    cells = table("", *found, left=("",), title=f"{title}, {NUM_WORKERS} workers")
     for part in (*PARTS, REST):
-        table.add_row(part, *(f"{parts[part]:.0f}" for parts in found.values()))
-    table.add_row("in all", *(f"{sum(parts.values()):.0f}" for parts in found.values()))
-    console.print(table)
+        cells.add_row(part, *(f"{parts[part]:.0f}" for parts in found.values()))
+    cells.add_row("in all", *(f"{sum(parts.values()):.0f}" for parts in found.values()))
+    console.print(cells)
 
 
 @click.command(cls=Command)

@@ -13,7 +13,6 @@ from functools import partial
 import click
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from app.core.loads import Load, Loads, Snapshot
 from app.core.overlaps import Overlaps
@@ -24,7 +23,7 @@ from app.options import POSITIVE
 from app.policy.decision import Query, RouteRequest
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import UNMEASURED, View, Workers
-from loadtest.command import Command
+from loadtest.command import Command, table
 
 BLOCKS = 128
 PLANS = 20
@@ -84,16 +83,15 @@ def fastest_us(plan: partial[Plan], rounds: int) -> float:
 @click.option("--rounds", default=500, show_default=True, type=POSITIVE)
 def main(workers: int, rounds: int) -> None:
     """Time plans by who holds half of the prompt, and by where its KV may come from."""
-    table = Table(title=f"µs a plan, {workers} workers")
     heads = {"nobody": 0, "one": 1, "all": workers}
-    for head in ("sources", *(f"held by {who}" for who in heads)):
-        table.add_column(head, justify="right")
+    held = (f"held by {who}" for who in heads)
+    cells = table("sources", *held, title=f"µs a plan, {workers} workers")
     selector = WorkerSelector(RouterSettings())
     for name, way in FORMS.items():
         view = view_of(workers, way)
         plans = [partial(selector.plan, query_of(holders), view) for holders in heads.values()]
-        table.add_row(name, *(f"{fastest_us(plan, rounds):.0f}" for plan in plans))
-    Console(width=100).print(table)
+        cells.add_row(name, *(f"{fastest_us(plan, rounds):.0f}" for plan in plans))
+    Console(width=100).print(cells)
 
 
 if __name__ == "__main__":

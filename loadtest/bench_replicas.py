@@ -24,14 +24,13 @@ from urllib.request import urlopen
 import click
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.table import Table
 
 from app.core.router_settings import RouterSettings
 from app.core.worker_settings import WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, POSITIVE, PROCESSES
-from loadtest.command import Command, distinct, json_option, save
+from loadtest.command import Command, distinct, json_option, save, table
 from loadtest.cores import TICKS_PER_S, cpu_s
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS
 from loadtest.replay import replay_policy
@@ -182,17 +181,14 @@ def _ttft(summary: PolicySummary) -> float:
 
 def show(made: dict[int, list[Round]], console: Console) -> None:
     """Print medians with the least and the most of the rounds, and the comparison."""
-    table = Table()
-    table.add_column("replicas")
-    for count in made:
-        table.add_column(str(count), justify="right")
+    cells = table("replicas", *map(str, made), left=("replicas",))
     for label, name, form in ROWS:
         rows = [[getattr(one.summary, name) for one in rounds] for rounds in made.values()]
-        table.add_row(label, *(_spread(values, form) for values in rows))
+        cells.add_row(label, *(_spread(values, form) for values in rows))
     for label, name, form in COUNTED:
         rows = [[getattr(one, name) for one in rounds] for rounds in made.values()]
-        table.add_row(label, *(_spread(values, form) for values in rows))
-    console.print(table)
+        cells.add_row(label, *(_spread(values, form) for values in rows))
+    console.print(cells)
     compared = compare(made)
     noise = compared["noise"]
     console.print(

@@ -20,7 +20,6 @@ import click
 import numpy as np
 from redis import Redis
 from rich.console import Console
-from rich.table import Table
 
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash
@@ -29,7 +28,7 @@ from app.options import POSITIVE
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
-from loadtest.command import Command, json_option, save
+from loadtest.command import Command, json_option, save, table
 from loadtest.holders import BATCH, Holders, check_found, hashes
 from loadtest.topologies import ClusterServers
 
@@ -126,19 +125,19 @@ async def measure(servers: ClusterServers, queries: int, changes: int) -> dict[s
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"Look-ups of {DEPTH} blocks in {SHARDS} shards on three masters")
-    for name in ("read from", "beginnings", "µs of masters", "µs of replicas", "busiest server"):
-        table.add_column(name, justify="right")
+    heads = ("read from", "beginnings", "µs of masters", "µs of replicas", "busiest server")
+    title = f"Look-ups of {DEPTH} blocks in {SHARDS} shards on three masters"
+    cells = table(*heads, title=title)
     for name, kinds in result["look_ups"].items():
         for kind, found in kinds.items():
-            table.add_row(
+            cells.add_row(
                 name,
                 kind,
                 f"{found['masters_us']:.0f}",
                 f"{found['replicas_us']:.0f}",
                 f"{found['busiest']:.0%}",
             )
-    console.print(table)
+    console.print(cells)
     for name, behind in result["behind_ms"].items():
         shown = ", ".join(f"{q} {ms:.1f} ms" for q, ms in behind.items())
         console.print(f"From applied to found by a lookup, alone, read from {name}: {shown}")

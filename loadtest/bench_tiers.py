@@ -28,14 +28,13 @@ import click
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
 from app.options import POSITIVE
-from loadtest.command import Command, distinct, json_option, save
+from loadtest.command import Command, distinct, json_option, save, table
 from workers.kv.disk import PART_BYTES, SlotFile
 from workers.kv.disk_records import DiskBlock
 from workers.kv.memory import KVShape, MemoryPool, host_pool
@@ -217,13 +216,12 @@ def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[s
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"Blocks between tiers, {result['mib']} MiB at once, on {result['device']}")
+    title = f"Blocks between tiers, {result['mib']} MiB at once, on {result['device']}"
     names = "tiers", "block,\nKiB", "plain,\nGB/s", "checked", "in a row", "in runs", "scattered"
-    for name in names:
-        table.add_column(name, justify="right")
+    cells = table(*names, title=title)
     for pair, sizes in result["pairs"].items():
         for size, found in sizes.items():
-            table.add_row(
+            cells.add_row(
                 pair,
                 size,
                 f"{found['plain_gb_per_s']:.1f}",
@@ -232,7 +230,7 @@ def show(result: dict[str, Any], console: Console) -> None:
                 f"{found['runs']:.2f}",
                 f"{found['scattered']:.2f}",
             )
-    console.print(table)
+    console.print(cells)
 
 
 def _of_whole_heads(

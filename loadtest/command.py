@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import click
 import orjson
+from rich.table import Column, Table
 
 from app import options
 from app.local.interrupts import heed_interrupts
@@ -41,6 +43,12 @@ def make_folder(folder: Path) -> None:
         raise click.ClickException(f"{folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise click.ClickException(f"{folder}: nothing can be written there")
+
+
+def table(*heads: str, left: Collection[str] = (), **more: Any) -> Table:
+    """Columns of figures, on the right but for those in `left`. more: of rich's Table."""
+    columns = (Column(head, justify="left" if head in left else "right") for head in heads)
+    return Table(*columns, **more)
 
 
 class _File(click.Path):
