@@ -70,7 +70,7 @@ async def _try(fleet: Fleet, row: Row, num_replicas: int) -> tuple[dict[str, obj
     try:
         await asyncio.sleep(BEFORE_S)
         before_s = time.monotonic() - BEFORE_S
-        broken = sum(engine.broken for engine in fleet.engines)
+        inside = _inside(fleet)
         on_s = time.monotonic()
         _strike(fleet, row)
         await asyncio.sleep(row.on_s)
@@ -88,7 +88,7 @@ async def _try(fleet: Fleet, row: Row, num_replicas: int) -> tuple[dict[str, obj
         off_s + AFTER_S,
         [one for one in ended if one.ended_s >= on_s],
         [[one.at_s for one in engine.asked] for engine in fleet.engines],
-        sum(engine.broken for engine in fleet.engines) - broken,
+        _inside(fleet) - inside,
     )
     before = Trial(row, num_replicas, before_s, on_s, on_s, ended, trial.came, 0)
     said = complaints(trial, before.took_s())
@@ -97,6 +97,11 @@ async def _try(fleet: Fleet, row: Row, num_replicas: int) -> tuple[dict[str, obj
     except AssertionError as error:
         return _figures(trial, [*said, f"the fleet is not whole again: {error}"]), False
     return _figures(trial, said), True
+
+
+def _inside(fleet: Fleet) -> int:
+    """Requests so far that engines broke, or held until the door gave them up."""
+    return sum(engine.broken + engine.aborted for engine in fleet.engines)
 
 
 def _strike(fleet: Fleet, row: Row) -> None:
@@ -119,7 +124,7 @@ def _figures(trial: Trial, said: list[str]) -> dict[str, object]:
         "replicas": trial.num_replicas,
         "requests": len(trial.ended),
         "failed": trial.num_failed,
-        "inside": trial.broken,
+        "inside": trial.inside,
         "even_after_s": trial.even_after_s(),
         "took_s": round(trial.took_s(), 2),
         "complaints": said,

@@ -24,11 +24,11 @@ def trial(
     of_sick: Sequence[float] = (*every(0.5, 0, ON_S), *every(0.5, OFF_S)),
     of_well: Sequence[float] = tuple(every(0.5)),
     failures: Sequence[str] = (),
-    broken: int = 0,
+    inside: int = 0,
 ) -> Trial:
     """Where two engines get a request every half a second, and the sick one none meanwhile."""
     ended = [Ended(12.0, 12.8), *(Ended(12.0, 12.1, failure) for failure in failures)]
-    return Trial(row, 1, ON_S, OFF_S, END_S, ended, [of_sick, of_well, every(0.5)], broken)
+    return Trial(row, 1, ON_S, OFF_S, END_S, ended, [of_sick, of_well, every(0.5)], inside)
 
 
 def test_nothing_is_complained_of_where_the_sick_one_is_left_alone_and_comes_back() -> None:
@@ -37,8 +37,8 @@ def test_nothing_is_complained_of_where_the_sick_one_is_left_alone_and_comes_bac
 
 
 def test_no_more_may_fail_than_were_inside() -> None:
-    assert complaints(trial(failures=["502"], broken=1), 0.8) == []
-    assert complaints(trial(failures=["502", "502", "503"], broken=2), 0.8) == [
+    assert complaints(trial(failures=["502"], inside=1), 0.8) == []
+    assert complaints(trial(failures=["502", "502", "503"], inside=2), 0.8) == [
         "3 failed, of which 2 were inside: 2 x 502, 1 x 503"
     ]
 

@@ -27,7 +27,7 @@ MOST_DELAY_S = 2.0
 class Trial:
     """A fault that came at `on_s` and went at `off_s`, and was watched until `end_s`, all
     monotonic. ended: requests that began in that time or shortly before. came: when each engine got
-    requests. broken: streams that sick engines left after their first token."""
+    requests. inside: requests that engines broke, or held until they were given up."""
 
     row: Row
     num_replicas: int
@@ -36,7 +36,7 @@ class Trial:
     end_s: float
     ended: Sequence[Ended]
     came: Sequence[Sequence[float]]
-    broken: int
+    inside: int
 
     @property
     def failures(self) -> Mapping[str, int]:
@@ -86,10 +86,10 @@ def complaints(trial: Trial, took_before_s: float) -> list[str]:
 
 
 def _of_failures(trial: Trial) -> list[str]:
-    if trial.num_failed <= trial.broken:
+    if trial.num_failed <= trial.inside:
         return []
     told = ", ".join(f"{count} x {failure}" for failure, count in sorted(trial.failures.items()))
-    return [f"{trial.num_failed} failed, of which {trial.broken} were inside: {told}"]
+    return [f"{trial.num_failed} failed, of which {trial.inside} were inside: {told}"]
 
 
 def _of_shares(trial: Trial) -> list[str]:
