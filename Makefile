@@ -6,7 +6,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick test-slow test-sick test-gpu test-vllm test-vllm-pd test-sglang test-clients lint format docs demo demo-torch pictures clean
+.PHONY: help setup test test-quick test-slow test-sick test-gpu test-vllm test-vllm-pd test-sglang test-clients test-chart lint format docs demo demo-torch pictures clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,15 @@ $(CLIENTS): $(wildcard tests/clients/install_clients.sh tests/clients/package.js
 test-clients: setup $(if $(KVROUTE_TEST_CLIENTS),,$(CLIENTS)) ## Run clients that others wrote against a cluster
 	$(BIN)/pytest -m clients
 
+CHART := .venv-chart
+
+$(CHART): tests/chart/install_chart.sh
+	tests/chart/install_chart.sh $@ $(PYTHON)
+	@touch $@
+
+test-chart: setup $(if $(KVROUTE_TEST_CHART),,$(CHART)) ## Render the Helm chart, and check it against Kubernetes' schemas
+	$(BIN)/pytest -m chart
+
 lint: setup ## Run ruff and mypy, changing nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -105,5 +114,5 @@ pictures: setup ## Take the pictures of the console anew: the README's, and thos
 	KVROUTE_PICTURES=docs/images $(BIN)/pytest -m slow tests/console/test_pictures.py tests/console/test_sick_clusters.py
 
 clean: ## Remove .venv, caches and builds
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(CLIENTS) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(CLIENTS) $(CHART) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find app lua workers loadtest deploy tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,6 +18,7 @@ import yaml
 from app.core import settings
 from app.core.router_settings import RouterSettings
 from app.door.tokens import load
+from tests.chart.rendering import golden
 from tests.redis_servers import require_binary
 
 ROOT = Path(__file__).parents[1]
@@ -99,19 +100,21 @@ def test_what_cannot_be_downloaded_is_named(
     assert why in done.stderr
 
 
+def _routers() -> dict[str, Any]:
+    """Of pods of routers as the chart makes them."""
+    for document in yaml.safe_load_all(golden("split").read_text()):
+        if (document["kind"], document["metadata"]["name"]) == ("Deployment", "kvroute-router"):
+            return dict(document["spec"]["template"]["spec"])
+    raise AssertionError("no routers")
+
+
 def _examples() -> dict[str, tuple[dict[str, str], dict[str, Any], str]]:
     """Of each: the environment of its routers, their volumes, and the model of its engines."""
     compose = yaml.safe_load((DEPLOY / "vllm.compose.yaml").read_text())["services"]
     [model] = [arg for arg in compose["vllm"]["command"] if arg.startswith("--model=")]
     router = compose["router"]
-    patch = yaml.safe_load((DEPLOY / "vllm.router-patch.yaml").read_text())["spec"]["template"]
-    [container] = patch["spec"]["containers"]
-    [pod] = [
-        document["spec"]["template"]["spec"]
-        for document in yaml.safe_load_all((DEPLOY / "vllm.kubernetes.yaml").read_text())
-        if document["kind"] == "Deployment"
-    ]
-    [engine] = [one for one in pod["containers"] if one["name"] == "vllm"]
+    routers = _routers()
+    [container] = routers["containers"]
     return {
         "compose": (
             router["environment"],
@@ -119,9 +122,9 @@ def _examples() -> dict[str, tuple[dict[str, str], dict[str, Any], str]]:
             model.removeprefix("--model="),
         ),
         "kubernetes": (
-            {one["name"]: one["value"] for one in container["env"]},
+            {one["name"]: one["value"] for one in container["env"] if "TOKENIZER" in one["name"]},
             {one["mountPath"]: one["name"] for one in container["volumeMounts"]},
-            engine["args"][0].removeprefix("--model="),
+            routers["initContainers"][0]["args"][0],
         ),
     }
 
@@ -137,8 +140,7 @@ def test_routers_of_the_examples_are_told_where_the_tokenizer_of_their_model_is(
 
 def test_both_examples_download_it_to_where_routers_read_it() -> None:
     compose = yaml.safe_load((DEPLOY / "vllm.compose.yaml").read_text())["services"]["tokenizer"]
-    patch = yaml.safe_load((DEPLOY / "vllm.router-patch.yaml").read_text())
-    [first] = patch["spec"]["template"]["spec"]["initContainers"]
+    [first] = _routers()["initContainers"]
     assert compose["command"][1] == first["args"][1] == "/tokenizer"
     assert "tokenizer:/tokenizer" in compose["volumes"]
     assert {"name": "tokenizer", "mountPath": "/tokenizer"} in first["volumeMounts"]

@@ -14,6 +14,7 @@ from app.core.router_settings import RouterSettings
 from app.core.shares import TIMES_WHAT_IS_LEFT
 from app.edge.console import MAX_BODY_BYTES as CONSOLE_BODY_BYTES
 from app.http import body, held, protocol
+from tests.chart.rendering import golden
 from workers import chat
 from workers.kv.remote import frames, server
 from workers.vllm_face import event_socket
@@ -93,8 +94,8 @@ def test_the_balancers_bounds_are_those_of_their_files() -> None:
 def test_the_deployment_files_open_the_ports_of_the_page_alone() -> None:
     found = {
         port
-        for path in (ROOT / "deploy").glob("*kubernetes.yaml")
-        for document in yaml.safe_load_all(path.read_text())
+        for example in ("default", "split")
+        for document in yaml.safe_load_all(golden(example).read_text())
         for port in _ports(document)
     }
     assert found <= DEPLOYED | OUTWARD

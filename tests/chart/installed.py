@@ -1,0 +1,58 @@
+"""What the chart makes of its examples: the committed files that `make test-chart` compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from tests.chart.rendering import EXAMPLES, golden
+
+POOL = "kvroute.io/pool"
+"""The label of engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """An example's resources, and its pods by the name of their Deployment."""
+
+    example: str
+    resources: list[dict[str, Any]]
+    pods: dict[str, dict[str, Any]]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [resource for resource in self.resources if resource["kind"] == kind]
+
+    def containers(self) -> Iterator[dict[str, Any]]:
+        for pod in self.pods.values():
+            yield from pod["spec"]["containers"]
+
+    def engines(self) -> set[str]:
+        return {name for name, pod in self.pods.items() if POOL in pod["metadata"]["labels"]}
+
+    def ports(self, part: str) -> set[int]:
+        containers = self.pods[part]["spec"]["containers"]
+        return {port["containerPort"] for one in containers for port in one["ports"]}
+
+
+def _installed(example: str) -> Installed:
+    resources = list(yaml.safe_load_all(golden(example).read_text()))
+    deployments = [each for each in resources if each["kind"] == "Deployment"]
+    return Installed(
+        example,
+        resources,
+        {
+            d["metadata"]["name"].removeprefix("kvroute-"): d["spec"]["template"]
+            for d in deployments
+        },
+    )
+
+
+INSTALLED = {example: _installed(example) for example in EXAMPLES}
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    assert selector.keys() <= {"matchLabels"}
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())

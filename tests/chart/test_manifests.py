@@ -1,0 +1,232 @@
+"""Each part of the chart gets what it reads, and may do no more than it needs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import promql_parser
+import pytest
+
+from app.cli import main
+from app.core.worker_report import Role
+from app.planner.metrics import PlannerMetrics
+from tests.chart.installed import INSTALLED, Installed, selects
+from tests.chart.rendering import golden
+
+OURS = ("router", "worker", "agent", "planner")
+OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD", "OTEL_EXPORTER_OTLP_ENDPOINT"}
+"""What a container has for others of its variables, or for a library."""
+
+
+def environment(container: dict[str, Any]) -> dict[str, Any]:
+    return {entry["name"]: entry for entry in container["env"]}
+
+
+def test_each_part_reads_the_variables_and_the_flags_that_it_is_given(installed: Installed) -> None:
+    for container in installed.containers():
+        if (part := container["name"]) not in OURS:
+            continue
+        command = main.commands[part]
+        known = {getattr(option, "envvar", None) for option in command.params}
+        assert environment(container).keys() - OWN_VARIABLES <= known
+        program, name, *flags = container["args"]
+        assert (program, name) == ("kvroute", part)
+        options = {text for option in command.params for text in option.opts}
+        assert {flag.split("=")[0] for flag in flags} <= options
+
+
+def test_routers_and_workers_ask_for_keys(installed: Installed) -> None:
+    asked = {
+        "router": {"KVROUTE_API_KEY", "KVROUTE_WORKER_KEY", "KVROUTE_METRICS_KEY"},
+        "worker": {"KVROUTE_WORKER_KEY", "KVROUTE_METRICS_KEY"},
+        "agent": {"KVROUTE_ENGINE_API_KEY"},
+        "vllm": {"VLLM_API_KEY"},
+    }
+    for container in installed.containers():
+        given = environment(container)
+        for name in asked.get(container["name"], ()):
+            secret = given[name]["valueFrom"]["secretKeyRef"]
+            assert secret == {"name": "kvroute-keys", "key": secret["key"]}
+    assert "NO_AUTH" not in golden(installed.example).read_text()
+
+
+def test_parts_log_in_to_redis_as_their_own_user(installed: Installed) -> None:
+    users = {"router": "router", "planner": "router", "worker": "worker", "agent": "worker"}
+    for container in installed.containers():
+        if (user := users.get(container["name"])) is None:
+            continue
+        given = environment(container)
+        password = given.get("REDIS_PASSWORD", given["REDIS_URL"])
+        secret = {"name": "kvroute-redis", "key": user}
+        assert password["valueFrom"]["secretKeyRef"] == secret
+        if url := given["REDIS_URL"].get("value"):
+            assert url == f"redis://kvroute-{user}:$(REDIS_PASSWORD)@kvroute-redis:6379/0"
+
+
+def test_secrets_are_made_where_none_are_named(installed: Installed) -> None:
+    made = {each["metadata"]["name"]: set(each["data"]) for each in installed.of_kind("Secret")}
+    keys = {"kvroute-keys": {"api", "worker", "metrics"}}
+    redis = {"kvroute-redis": {"router", "worker", "operator"}}
+    expected = {"default": keys | redis, "split": keys | redis, "redis": keys, "ha": {}}
+    assert made == expected[installed.example]
+
+
+def test_a_pod_can_do_no_more_than_it_needs(installed: Installed) -> None:
+    for part, template in installed.pods.items():
+        pod = template["spec"]
+        asks_the_api = pod.get("serviceAccountName") == "kvroute-planner"
+        assert asks_the_api or pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"] + pod.get("initContainers", []):
+            if container["name"] == "vllm":
+                continue
+            confined = container["securityContext"]
+            assert confined["allowPrivilegeEscalation"] is False
+            assert confined["readOnlyRootFilesystem"] is True
+            assert confined["capabilities"] == {"drop": ["ALL"]}
+            for_user = {**pod["securityContext"], **confined}
+            assert for_user.get("runAsNonRoot") or for_user["runAsUser"], part
+            assert container["resources"]["limits"].keys() == {"cpu", "memory"}
+        mounted = {
+            mount["name"]
+            for container in pod["containers"] + pod.get("initContainers", [])
+            for mount in container["volumeMounts"]
+        }
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_every_container_has_probes_and_a_start_has_time(installed: Installed) -> None:
+    for container in installed.containers():
+        ports = {port["name"] for port in container["ports"]}
+        for probe in ("startupProbe", "livenessProbe"):
+            [how] = container[probe].keys() & {"httpGet", "tcpSocket"}
+            assert container[probe][how]["port"] in ports
+        ready = container.get("readinessProbe")
+        assert ready or container["name"] == "vllm"  # Its agent says for both whether it is ready.
+
+
+def test_a_roll_out_takes_no_router_away_first_and_a_drain_one_pod_at_a_time(
+    installed: Installed,
+) -> None:
+    deployments = {
+        each["metadata"]["name"]: each["spec"] for each in installed.of_kind("Deployment")
+    }
+    assert deployments["kvroute-router"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0}
+    [router] = installed.pods["router"]["spec"]["containers"]
+    assert router["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    budgets = {
+        each["metadata"]["name"]: each["spec"] for each in installed.of_kind("PodDisruptionBudget")
+    }
+    assert budgets.keys() == deployments.keys() - {"kvroute-redis"}
+    for name, budget in budgets.items():
+        assert budget == {"maxUnavailable": 1, "selector": deployments[name]["selector"]}
+        pod = deployments[name]["template"]["spec"]
+        for spread in pod["topologySpreadConstraints"]:
+            assert spread["labelSelector"] == deployments[name]["selector"]
+
+
+def test_replicas_are_left_to_what_scales(installed: Installed) -> None:
+    fixed = {
+        each["metadata"]["name"].removeprefix("kvroute-")
+        for each in installed.of_kind("Deployment")
+        if "replicas" in each["spec"]
+    }
+    scaled = {
+        "default": set(),
+        "redis": set(),
+        "split": {"prefill", "decode"},
+        "ha": {"router", "engine"},
+    }
+    assert installed.pods.keys() - fixed == scaled[installed.example]
+    targets = {
+        each["spec"]["scaleTargetRef"]["name"].removeprefix("kvroute-")
+        for kind in ("HorizontalPodAutoscaler", "ScaledObject")
+        for each in installed.of_kind(kind)
+    }
+    if installed.example != "split":  # There the planner scales.
+        assert targets == scaled[installed.example]
+
+
+def test_the_planner_may_do_what_its_connector_does_to_the_pools_alone() -> None:
+    split = INSTALLED["split"]
+    [role], [account], [binding] = (
+        split.of_kind(kind) for kind in ("Role", "ServiceAccount", "RoleBinding")
+    )
+    scale, pods = role["rules"]
+    assert (scale["apiGroups"], scale["resources"]) == (["apps"], ["deployments/scale"])
+    assert scale["verbs"] == ["get", "patch"]
+    assert pods == {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}
+    [planner] = split.pods["planner"]["spec"]["containers"]
+    given = {name: entry.get("value", "") for name, entry in environment(planner).items()}
+    prefill, decode = given["KVROUTE_KUBERNETES_PREFILL_SCALE"], given["KVROUTE_KUBERNETES_SCALE"]
+    assert [decode, prefill] == [f"deployment/{name}" for name in scale["resourceNames"]]
+    assert scale["resourceNames"] == ["kvroute-decode", "kvroute-prefill"]
+    assert split.pods["planner"]["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "kvroute-planner"}]
+
+
+def test_keda_asks_for_what_planners_propose() -> None:
+    ha = INSTALLED["ha"]
+    [scaled] = ha.of_kind("ScaledObject")
+    [trigger] = scaled["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    promql_parser.parse(query)
+    [metric] = re.findall(r"kvroute_\w+", query)
+    assert metric in {family.name for family in PlannerMetrics("n").registry.collect()}
+    assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (2, 8)
+    [planner] = ha.pods["planner"]["spec"]["containers"]
+    assert environment(planner)["KVROUTE_CONNECTOR"]["value"] == "advise"
+    assert not ha.of_kind("Role")
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_agent_of_a_split_fleet_has_the_role_of_its_pool(role: Role) -> None:
+    containers = INSTALLED["split"].pods[role]["spec"]["containers"]
+    engine, agent = sorted(containers, key=lambda each: each["name"] == "agent")
+    given = environment(agent)
+    assert given["KVROUTE_ROLE"]["value"] == role
+    assert given["KVROUTE_KV_TRANSFER"]["value"] == "nixl"
+    [config] = [arg for arg in engine["args"] if arg.startswith("--kv-transfer-config=")]
+    assert f'"kv_lease_duration":{given["KVROUTE_KV_LEASE_S"]["value"]}}}' in config
+    [router] = INSTALLED["split"].pods["router"]["spec"]["containers"]
+    assert environment(router)["KVROUTE_KV_LEASE_S"] == given["KVROUTE_KV_LEASE_S"]
+
+
+@pytest.mark.parametrize("example", ["ha", "split"])
+def test_monitors_name_pods_and_ports_that_there_are_and_a_key_where_one_is_asked_for(
+    example: str,
+) -> None:
+    installed, seen = INSTALLED[example], set()
+    for monitor in installed.of_kind("PodMonitor"):
+        [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+        asked = endpoint.get("authorization", {}).get("credentials")
+        for pod in installed.pods.values():
+            if not selects(monitor["spec"]["selector"], pod["metadata"]["labels"]):
+                continue
+            [container] = [
+                each
+                for each in pod["spec"]["containers"]
+                if endpoint["port"] in [port["name"] for port in each["ports"]]
+            ]
+            seen.add(container["name"])
+            key = environment(container).get("KVROUTE_METRICS_KEY")
+            assert asked == (key and key["valueFrom"]["secretKeyRef"])
+            assert (endpoint.get("scheme") == "https") == (
+                "KVROUTE_TLS_CERT" in environment(container)
+            )
+    assert seen == {"router", "agent", "planner"}
+
+
+def test_alerts_and_dashboard_are_those_of_deploy() -> None:
+    [rule] = INSTALLED["ha"].of_kind("PrometheusRule")
+    assert rule["spec"] == "deploy/alerts.yaml"
+    files = {
+        name: text
+        for each in INSTALLED["ha"].of_kind("ConfigMap")
+        for name, text in each["data"].items()
+    }
+    assert files == {"kvroute.json": "deploy/grafana.json", "tokenizer.sh": "deploy/tokenizer.sh"}
+    [users] = INSTALLED["default"].of_kind("ConfigMap")
+    assert users["data"] == {"users.acl": "deploy/users.acl", "redis.sh": "deploy/redis.sh"}

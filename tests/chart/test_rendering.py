@@ -1,0 +1,95 @@
+"""The chart as the real helm renders it: `make test-chart`."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.chart.rendering import (
+    CHART,
+    EXAMPLES,
+    TOOLS,
+    comparable,
+    golden,
+    helm,
+    rendered,
+    template,
+)
+
+pytestmark = pytest.mark.chart
+
+VERSIONS = ("1.27", "1.37")
+"""Of Kubernetes: the oldest that the chart names, and the newest that is known here."""
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_renders_as_is_committed(example: str) -> None:
+    assert comparable(rendered(example)) == golden(example).read_text(), (
+        "run python -m tests.chart.rendering"
+    )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_kubernetes_knows_each_field_of_it(example: str, version: str, tmp_path: Path) -> None:
+    manifests = tmp_path / "manifests.yaml"
+    manifests.write_text(rendered(example))
+    command = [TOOLS / "kubernetes-validate", "--strict", "-k", version, manifests]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_oldest_version_is_the_one_that_the_chart_names() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["kubeVersion"] == f">={VERSIONS[0]}.0-0"
+
+
+def test_helm_finds_nothing_wrong_with_it() -> None:
+    linted = helm("lint", "--strict", str(CHART))
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("router.replica=3", "at '/router': additional properties 'replica' not allowed"),
+        ("routers.replicas=3", "additional properties 'routers' not allowed"),
+        ("router.replicas=many", "at '/router/replicas': got string, want integer"),
+        ("engines.pools[0].role=both", "missing properties 'name', 'replicas'"),
+        ("redis.external.caSecret=ca", "redis.external.caSecret: redis.external.secret is needed"),
+        ("planner.keda.prometheus=http://p", "planner.keda.prometheus: planner.enabled is needed"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(given: str, why: str) -> None:
+    refused = template("--set", given)
+    assert refused.returncode != 0
+    assert why in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("pools", "why"),
+    [
+        ([("a", "both"), ("a", "both")], 'engines.pools: the name "a" is taken'),
+        ([("router", "both")], 'engines.pools: the name "router" is taken'),
+        ([("a", "prefill")], "planner.enabled: engines.pools must be one of the role both"),
+        ([("a", "both"), ("b", "decode")], "planner.enabled: engines.pools must be one"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(pools: list[tuple[str, str]], why: str) -> None:
+    given = ["planner.enabled=true", "model=m"]
+    for index, (name, role) in enumerate(pools):
+        pool = {"name": name, "role": role, "replicas": 1}
+        given += [f"engines.pools[{index}].{key}={value}" for key, value in pool.items()]
+    refused = template("--set", ",".join(given))
+    assert refused.returncode != 0
+    assert why in refused.stderr
+
+
+def test_the_chart_that_is_packed_has_the_files_of_deploy(tmp_path: Path) -> None:
+    assert helm("package", str(CHART), "--destination", str(tmp_path)).returncode == 0
+    [packed] = tmp_path.iterdir()
+    done = helm("template", "kvroute", str(packed))
+    assert comparable(done.stdout) == golden("default").read_text()
