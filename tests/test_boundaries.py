@@ -206,7 +206,7 @@ def loaded(*imported: Boundary, root: Path = ROOT) -> list[set[str]]:
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return [set(line.split()) for line in done.stdout.splitlines()]
