@@ -113,9 +113,10 @@ def _weight(entry: str, text: str) -> float:
 
 def check_base_url(text: str) -> None:
     """Raises ValueError unless `text` is empty, or an http(s) URL that names a host and to which a
-    path can be added."""
+    path such as /v1/models can be added."""
     if text and not _is_base_url(text):
         raise ValueError(f"{text!r} is not the http:// or https:// base URL of a host")
+    _without_v1(text)
 
 
 def _is_base_url(text: str) -> bool:
@@ -127,6 +128,12 @@ def _is_base_url(text: str) -> bool:
     return has_host and url.scheme in ("http", "https") and not url.query and not url.fragment
 
 
+def _without_v1(url: str) -> None:
+    """OpenAI's clients call it their base URL with that; here paths begin with it."""
+    if url.rstrip("/").endswith("/v1"):
+        raise ValueError(f"{url!r}: leave out /v1 at its end, which is added where it belongs")
+
+
 def parse_engines(text: str) -> list[str]:
     """The base URLs of engines, from text like `http://a:8000,http://b:8000`; none for `sim` and
     `torch`. Raises ValueError for anything else."""
@@ -136,6 +143,7 @@ def parse_engines(text: str) -> list[str]:
     for url in urls:
         if not _is_base_url(url):
             raise ValueError(f"{url!r} is not sim, torch or http://HOST:PORT of an engine")
+        _without_v1(url)
     return urls
 
 

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
 
 from app.core.router_settings import RouterSettings
-from app.core.settings import check_base_url, parse_weights, variable
+from app.core.settings import check_base_url, parse_engines, parse_weights, variable
 from app.core.worker_settings import WorkerSettings
 
 SETTINGS = (RouterSettings, WorkerSettings)
@@ -84,3 +85,12 @@ def test_an_address_that_is_not_the_base_url_of_a_host_is_refused(text: str) -> 
     refusal = f"{text!r} is not the http:// or https:// base URL of a host"
     with pytest.raises(ValueError, match=re.escape(refusal)):
         check_base_url(text)
+
+
+@pytest.mark.parametrize("check", [check_base_url, parse_engines])
+@pytest.mark.parametrize("url", ["http://w1:8000/v1", "http://w1/engines/v1/"])
+def test_the_v1_of_an_openai_client_is_no_part_of_a_base_url(
+    check: Callable[[str], object], url: str
+) -> None:
+    with pytest.raises(ValueError, match="leave out /v1"):
+        check(url)
