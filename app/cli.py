@@ -436,7 +436,7 @@ def _listening(cluster: Any) -> str:
         f"  curl -s {cluster.balancer_url}/v1/workers",
         f"  curl -s {cluster.balancer_url}/v1/route -H 'content-type: application/json' "
         """-d '{"token_ids": [1, 2, 3], "explain": true, "reserve": false}'""",
-        f"  redis-cli -u {redis_url} HGETALL '{cluster.keyspace['load']}'",
+        f"  kvroute doctor --redis-url {redis_url} --namespace {cluster.keyspace.namespace}",
         "",
         "Press Ctrl-C to stop.",
     ]

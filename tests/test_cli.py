@@ -394,7 +394,8 @@ def cluster_elsewhere(router: RouterSettings, worker: WorkerSettings) -> Cluster
 
 
 def test_up_names_what_its_engine_and_its_routers_have() -> None:
-    usual = _listening(cluster_elsewhere(RouterSettings(), WorkerSettings()))
+    usual = _listening(cluster_elsewhere(RouterSettings(namespace="blue"), WorkerSettings()))
+    assert "kvroute doctor --redis-url redis://elsewhere:6379/2 --namespace blue\n" in usual
     assert "/v1/chat/completions" in usual
     assert "/console/" in usual
     # A size gets random weights, but no tokenizer: such a model takes no text.
