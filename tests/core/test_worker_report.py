@@ -50,6 +50,7 @@ WORKER = WorkerInfo(
     tokenizer_hash="0123456789abcdef",
     publishing=True,
     ill="does not answer",
+    approximate="no events: start it with --kv-events-config",
     role=Role.DECODE,
     kv_transfer="nixl",
     tp_size=4,
@@ -68,7 +69,9 @@ WORKER_TEXT = (
     b'"reuse_blocks":4,"recomputed_blocks":2,"lookahead_blocks":1,"engine":"vllm 0.33.0",'
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
-    b'"publishing":true,"ill":"does not answer","role":"decode","kv_transfer":"nixl","tp_size":4,'
+    b'"publishing":true,"ill":"does not answer",'
+    b'"approximate":"no events: start it with --kv-events-config",'
+    b'"role":"decode","kv_transfer":"nixl","tp_size":4,'
     b'"kv_lease_s":120.0,"engine_life":"1751.250+1f",'
     b'"kv_fingerprint":["block=16","handshake=?"],"kv_compatible":"a","kv_hosts":["10.0.0.7"],"bootstrap_port":8998,'
     b'"host_total_blocks":50000,'
@@ -170,6 +173,7 @@ SHOWN = {
     "tokenizer_hash": ("tokenizer_hash", ""),
     "publishing": ("publishing", ""),
     "ill": ("ill", ""),
+    "approximate": ("approximate", ""),
     "role": ("role", ""),
     "kv_transfer": ("kv_transfer", ""),
     "tp_size": ("tp_size", ""),
@@ -277,6 +281,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "tokenizer_hash": "",
         "publishing": False,
         "ill": "",
+        "approximate": "",
         "role": "both",
         "kv_transfer": "",
         "tp_size": 1,
