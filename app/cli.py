@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 import click
 
 from app.config_file import FILE, read_again, with_config_file
-from app.core.agent_settings import EngineAgentSettings
 from app.core.errors import ConfigError, MissingPackage
 from app.core.extras import extra
 from app.core.keys import Keyspace
-from app.core.planner_settings import PlannerSettings
-from app.core.router_settings import RouterSettings
-from app.core.settings import COMMON, LOG_LEVELS, Text, parse_engines
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.kinds import COMMON, LOG_LEVELS, Text, parse_engines
+from app.core.settings.planner import PlannerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.environment import unknown_variables
 from app.options import (
     CLUSTER,

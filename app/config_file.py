@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from app.core.errors import ConfigError
-from app.core.settings import COMMON
+from app.core.settings.kinds import COMMON
 from app.options import ARGUMENTS, Option
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
-from app.core.agent_settings import EngineAgentSettings
-from app.core.planner_settings import PlannerSettings
-from app.core.router_settings import RouterSettings
-from app.core.settings import variable
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.kinds import variable
+from app.core.settings.planner import PlannerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 
 OTHERS = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Command-line options made of settings and of the kinds of value that app/core/settings.py names.
+"""Command-line options made of settings and of the kinds of value that a setting may have.
 
 The flag, variable, default and help of an option are those of its field.
 """
@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import click
 
-from app.core import settings
 from app.core.errors import ConfigError, KvrouteError
 from app.core.printable import printable
-from app.core.settings import (
+from app.core.settings import kinds
+from app.core.settings.kinds import (
     CommonSettings,
     Kind,
     OneOf,
@@ -92,16 +92,16 @@ def option_type(kind: Kind) -> click.ParamType[Any] | type[bool] | None:
     return kind
 
 
-PORT = option_type(settings.PORT)
-SEED = option_type(settings.SEED)
-COUNT = option_type(settings.COUNT)
-POSITIVE = option_type(settings.POSITIVE)
-PROCESSES = option_type(settings.PROCESSES)
-SECONDS = option_type(settings.SECONDS)
-POSITIVE_SECONDS = option_type(settings.POSITIVE_SECONDS)
-FACTOR = option_type(settings.FACTOR)
-BASE_URL = option_type(settings.BASE_URL)
-POLICY = option_type(settings.PolicyName())
+PORT = option_type(kinds.PORT)
+SEED = option_type(kinds.SEED)
+COUNT = option_type(kinds.COUNT)
+POSITIVE = option_type(kinds.POSITIVE)
+PROCESSES = option_type(kinds.PROCESSES)
+SECONDS = option_type(kinds.SECONDS)
+POSITIVE_SECONDS = option_type(kinds.POSITIVE_SECONDS)
+FACTOR = option_type(kinds.FACTOR)
+BASE_URL = option_type(kinds.BASE_URL)
+POLICY = option_type(kinds.PolicyName())
 
 
 def cluster_size(least_workers: int = 1) -> Callable[[F], F]:
@@ -119,7 +119,7 @@ def cluster_size(least_workers: int = 1) -> Callable[[F], F]:
                 heading=CLUSTER,
                 default=number,
                 show_default=True,
-                type=option_type(settings.Whole(least, settings.PROCESSES.most)),
+                type=option_type(kinds.Whole(least, kinds.PROCESSES.most)),
                 help=f"Number of {what}.",
             )(command)
         return command
@@ -272,7 +272,7 @@ class Option(click.Option):
                 del extra["default"]
         if "range" in extra:
             least, _, most = extra["range"].partition("<=x<=")
-            if most in map(str, (settings.MOST, settings.LONGEST_S)):
+            if most in map(str, (kinds.MOST, kinds.LONGEST_S)):
                 extra["range"] = f"x>={least}"
         return extra
 

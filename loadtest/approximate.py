@@ -21,9 +21,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from app.core.agent_settings import EngineAgentSettings
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.http.server import run
 from app.local.child import start_child
 from app.local.cluster import Cluster

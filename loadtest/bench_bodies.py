@@ -21,7 +21,7 @@ import click
 from rich.console import Console
 
 from app.core.errors import InvalidRequest
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.http.server import collect_seldom, run
 from app.options import POSITIVE
 from loadtest.command import Command, json_option, save, table

@@ -44,7 +44,7 @@ from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, cpu_s, redis_to_measure
 from loadtest.holders import BLOCK_SIZE
 from workers.agent.agent import AgentSettings
-from workers.bridge.engine_events import BlockRemoved, BlockStored
+from workers.bridge.events.events import BlockRemoved, BlockStored
 from workers.bridge.facts import EngineFacts, EventSource
 from workers.bridge.rank import Rank
 from workers.vllm_face.event_socket import EventSocket

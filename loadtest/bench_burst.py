@@ -30,8 +30,8 @@ import orjson
 
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import POLICY, POSITIVE

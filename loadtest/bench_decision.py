@@ -29,7 +29,7 @@ from rich.table import Table
 
 from app.core.hashing import compute_hashes, compute_local_hashes
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.http.server import listen, run, serve
 from app.local.redis_server import LOOPBACK
 from app.options import POSITIVE

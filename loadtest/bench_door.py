@@ -30,14 +30,14 @@ import orjson
 from rich.console import Console
 
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
-from app.door.tokens.renderer import load as load_renderer
+from app.core.settings.router import RouterSettings
 from app.http.server import listen, run, serve
 from app.local.redis_server import LOOPBACK
 from app.options import POSITIVE
 from app.state import models
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
+from app.tokens.renderer import load as load_renderer
 from loadtest.command import Command, json_option, save, table
 from loadtest.cores import CORES, redis_to_measure
 from loadtest.holders import Holders

@@ -30,8 +30,8 @@ import stamina
 from rich import box
 from rich.console import Console
 
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.http.server import run
 from app.local.child import start_child
 from app.local.cluster import Cluster

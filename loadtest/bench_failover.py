@@ -27,7 +27,7 @@ import numpy as np
 
 from app.core.events import Stored
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.local.redis_server import EmbeddedRedis, redis_binary

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from app.core.chains import GROUP_BLOCKS
 from app.core.keys import Keyspace
-from app.core.settings import MOST
+from app.core.settings.kinds import MOST
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom, run
 from app.ops.reset import delete_namespace

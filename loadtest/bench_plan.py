@@ -16,7 +16,7 @@ from rich.console import Console
 
 from app.core.loads import Load, Loads, Snapshot
 from app.core.overlaps import Overlaps
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.options import POSITIVE

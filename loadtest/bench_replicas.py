@@ -25,8 +25,8 @@ import click
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, POSITIVE, PROCESSES

@@ -35,10 +35,10 @@ from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
 from app.options import POSITIVE
 from loadtest.command import Command, distinct, json_option, save, table
+from workers.kv.copies import Copies
 from workers.kv.disk import PART_BYTES, SlotFile
 from workers.kv.disk_records import DiskBlock
 from workers.kv.memory import KVShape, MemoryPool, host_pool
-from workers.kv.transfers import Transfers
 
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 PAIRS = tuple(permutations(Tier, 2))
@@ -76,7 +76,7 @@ class Bench:
         self.disk = stack.enter_context(
             closing(SlotFile(folder, block_bytes=block_bytes, num_slots=2 * num_blocks))
         )
-        self.transfers = Transfers(self.pools, self.disk)
+        self.transfers = Copies(self.pools, self.disk)
         self.plain = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
         stack.callback(os.close, self.plain)
         rng = np.random.default_rng(0)

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.core.events import CacheEvent
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.worker import WorkerSettings
 from app.http.server import run
 from app.options import POSITIVE
 from loadtest.command import Command, json_option, save
@@ -41,7 +41,7 @@ from loadtest.traces import VOCABULARY, pseudo_random_tokens
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
 from workers.engines.sampling_options import Sampling
-from workers.kv.remote.frames import Source
+from workers.kv.transfer.frames import Source
 
 BLOCK_SIZE = 16
 CHUNK = 128

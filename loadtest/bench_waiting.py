@@ -28,9 +28,9 @@ from rich.table import Table
 
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
-from app.core.settings import LONGEST_S
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.kinds import LONGEST_S
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import PROCESSES, Number

@@ -9,8 +9,8 @@ import click
 from rich.console import Console
 
 from app.core.extras import extra
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, cluster_size

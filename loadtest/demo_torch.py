@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import POSITIVE, POSITIVE_SECONDS

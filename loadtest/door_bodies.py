@@ -52,8 +52,8 @@ async def read_at_the_door(path: str, raw: bytes) -> bool:
     """What a front door does with a body before it tokenizes. Returns whether it was accepted."""
     # The measuring processes of other benchmarks must not load the servers' HTTP code.
     from app.door import members
-    from app.door.tokens.messages import size
     from app.http.json_body import JsonBody
+    from app.tokens.messages import size
 
     with suppress(InvalidRequest):
         body = await JsonBody.read(raw)

@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from app.options import COUNT, FACTOR, POSITIVE
-from app.policy.sources import Form
+from app.policy.transfer import Form
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
 from app.simulation.link import Link

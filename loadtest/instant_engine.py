@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
-from app.door.tokens.renderer import Renderer, load
 from app.http.server import run
 from app.local.redis_server import LOOPBACK
+from app.tokens.renderer import Renderer, load
 
 CHUNKS = 16
 PACE_S = 0.05

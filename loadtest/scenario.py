@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from app.policy.sources import Form
+from app.policy.transfer import Form
 from app.simulation.setting import Setting
 from loadtest.figures import Figures, Played
 from loadtest.ideal import ideal

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from app.core.settings import LONGEST_S
+from app.core.settings.kinds import LONGEST_S
 from app.core.worker_report import Role
 from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
 from app.policy.cost import POLICIES
-from app.policy.sources import OWN_TRANSFER
+from app.policy.transfer import OWN_TRANSFER
 from app.simulation.link import Link
 from app.simulation.profiles import PROFILES
 from app.simulation.setting import PolicyVariant, Setting, Sharing

@@ -18,7 +18,7 @@ import numpy as np
 
 from app.core.worker_report import Role
 from app.options import COUNT, FACTOR, POSITIVE
-from app.policy.sources import OWN_TRANSFER
+from app.policy.transfer import OWN_TRANSFER
 from app.simulation.link import Link
 from app.simulation.setting import Setting
 from loadtest.command import Command, distinct, jobs_option, json_option, read, save, trace_option

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from app.policy.sources import Form
+from app.policy.transfer import Form
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import Loss, SimAnswer
 from app.simulation.setting import Setting

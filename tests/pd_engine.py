@@ -18,7 +18,7 @@ from aiohttp import web
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
 from tests.engine_dialects import Chat
 from tests.sick_engine import BLOCK_SIZE, Faults, SickEngine
-from workers.bridge.engine_events import AllBlocksCleared
+from workers.bridge.events.events import AllBlocksCleared
 
 WRONG = "wrong "
 STEP_S = 0.02

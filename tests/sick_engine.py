@@ -24,7 +24,7 @@ from aiohttp import web
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
 from tests.engine_dialects import DIALECTS, FAULT, Chat
-from workers.bridge.engine_events import BlockRemoved, BlockStored, EngineEvent
+from workers.bridge.events.events import BlockRemoved, BlockStored, EngineEvent
 from workers.vllm_face.event_socket import EventSocket
 
 HANG_S = 86_400.0

@@ -31,10 +31,10 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.prefills",
         "workers.kv.copiers",
         "workers.kv.memory",
-        "workers.kv.remote.layer_groups",
-        "workers.kv.remote.receiver",
-        "workers.kv.remote.sender",
-        "workers.kv.transfers",
+        "workers.kv.transfer.layer_groups",
+        "workers.kv.transfer.receiver",
+        "workers.kv.transfer.sender",
+        "workers.kv.copies",
     }
 )
 
@@ -75,6 +75,7 @@ ROOMS = frozenset(
         "state",
         "router",
         "http",
+        "tokens",
         "door",
         "edge",
         "console",
@@ -95,9 +96,9 @@ def beyond(*rooms: str) -> frozenset[str]:
 
 SERVED = frozenset(
     {
-        "workers.chat",
+        "workers.server.chats",
         "workers.engine_agent",
-        "workers.http",
+        "workers.server.app",
         "workers.vllm_face.vllm_http",
     }
 )
@@ -145,14 +146,14 @@ CHAINS = [
             "app.door",
             WEB
             | {"torch", "transformers"}
-            | beyond("core", "policy", "state", "router", "http", "door"),
+            | beyond("core", "policy", "state", "router", "http", "tokens", "door"),
         ),
         Boundary(
             "app.edge",
             frozenset({"aiohttp", "torch"})
             | beyond(
-                *("core", "policy", "state", "router", "http", "door", "options", "ops", "console"),
-                "edge",
+                *("core", "policy", "state", "router", "http", "tokens", "door", "options", "ops"),
+                *("console", "edge"),
             ),
         ),
         Boundary("app", TESTS | {"torch", "workers", "opentelemetry.exporter"}),
@@ -170,6 +171,7 @@ CHAINS = [
             WEB
             | {"aiohttp", "torch"}
             | beyond("core", "policy", "state", "router", "http", "options", "ops", "console"),
+            without=frozenset({"app.console.page", "app.console.routes", "app.console.schemas"}),
         ),
     ],
     [
@@ -180,14 +182,17 @@ CHAINS = [
             | beyond("core", "http", "policy", "options", "local"),
         ),
     ],
-    [Boundary("app.door.tokens", WEB | {"redis", "click", "huggingface_hub"})],
+    [
+        Boundary(
+            "app.tokens", WEB | {"redis", "click", "huggingface_hub"} | beyond("core", "tokens")
+        )
+    ],
     [
         Boundary("workers.bridge", WEB | {"torch"}),
         Boundary("workers.agent", WEB | {"torch"}),
         Boundary("workers", WEB, without=SERVED | {"workers.main"}),
         Boundary("workers", frozenset({"fastapi"}), without=SERVED),
-        # Of app.door they know app.door.tokens.
-        Boundary("workers", beyond("core", "state", "http", "door", "simulation") - {"workers"}),
+        Boundary("workers", beyond("core", "state", "http", "tokens", "simulation") - {"workers"}),
     ],
     [
         Boundary("workers", frozenset({"torch"}), without=NEEDS_TORCH),
@@ -284,11 +289,14 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
             "came_at: datetime = field(default_factory=partial(datetime.now, UTC))",
         ),
         ("app/door/record.py", "from datetime import UTC, datetime"),
-        ("app/door/tokens/templates.py", "from datetime import datetime"),
-        ("app/door/tokens/templates.py", "return datetime.now().strftime(format)"),
         ("app/edge/openai.py", "BEGUN_S = int(time.time())"),
         ("app/ops/checks.py", "ahead_s = time.time() - (seconds + micros / 1e6)"),
-        ("workers/bridge/stream.py", "self.counters.lag_s = max(0.0, time.time() - batch.ts)"),
+        ("app/tokens/templates.py", "from datetime import datetime"),
+        ("app/tokens/templates.py", "return datetime.now().strftime(format)"),
+        (
+            "workers/bridge/events/stream.py",
+            "self.counters.lag_s = max(0.0, time.time() - batch.ts)",
+        ),
         ("workers/engines/openai/answer.py", "return int(time.time())"),
         ("workers/vllm_face/event_socket.py", "payload = encode(time.time(), events, self._rank)"),
     ]

@@ -21,8 +21,8 @@ from redis import Redis
 
 from app.cli import _listening, _until_stopped, main
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.environment import unknown_variables
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis

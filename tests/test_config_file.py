@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from app.cli import main
 from app.config_file import with_config_file
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.options import Command, options
 from tests.redis_servers import default_kind, require_redis
 

@@ -23,10 +23,10 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
 from app.cli import main
-from app.core import settings
-from app.core.agent_settings import EngineAgentSettings
 from app.core.outcomes import NEVER_CAME, matching
-from app.core.router_settings import RouterSettings
+from app.core.settings import kinds
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.router import RouterSettings
 from app.door.metrics import SECONDS
 from app.edge.app import create_app
 from app.local.redis_server import free_port
@@ -249,7 +249,7 @@ def test_redis_does_not_start_without_a_password(tmp_path: Path) -> None:
 
 
 def test_an_agent_in_the_examples_is_told_only_what_it_knows() -> None:
-    known = {settings.variable(field) for field in fields(EngineAgentSettings)}
+    known = {kinds.variable(field) for field in fields(EngineAgentSettings)}
     services = yaml.safe_load((DEPLOY / "vllm.compose.yaml").read_text())["services"]
     assert services["agent"]["environment"].keys() <= known
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from app.core import settings
-from app.core.router_settings import RouterSettings
-from app.door.tokens import load
+from app.core.settings import kinds
+from app.core.settings.router import RouterSettings
+from app.tokens import load
 from tests.chart.rendering import golden
 from tests.redis_servers import require_binary
 
@@ -133,7 +133,7 @@ def _examples() -> dict[str, tuple[dict[str, str], dict[str, Any], str]]:
 def test_routers_of_the_examples_are_told_where_the_tokenizer_of_their_model_is(where: str) -> None:
     environment, volumes, model = _examples()[where]
     [variable] = [name for name in environment if name.startswith("KVROUTE_")]
-    assert variable in {settings.variable(field) for field in fields(RouterSettings)}
+    assert variable in {kinds.variable(field) for field in fields(RouterSettings)}
     assert environment[variable] == f"{model}=/tokenizer"
     assert volumes["/tokenizer"] == "tokenizer"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from app.core.router_settings import RouterSettings
+from app.console.routes import MAX_BODY_BYTES as CONSOLE_BODY_BYTES
+from app.core.settings.router import RouterSettings
 from app.core.shares import TIMES_WHAT_IS_LEFT
-from app.edge.console import MAX_BODY_BYTES as CONSOLE_BODY_BYTES
 from app.http import body, held, protocol
 from tests.chart.rendering import golden
-from workers import chat
-from workers.kv.remote import frames, server
+from workers.kv.transfer import frames, server
+from workers.server import chats
 from workers.vllm_face import event_socket
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ OPENED = {
     "app/local/redis_server.py": "Redis of `kvroute up`",
     "workers/main.py": "worker",
     "workers/engine_agent.py": "agent",
-    "workers/kv/remote/link.py": "worker, KV",
+    "workers/kv/transfer/link.py": "worker, KV",
     "workers/vllm_face/event_socket.py": "worker, events",
 }
 """Modules that open a port, and a row that says of it."""
@@ -63,7 +63,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"{server.MAX_SENDING} transfers" in ports[-1]
     assert f"{frames.WHOLE_S / 60:g} minutes" in ports[-1]
     assert f"bodies of {CONSOLE_BODY_BYTES >> 20} MiB" in console[-1]
-    assert f"bodies of {chat.MAX_BODY_BYTES >> 20} MiB" in ROWS["worker"][-1]
+    assert f"bodies of {chats.MAX_BODY_BYTES >> 20} MiB" in ROWS["worker"][-1]
     for name in ("events", "replay"):
         size = event_socket.MAX_MESSAGE_BYTES >> 10
         assert f"messages of {size} KiB" in ROWS[f"worker, {name}"][-1]

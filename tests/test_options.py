@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from app.core.errors import ConfigError
-from app.core.router_settings import RouterSettings
-from app.core.settings import variable
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.kinds import variable
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.options import Command, flags, naming_file, options, pick
 
 SETTINGS = (RouterSettings, WorkerSettings)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from app.core.agent_settings import EngineAgentSettings
-from app.core.planner_settings import PlannerSettings
-from app.core.router_settings import RouterSettings
-from app.core.settings import shown_default, variable
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.kinds import shown_default, variable
+from app.core.settings.planner import PlannerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.edge.app import create_app
 from app.planner.metrics import PlannerMetrics
 from app.policy.cost import POLICIES

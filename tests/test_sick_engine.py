@@ -13,9 +13,9 @@ import pytest
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 from tests.sick_engine import WELL, Faults, How, SickEngine, sick_engine
-from workers.bridge.discovery import discover
-from workers.bridge.engine_http import EngineHttp
-from workers.bridge.load import LoadReader
+from workers.bridge.http.discovery import discover
+from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.load import LoadReader
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},

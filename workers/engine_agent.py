@@ -15,17 +15,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from app.core.agent_settings import EngineAgentSettings
 from app.core.errors import ConfigError, EngineUnfit
 from app.core.keys import Keyspace
-from app.core.settings import base_url
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.kinds import base_url
 from app.core.types import WORKER_ID
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised
 from app.state.connect import connected
 from app.state.scripts import ScriptRunner
-from workers.bridge.event_sources import reachable
+from workers.bridge.events.sources import reachable
 from workers.bridge.facts import Overrides
 from workers.bridge.follower import EngineFollower
 from workers.bridge.metrics import registry_of

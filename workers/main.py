@@ -14,10 +14,10 @@ from typing import Any
 
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
-from app.core.settings import base_url
+from app.core.settings.kinds import base_url
+from app.core.settings.worker import WorkerSettings
 from app.core.types import WORKER_ID, Tier, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, Role, Speed, WorkerInfo, as_fingerprint
-from app.core.worker_settings import WorkerSettings
 from app.http.server import listen, nothing
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised
@@ -68,8 +68,8 @@ async def _serve_with_agent(
     settings: WorkerSettings, keyspace: Keyspace, hosted: Hosted, listening: socket.socket
 ) -> None:
     # Only the modules imported so load FastAPI.
-    from workers.chat import add_chat
-    from workers.http import create_app
+    from workers.server.app import create_app
+    from workers.server.chats import add_chat
 
     async with AsyncExitStack() as opened:
         redis = await opened.enter_async_context(connected(settings.redis_url, REDIS_TIMEOUT_S))

@@ -23,8 +23,8 @@ from app.ops.conditions import holding
 from app.ops.drain import named
 from app.ops.explain import explanation, find
 from app.ops.figures import LONG_WINDOW_S, WINDOW_S, Together, share, trouble
-from app.ops.funnel import funnel
 from app.ops.names import names_of
+from app.ops.reuse import funnel
 from app.ops.usage import usages
 from app.ops.workers import requests_on
 from app.policy.view import View

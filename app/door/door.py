@@ -16,20 +16,21 @@ from app.core.worker_report import WorkerInfo
 from app.door import after_failure, whole_answer
 from app.door.after_failure import Tally
 from app.door.any_worker import AnyWorker
-from app.door.bootstrap import Meetings, handover_of
 from app.door.client import Client, Headers
 from app.door.engine_words import EngineWords
 from app.door.errors import AnswerTimeout, RepeatedFailure, Unreached, WorkerFailed
 from app.door.forwarding import Outgoing, Parser
-from app.door.kv_leases import KvLease, KvLeases, LeaseEnded, Tainted
 from app.door.lifecycle import Lifecycle
 from app.door.members import headers_back
 from app.door.migration import Migrating
 from app.door.missing import Missing
 from app.door.opening import Opening
-from app.door.pair_transfers import PairTransfers
 from app.door.record import Usage
-from app.door.sources import (
+from app.door.stream import TAIL_BYTES, Whole, usage_in
+from app.door.transfer.leases import KvLease, KvLeases, LeaseEnded, Tainted
+from app.door.transfer.outcomes import PairTransfers
+from app.door.transfer.sglang import Meetings, handover_of
+from app.door.transfer.sources import (
     NOTHING,
     TOOK_TOO_LONG,
     Call,
@@ -41,7 +42,6 @@ from app.door.sources import (
     of_rank,
     source_failed,
 )
-from app.door.stream import TAIL_BYTES, Whole, usage_in
 from app.door.upstream import (
     CONNECT_S,
     MAX_WHOLE_BYTES,
@@ -53,7 +53,7 @@ from app.door.upstream import (
 )
 from app.policy.decision import Decision, Source
 from app.policy.kv_lease import Leases
-from app.policy.sources import TOGETHER
+from app.policy.transfer import TOGETHER
 from app.policy.trust import Trust
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
-from app.core.router_settings import RouterSettings
-from app.core.settings import parse_aliases, parse_names, parse_sharing
+from app.core.settings.kinds import parse_aliases, parse_names, parse_sharing
+from app.core.settings.router import RouterSettings
 from app.door.access_log import AccessLog
 from app.door.asked import PROMPTS
 from app.door.door import Door, Patience

@@ -28,7 +28,10 @@ from app.door.engines import ids_field
 from app.door.errors import ContextTooLong, NotTokenized
 from app.door.models import Model
 from app.door.tokenizers import NOT_LOADED, Loaded, Tokenizers
-from app.door.tokens import (
+from app.door.upstream import Upstream
+from app.http.json_body import Fields
+from app.http.supervisor import Beside
+from app.tokens import (
     Overloaded,
     Renderer,
     TooManyTokens,
@@ -37,11 +40,8 @@ from app.door.tokens import (
     chat_of_response,
     variables_of,
 )
-from app.door.tokens.encoder import Ids
-from app.door.tokens.media import CHARACTERS_PER_TOKEN, Media, MediaTokens, media_in
-from app.door.upstream import Upstream
-from app.http.json_body import Fields
-from app.http.supervisor import Beside
+from app.tokens.encoder import Ids
+from app.tokens.media import CHARACTERS_PER_TOKEN, Media, MediaTokens, media_in
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from app.core.outcomes import told_apart
 from app.door.asked import Asked
 from app.door.models import Model
-from app.door.tokens.media import Media
 from app.policy.decision import Decision, RouteRequest
 from app.router.prompt import Prompt
+from app.tokens.media import Media
 
 
 class Stage(StrEnum):

@@ -13,9 +13,9 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from app.core.errors import cut
-from app.door.tokens import Renderer, TokenizerUnavailable, load
-from app.door.tokens.files import folder_of
 from app.http.supervisor import Beside
+from app.tokens import Renderer, TokenizerUnavailable, load
+from app.tokens.files import folder_of
 
 log = logging.getLogger(__name__)
 

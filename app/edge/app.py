@@ -17,17 +17,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.console import routes as console_routes
 from app.console.console import Console
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
-from app.core.settings import base_url, parse_origins
+from app.core.settings.kinds import base_url, parse_origins
+from app.core.settings.router import RouterSettings
 from app.core.types import random_hex
 from app.door.asked import is_of_door
 from app.door.engine_signs import EngineSigns
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
 from app.door.upstream import Upstream
-from app.edge import console, docs, front_page, native, openai
+from app.edge import docs, front_page, native, openai
 from app.edge.client import Client
 from app.edge.comments import comment_each
 from app.edge.keys import check_open
@@ -208,7 +209,7 @@ class Application(FastAPI):
             redoc_url=None,
         )
         self.replica = replica
-        routes = [*native.ROUTES, *openai.ROUTES, *docs.ROUTES, *console.ROUTES]
+        routes = [*native.ROUTES, *openai.ROUTES, *docs.ROUTES, *console_routes.ROUTES]
         routes += front_page.ROUTES
         self.router.routes[:0] = routes
         self._at = {

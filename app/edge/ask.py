@@ -14,7 +14,7 @@ from starlette.datastructures import QueryParams
 
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import Tokens, token_bytes
-from app.core.settings import PRIORITIES
+from app.core.settings.kinds import PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID, checked_sent_ms, new_id
 from app.edge import schemas
 from app.http import numbers

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import orjson
 
+from app.console.schemas import PrefixAsked
 from app.core.errors import InvalidRequest, KvrouteError
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, new_id
 from app.door.asked import Api
 from app.edge import ask
-from app.edge.console_schemas import PrefixAsked
 from app.edge.services import Services
 from app.http.json_body import Fields
 from app.ops import holders

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from app.console.page import SAFE
 from app.edge.client import Client
-from app.edge.console_page import SAFE
 from app.edge.routes import Route
 
 WHAT = "kvroute: a router of LLM requests, each to the engine whose KV cache has its prompt."

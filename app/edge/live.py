@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 
 from app.core.errors import ConfigError
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.edge.services import Services, check
 from app.edge.watched_files import Settling, check_there
 

@@ -34,8 +34,8 @@ from app.door.lifecycle import Lifecycle
 from app.door.migration import can_migrate
 from app.door.models import Model
 from app.door.record import Stage
-from app.door.sources import may_have_source
 from app.door.tracing import Trace
+from app.door.transfer.sources import may_have_source
 from app.edge import schemas
 from app.edge.ask import fitting_id, request_id_in, request_of
 from app.edge.client import Client

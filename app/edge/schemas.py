@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from app.core.hashing import U64
-from app.core.settings import PRIORITIES
+from app.core.settings.kinds import PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID
 from app.core.worker_report import GPU, INFO, MAX_CONTEXT, METRICS, Item, Role
 from app.policy.cost import POLICIES

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from app.console.console import Console
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.door.errors import Stopping
 from app.door.front import FrontDoor
 from app.edge.keys import Keys, check_open

@@ -22,14 +22,14 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from app.core.agent_settings import EngineAgentSettings
 from app.core.errors import ConfigError, KvrouteError
 from app.core.keys import Keyspace
-from app.core.planner_settings import PlannerSettings
-from app.core.router_settings import RouterSettings
-from app.core.settings import CommonSettings, base_url, variable
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.kinds import CommonSettings, base_url, variable
+from app.core.settings.planner import PlannerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.core.worker_report import Role
-from app.core.worker_settings import WorkerSettings
 from app.http.server import listen
 from app.local.child import start_child
 from app.local.detached import stop_workers

@@ -13,7 +13,7 @@ from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier
 from app.core.worker_report import GPU, INFO, NO_READINGS, Item
-from app.ops import funnel, holders, namespaces, workers
+from app.ops import holders, namespaces, reuse, workers
 from app.ops import verify as verification
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, say, text_table
 from app.ops.usage import usages
@@ -46,7 +46,7 @@ def inspect() -> None:
     """Inspect the state in Redis without changing it."""
 
 
-inspect.add_command(funnel.command)
+inspect.add_command(reuse.command)
 
 
 @inspect.command(cls=Command)

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from app.core.check import Check
 from app.core.errors import KvrouteError, cut
 from app.core.keys import Keyspace
-from app.core.settings import parse_sharing
+from app.core.settings.kinds import parse_sharing
 from app.core.worker_report import WorkerInfo
 from app.ops import workers
 from app.policy.spread import Groups, Standing, owner_of, spread

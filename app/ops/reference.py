@@ -43,11 +43,11 @@ def main() -> None:
 
 def configuration() -> str:
     """Every setting: its flag, its variable, its default and its meaning, for each process."""
-    from app.core.agent_settings import EngineAgentSettings
-    from app.core.planner_settings import PlannerSettings
-    from app.core.router_settings import RouterSettings
-    from app.core.settings import CommonSettings
-    from app.core.worker_settings import MemberSettings, WorkerSettings
+    from app.core.settings.agent import EngineAgentSettings
+    from app.core.settings.kinds import CommonSettings
+    from app.core.settings.planner import PlannerSettings
+    from app.core.settings.router import RouterSettings
+    from app.core.settings.worker import MemberSettings, WorkerSettings
 
     shared = {f.name for f in fields(CommonSettings)}
     member = {f.name for f in fields(MemberSettings)}
@@ -117,7 +117,7 @@ def access_log() -> str:
 
 
 def _setting(f: Field[Any]) -> tuple[str, ...]:
-    from app.core.settings import flag, shown_default, variable
+    from app.core.settings.kinds import flag, shown_default, variable
 
     default = shown_default(f)
     shown = f"`{default}`" if default else ""
@@ -126,7 +126,7 @@ def _setting(f: Field[Any]) -> tuple[str, ...]:
 
 def api() -> str:
     """Every endpoint of a router with its fields, the objects in answers, and all errors."""
-    from app.core.router_settings import RouterSettings
+    from app.core.settings.router import RouterSettings
     from app.edge.app import create_app
 
     description = create_app(RouterSettings()).openapi()

@@ -12,7 +12,7 @@ import orjson
 
 from app.core.keys import Keyspace
 from app.core.printable import printable
-from app.core.settings import CommonSettings
+from app.core.settings.kinds import CommonSettings
 from app.options import options
 from app.state.connect import connect, deadline, naming
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from app.core.settings import LONGEST_S
+from app.core.settings.kinds import LONGEST_S
 from app.core.worker_report import Role
 from app.planner.rules.state import USUAL_STARTUP_S
 

@@ -12,7 +12,7 @@ import orjson
 
 from app.core.errors import KvrouteError, LeadershipLost
 from app.core.keys import Keyspace
-from app.core.planner_settings import PlannerSettings
+from app.core.settings.planner import PlannerSettings
 from app.core.worker_report import Role
 from app.planner.changing import MOST_MODELS, Changing
 from app.planner.connectors.base import Advise, Connector, ConnectorError

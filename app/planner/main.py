@@ -16,8 +16,8 @@ from starlette.routing import Mount, Route
 
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
-from app.core.planner_settings import PlannerSettings
-from app.core.settings import base_url
+from app.core.settings.kinds import base_url
+from app.core.settings.planner import PlannerSettings
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised

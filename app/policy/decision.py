@@ -11,7 +11,7 @@ from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import WorkerInfo
 from app.policy.locality import Best, Locality
-from app.policy.sources import Form
+from app.policy.transfer import Form
 from app.policy.trust import Trust
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from app.core.errors import NoWorkers
 from app.core.loads import Reservation, Wish
 from app.core.rate_limit import RateLimit
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose, has_room
@@ -30,7 +30,7 @@ from app.policy.health import avoided, avoiding, late, unheard, without_avoided
 from app.policy.lengths import fitting
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
-from app.policy.sources import Form, Owed, Roles, Route, awaited_s, owed, routes_with_source
+from app.policy.transfer import Form, Owed, Roles, Route, awaited_s, owed, routes_with_source
 from app.policy.trust import Trust
 from app.policy.view import View
 

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from app.core.chains import hex_text, positions
-from app.core.settings import MOST
+from app.core.settings.kinds import MOST
 from app.core.types import SequenceHash, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.cost import POLICIES, Candidates, CostFunction, RequestSize

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from app.policy.decision import Decision, Lost, Query, Step
 from app.policy.locality import Locality
-from app.policy.sources import Form
+from app.policy.transfer import Form
 
 if TYPE_CHECKING:
     from app.policy.plan import Plan

@@ -40,7 +40,7 @@ from app.policy import reported
 from app.policy.cost import Candidates, Floats
 from app.policy.pair_failures import Pair
 from app.policy.reported import Others
-from app.policy.sources import roles_of
+from app.policy.transfer import roles_of
 
 STALE_AFTER_INTERVALS = 10
 MAX_PLACES = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.state.scripts import ScriptRunner

@@ -19,7 +19,7 @@ from app.core.errors import (
 )
 from app.core.failures import Failure
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation, random_hex
 from app.core.worker_report import WorkerInfo
 from app.http.supervisor import supervised

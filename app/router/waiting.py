@@ -23,7 +23,7 @@ from app.core.errors import (
     RedisUnavailable,
     WrongVersion,
 )
-from app.core.settings import PRIORITIES, parse_weights
+from app.core.settings.kinds import PRIORITIES, parse_weights
 from app.router.pending import Pending, Queued
 from app.router.replica import Replica
 from app.router.wait_queue import WaitQueue

@@ -14,7 +14,7 @@ from app.core.loads import Load, Reservation
 from app.core.worker_report import Role
 from app.policy.choose import Choice, choose
 from app.policy.cost import Candidates, Floats, RequestSize, predicted_prefill_s
-from app.policy.sources import (
+from app.policy.transfer import (
     OWN_TRANSFER,
     Form,
     Owed,

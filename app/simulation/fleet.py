@@ -19,7 +19,7 @@ from app.core.errors import AllWorkersBusy, NoWorkers
 from app.core.loads import ROUND
 from app.core.types import SequenceHash
 from app.core.worker_report import Role
-from app.policy.sources import Form
+from app.policy.transfer import Form
 from app.simulation.agenda import Agenda
 from app.simulation.books import Books, rounds_of
 from app.simulation.decide import Decider, Plan

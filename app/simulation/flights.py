@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from app.policy.sources import Form
+from app.policy.transfer import Form
 from app.simulation.books import Books
 from app.simulation.steps import SimRequest
 

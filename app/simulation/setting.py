@@ -8,7 +8,7 @@ from functools import partial
 
 from app.core.worker_report import Role
 from app.policy.cost import CostFunction, blocks
-from app.policy.sources import OWN_TRANSFER
+from app.policy.transfer import OWN_TRANSFER
 from app.simulation.link import Link
 from app.simulation.profiles import USUAL, Profile
 

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from tests.attack.engine import RESET
-from workers.kv.remote.frames import MAX_BLOCKS, MAX_FRAME_BYTES, VERSION, Wanted, wanted_frame
+from workers.kv.transfer.frames import MAX_BLOCKS, MAX_FRAME_BYTES, VERSION, Wanted, wanted_frame
 
 PROBE_INTERVAL_S, PROBE_TIMEOUT_S = 0.1, 5.0
 PATIENCE_S = 10.0

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from tests.redis_servers import default_kind, require_binary, require_redis
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from tests.console.conftest import Load
 from tests.redis_servers import default_kind, require_binary, require_redis

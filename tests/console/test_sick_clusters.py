@@ -21,9 +21,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from app.core.agent_settings import EngineAgentSettings
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from tests.redis_servers import default_kind, require_binary, require_redis, stopped
 from tests.sick_engine import Faults, SickEngine, sick_engine

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from app.core.router_settings import RouterSettings
-from app.core.settings import check_base_url, parse_engines, parse_weights, variable
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.kinds import check_base_url, parse_engines, parse_weights, variable
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 
 SETTINGS = (RouterSettings, WorkerSettings)
 

@@ -16,9 +16,9 @@ from aiohttp.test_utils import TestServer
 from redis.asyncio import Redis
 
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.core.worker_report import WorkerInfo
-from app.core.worker_settings import WorkerSettings
 from app.door.tracing import Tracing
 from app.edge.app import create_app
 from app.http.server import listen, serve

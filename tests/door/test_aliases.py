@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from redis.asyncio import Redis
 
-from app.core.router_settings import RouterSettings
-from app.core.settings import parse_aliases
+from app.core.settings.kinds import parse_aliases
+from app.core.settings.router import RouterSettings
 from app.door.asked import RERANKS, SCORES
 from app.edge.app import create_app
 from app.edge.live import LiveSettings

@@ -11,10 +11,10 @@ import orjson
 from aiohttp import web
 from redis.asyncio import Redis
 
-from app.door.tokens import load
 from app.local.redis_server import EmbeddedRedis
 from app.state import endings
 from app.state.endings import Ending
+from app.tokens import load
 from tests.door.conftest import MODEL, completing, models, replica, until_serving, worker_here
 from tests.eventually import eventually
 from tests.fake_worker import KEYS

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 from redis.asyncio import Redis
 
-from app.door.tokens.media import USUAL_TOKENS, MediaTokens, media_in, rule_of
 from app.local.redis_server import EmbeddedRedis
+from app.tokens.media import USUAL_TOKENS, MediaTokens, media_in, rule_of
 from tests.door.conftest import completing, replica, until_serving
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"

@@ -14,7 +14,7 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from app.core.keys import DATA_VERSION, Keyspace
-from app.core.settings import parse_sharing
+from app.core.settings.kinds import parse_sharing
 from app.local.redis_server import EmbeddedRedis
 from app.ops.reset import delete_namespace
 from app.state import leases, models

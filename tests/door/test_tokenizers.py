@@ -18,8 +18,8 @@ from redis.asyncio import Redis
 
 from app.door import prompts, tokenizers
 from app.door.tokenizers import Loaded, Tokenizers
-from app.door.tokens import Renderer, load
 from app.local.redis_server import EmbeddedRedis
+from app.tokens import Renderer, load
 from tests.door.conftest import completing, models, replica
 from tests.door.test_answers import LLAMA, counted
 from tests.eventually import eventually

@@ -15,8 +15,8 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.chains import parse_owners
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_redis

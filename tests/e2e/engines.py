@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from app.core.agent_settings import EngineAgentSettings
+from app.core.settings.agent import EngineAgentSettings
 from tests.fake_worker import NAMESPACE
 from workers.engine_agent import serve as serve_agent
 

@@ -17,7 +17,7 @@ from redis.retry import Retry
 
 from app.cli import main
 from app.core.keys import KEYSPACE
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.local.redis_server import LOOPBACK, EmbeddedRedis
 from app.policy.decision import RouteRequest
 from app.router.fleet import Fleet

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
-from app.door.tokens.renderer import REMEMBERED_BYTES
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.edge.errors import ERRORS
 from app.local.cluster import Cluster
 from app.ops.reference import FRAMEWORK_ERRORS
+from app.tokens.renderer import REMEMBERED_BYTES
 from tests.attack.attack import CONNECTIONS, PATIENCE_S, SLOW_S, Attack, Target, answering
 from tests.attack.inputs import Surface
 from tests.e2e.conftest import BLOCK_SIZE, OpenProbe, Probe, prompt

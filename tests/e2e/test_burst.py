@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.hashing import compute_hashes
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash
 from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import RouteRequest

@@ -24,8 +24,8 @@ from redis.asyncio import Redis
 
 from app.core.errors import RedisUnavailable
 from app.core.keys import MODELS
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster, Member
 from app.local.redis_server import EmbeddedRedis
 from app.ops import verify, workers

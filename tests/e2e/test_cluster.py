@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster, ClusterError
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.conftest import OpenProbe, listens, prompt, small_cluster

@@ -18,9 +18,9 @@ from redis.crc import key_slot
 from app.cli import main
 from app.core.errors import ConfigError, RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
-from app.core.worker_settings import WorkerSettings
 from app.local import cluster as kvroute
 from app.local.redis_server import EmbeddedRedis
 from app.state import overlap

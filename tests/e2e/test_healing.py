@@ -26,7 +26,7 @@ from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import Tier, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.ops.reset import delete_namespace

@@ -13,7 +13,7 @@ from app.core.chains import shard_of
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash, TierOverlap
 from app.policy.decision import Decision, RouteRequest
 from app.router.fleet import Fleet

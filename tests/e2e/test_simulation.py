@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from app.simulation.setting import Setting
 from loadtest.replay import replay_policy

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from app.core.router_settings import RouterSettings
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import until_healthy, worker_here

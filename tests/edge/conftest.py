@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.edge.app import create_app
 from app.local.redis_server import EmbeddedRedis
 from tests.fake_worker import NAMESPACE, FakeWorkers

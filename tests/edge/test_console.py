@@ -11,8 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from app.console import console, kept, roster, sampler
+from app.console.page import POLICY
 from app.core.worker_report import ForwardPassMetrics
-from app.edge.console_page import POLICY
 from app.local.redis_server import EmbeddedRedis
 from app.state import replicas
 from app.state.connect import connect

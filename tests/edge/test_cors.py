@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.settings import parse_origins
+from app.core.settings.kinds import parse_origins
 from app.local.redis_server import EmbeddedRedis
 from tests.edge.conftest import StartReplica
 

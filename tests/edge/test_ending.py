@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.console.sampler import Sampler
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.edge.app import create_app
 from app.local.redis_server import EmbeddedRedis
 from tests.fake_worker import NAMESPACE

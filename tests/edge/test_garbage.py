@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from app.core.errors import KvrouteError
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
-from tests.door.test_sources import Engine
+from tests.door.transfer.test_sources import Engine
 from tests.eventually import eventually
 from tests.fake_worker import FakeWorkers
 

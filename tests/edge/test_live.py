@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from app.core.errors import ConfigError
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.door.errors import Unauthorized
 from app.edge import watched_files
 from app.edge.app import create_app

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.errors import shown
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.edge.app import Application, create_app
 from app.http.watch import ON_GONE
 from app.local.redis_server import EmbeddedRedis

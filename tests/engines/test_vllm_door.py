@@ -15,10 +15,10 @@ from app.door.stream import usage_in
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
 from tests.door.test_answers import counted, events
-from tests.door.tokens.capture import agents
 from tests.e2e.engines import agent
 from tests.engines.vllm_server import ANSWER_S, BLOCK, MODEL, vllm_servers
 from tests.eventually import eventually
+from tests.tokens.capture import agents
 
 CHATS, TURNS = 100, 3
 _TEXT = "the quick brown fox jumps over a lazy dog and says hello to each of you"

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
-from app.policy import sources
+from app.policy import transfer
 from app.policy.pairing import KvGroup
 from tests.engines.vllm_pair import Pair, PdServer, joined, marks, server, two_servers
 from tests.engines.vllm_server import BLOCK, MODEL
@@ -148,7 +148,7 @@ async def test_engines_with_unlike_blocks_are_not_paired(
     """The control: without the guard, texts are wrong."""
     if not guarded:
         all_alike = KvGroup("nixl", (), "")
-        monkeypatch.setattr(sources, "group_of", lambda info: info.kv_transfer and all_alike)
+        monkeypatch.setattr(transfer, "group_of", lambda info: info.kv_transfer and all_alike)
     rng = random.Random(14)
     async with joined([servers[0], unlike], one_redis_server.url, tmp_path) as pair:
         for number in range(3):

@@ -19,8 +19,8 @@ from app.core.hashing import compute_local_hashes, compute_sequence_hashes
 from app.core.resume import Back, Resume, ReuseRule
 from app.core.types import SequenceHash, Tier
 from workers.agent.ownership import Ownership
-from workers.bridge.engine_blocks import EngineBlocks
-from workers.bridge.engine_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from workers.bridge.events.blocks import EngineBlocks
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 
 Group = dict[str, Any]
 VENV = Path(os.environ.get("KVROUTE_TEST_VLLM", Path(__file__).parents[2] / ".venv-vllm"))

@@ -7,7 +7,7 @@ from click import ClickException
 from rich.console import Console
 
 from loadtest.bench_tiers import PAIRS, run, show
-from workers.kv.transfers import Transfers
+from workers.kv.copies import Copies
 
 
 def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path: Path) -> None:
@@ -25,6 +25,6 @@ def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path: Path) 
 def test_copies_that_bring_something_else_end_the_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Transfers, "copy_blocks", lambda *args: len(args[3]))
+    monkeypatch.setattr(Copies, "copy_blocks", lambda *args: len(args[3]))
     with pytest.raises(ClickException, match="copies from DEVICE to HOST are wrong"):
         run([16], mib=1, rounds=1, folder=tmp_path)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from loadtest.client import (
     ROUTE_TIMEOUT_S,
     ClusterClient,

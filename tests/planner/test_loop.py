@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from app.core.keys import MODELS
 from app.core.loads import Reservation, Wish
-from app.core.planner_settings import PlannerSettings
+from app.core.settings.planner import PlannerSettings
 from app.core.types import Incarnation, SequenceHash, WorkerKey
 from app.core.worker_report import Role
 from app.local.redis_server import EmbeddedRedis

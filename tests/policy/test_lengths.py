@@ -14,9 +14,9 @@ from app.core.types import TierOverlap
 from app.core.worker_report import Role, WorkerInfo
 from app.policy.cost import POLICIES
 from app.policy.locality import Locality
-from app.policy.sources import Form
+from app.policy.transfer import Form
 from tests.policy.test_plan import plan, query, worker
-from tests.policy.test_sources import able, fleet
+from tests.policy.test_transfer import able, fleet
 from tests.policy.test_view import ONE, TWO, info
 
 SHORT, LONG = 300, 8000

@@ -8,7 +8,7 @@ import pytest
 
 from app.core.worker_report import WorkerInfo, as_fingerprint
 from app.policy.pairing import group_of
-from app.policy.sources import roles_of
+from app.policy.transfer import roles_of
 from tests.policy.test_view import info
 
 FACTS = {"block": "16", "engine": "vllm 0.32.0", "handshake": "5f0c", "lease": "0"}

@@ -11,7 +11,7 @@ from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
 from app.core.loads import Load, Loads, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.rate_limit import RateLimit
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
 from app.policy.decision import Query, RouteRequest

@@ -16,7 +16,7 @@ from app.core.worker_report import Role
 from app.policy.decision import Decision
 from app.policy.reuse import held_tokens, lost_by_decision, lost_by_engine
 from tests.policy.test_plan import plan, query, view_of
-from tests.policy.test_sources import able, fleet, route
+from tests.policy.test_transfer import able, fleet, route
 from tests.policy.test_view import ONE
 
 

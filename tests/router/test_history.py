@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.local.redis_server import EmbeddedRedis
 from app.policy.record import DecisionRecord
 from app.router.fleet import Fleet

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from app.core.errors import RedisUnavailable
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet

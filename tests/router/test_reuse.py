@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.local.redis_server import EmbeddedRedis
-from app.ops.funnel import ALL, funnel
+from app.ops.reuse import ALL, funnel
 from app.policy.decision import Decision, Step
 from app.router.reuse import EVERY_S, HOUR_S, MAX_MODELS
 from tests.fake_worker import FakeWorkers

@@ -24,7 +24,7 @@ from app.core.errors import (
 from app.core.failures import REPORTED
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import TierOverlap
 from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Role, Speed
 from app.edge.app import create_app

@@ -10,7 +10,7 @@ import pytest
 from app.core.loads import Load
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Role
-from app.policy.sources import Form
+from app.policy.transfer import Form
 from app.simulation.engine import Received, SimEngine
 from app.simulation.flights import Loss
 from app.simulation.link import Link

@@ -17,11 +17,11 @@ from app.core.documents import page
 from app.core.errors import EngineUnavailable, EngineUnfit
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
-from workers.bridge.discovery import discover
-from workers.bridge.engine_http import EngineHttp
+from workers.bridge.events.stream import EventStream
 from workers.bridge.facts import EngineFacts, EventSource
-from workers.bridge.load import IDLE
-from workers.bridge.stream import EventStream
+from workers.bridge.http.discovery import discover
+from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.load import IDLE
 
 EVENTS_S = 10.0
 EVENT_S = 2.0

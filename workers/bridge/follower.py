@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import zmq.asyncio
 
-from app.core.agent_settings import EngineAgentSettings
 from app.core.errors import ConfigError, EngineUnavailable, EngineUnfit, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Load
+from app.core.settings.agent import EngineAgentSettings
 from app.core.types import WorkerKey
 from app.core.worker_report import UNKNOWN, ForwardPassMetrics, Role, Speed, WorkerInfo
 from app.http.supervisor import supervised
@@ -27,13 +27,13 @@ from app.state import leases
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import AgentSettings
 from workers.bridge import kv_fingerprint
-from workers.bridge.discovery import discover
-from workers.bridge.engine_http import EngineHttp
-from workers.bridge.engine_models import models_of, tokenizer_hash
 from workers.bridge.facts import EngineFacts, EngineLoad, EventSource, Overrides
 from workers.bridge.health import EngineHealth, Life, Probe
+from workers.bridge.http.discovery import discover
+from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.load import LoadReader
+from workers.bridge.http.models import models_of, tokenizer_hash
 from workers.bridge.kv_hosts import kv_hosts
-from workers.bridge.load import LoadReader
 from workers.bridge.rank import Rank
 from workers.bridge.speed import EngineSpeed
 from workers.bridge.taint import cleanse, life_of

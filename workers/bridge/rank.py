@@ -19,12 +19,12 @@ from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.bridge import saved
-from workers.bridge.engine_blocks import EngineBlocks
+from workers.bridge.events.blocks import EngineBlocks
+from workers.bridge.events.silence import Silence
+from workers.bridge.events.stream import EventStream, Fresh, Resumed
+from workers.bridge.events.wire import Batch
 from workers.bridge.facts import EngineFacts, EngineLoad, EventSource
 from workers.bridge.saved import Saved
-from workers.bridge.silence import Silence
-from workers.bridge.stream import EventStream, Fresh, Resumed
-from workers.bridge.wire import Batch
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 from app.core.types import SequenceHash, Tier
-from workers.bridge.engine_blocks import Block, HeldBlocks
-from workers.bridge.engine_events import key_of
-from workers.bridge.stream import Position
+from workers.bridge.events.blocks import Block, HeldBlocks
+from workers.bridge.events.events import key_of
+from workers.bridge.events.stream import Position
 
 MAX_BYTES = 2 * 1024**3
 _DIGEST_BYTES = 16

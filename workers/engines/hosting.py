@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 from app.core.errors import ConfigError
 from app.core.extras import extra
+from app.core.settings.worker import WorkerSettings
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED
-from app.core.worker_settings import WorkerSettings
 from app.simulation.engine import SimEngine
 from app.simulation.link import Link, Sending
 from app.simulation.profiles import PROFILES
@@ -18,7 +18,7 @@ from workers.engines.sim.exchange import SimExchange
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
 from workers.kv.cache import EventSink
-from workers.kv.remote.link import open_link
+from workers.kv.transfer.link import open_link
 
 
 def host(settings: WorkerSettings) -> Hosted:

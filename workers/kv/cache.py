@@ -49,7 +49,7 @@ class BlockCache:
     loop.
 
     carry_out: copies the blocks of a move and returns how many leading ones are copied; see
-    Transfers.carry_out. spare: slots of each tier that are kept free, ahead of requests and of
+    Copies.carry_out. spare: slots of each tier that are kept free, ahead of requests and of
     stores from the tier above; stores are dropped if nothing is free. on_load: called after
     each load onto the device that brought all of its blocks, with the tier that they came from,
     their number and seconds.

@@ -15,7 +15,7 @@ import numpy as np
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
 from app.core.types import SequenceHash, Tier
-from workers.bridge.engine_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
 
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
 GROUP = 0

@@ -19,8 +19,8 @@ import zmq.asyncio
 
 from app.core.errors import ConfigError
 from app.core.rate_limit import RateLimit
-from workers.bridge.engine_events import EngineEvent
-from workers.bridge.wire import encode
+from workers.bridge.events.events import EngineEvent
+from workers.bridge.events.wire import encode
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from app.core.settings.worker import WorkerSettings
 from app.core.types import Tier
-from app.core.worker_settings import WorkerSettings
 from app.http.body import json_response
-from workers.chat import add_chat
 from workers.engines.base import Engine, Hosted
 from workers.engines.openai.writers import Served
-from workers.http import create_app
+from workers.server.app import create_app
+from workers.server.chats import add_chat
 from workers.vllm_face.event_socket import EventSocket
 from workers.vllm_face.request_metrics import LoadCollector
 

@@ -8,7 +8,7 @@ from math import ceil
 from statistics import fmean
 from typing import Generic, TypeVar
 
-from app.core.planner_settings import ScalingPolicy
+from app.core.settings.planner import ScalingPolicy
 from app.core.worker_report import DEFAULT_SPEED
 from app.planner.rules.forecast import growth
 from app.planner.rules.sleep import asleep, while_awake

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from app.core.errors import KvrouteError
-from app.core.planner_settings import ScalingPolicy
+from app.core.settings.planner import ScalingPolicy
 from app.core.worker_report import Role
 from app.planner.rules.policies import (
     Victim,

@@ -27,7 +27,7 @@ from app.core import keys
 from app.core.errors import RoutingError
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import METRICS_MAXLEN, Keyspace
-from app.core.router_settings import RouterSettings
+from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash, Tier
 from app.local.redis_server import EmbeddedRedis
 from app.ops import namespaces, verify

@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from workers.bridge.engine_http import EngineHttp
+from workers.bridge.http.engine import EngineHttp
 
 DATA = Path(__file__).parents[2] / "data" / "engines"
 VLLM = {

@@ -6,8 +6,8 @@ from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed
 from app.core.resume import EVERY_BLOCK
 from app.core.types import SequenceHash, TierOverlap
 from tests.workers.kv.cache_model import CacheModel
-from workers.bridge.engine_blocks import EngineBlocks
-from workers.bridge.engine_events import (
+from workers.bridge.events.blocks import EngineBlocks
+from workers.bridge.events.events import (
     BlockHash,
     BlockStored,
     EngineEvent,

@@ -9,10 +9,10 @@ from types import TracebackType
 
 import zmq.asyncio
 
-from workers.bridge import wire
-from workers.bridge.engine_events import EngineEvent
+from workers.bridge.events import wire
+from workers.bridge.events.events import EngineEvent
+from workers.bridge.events.stream import Position
 from workers.bridge.facts import EventSource
-from workers.bridge.stream import Position
 
 END = b"\xff" * 8
 

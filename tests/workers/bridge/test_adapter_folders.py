@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from app.core.types import TierOverlap
 from tests.workers.bridge.holder import SIZE, TOKENS, Holder, announced, chain_of, stored
-from workers.bridge.engine_blocks import EngineBlocks
-from workers.bridge.engine_events import BlockHash, BlockRemoved, BlockStored
+from workers.bridge.events.blocks import EngineBlocks
+from workers.bridge.events.events import BlockHash, BlockRemoved, BlockStored
 
 OLD, NEW = {"sql": "/old"}, {"sql": "/new"}
 CHAIN = chain_of(TOKENS, "sql")

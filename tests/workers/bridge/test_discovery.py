@@ -21,11 +21,11 @@ from tests.workers.bridge.engine_server import (
     sglang,
     vllm_metrics,
 )
-from workers.bridge import engine_http
-from workers.bridge.discovery import discover
-from workers.bridge.engine_http import EngineHttp
 from workers.bridge.facts import NO_OVERRIDES, EngineFacts, EventSource, Overrides
-from workers.bridge.sglang import KV_SETTINGS
+from workers.bridge.http import engine as engine_client
+from workers.bridge.http.discovery import discover
+from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.sglang import KV_SETTINGS
 
 HOST = "127.0.0.1"
 EVENTS = "tcp://*:5557"
@@ -323,7 +323,7 @@ async def test_a_url_that_is_none_is_named(url: str) -> None:
 
 
 async def test_a_body_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_http, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(engine_client, "MAX_BYTES", 100_000)
     async with serving({"/metrics": bytes(100_001)}) as (session, url):
         with pytest.raises(EngineUnavailable, match="100,000 bytes"):
             await EngineHttp(session, url).get("/metrics")

@@ -26,8 +26,8 @@ from tests.eventually import eventually
 from tests.workers.bridge.holder import SIZE, chain_of
 from tests.workers.bridge.publisher import Publisher
 from workers.agent.agent import AgentSettings
-from workers.bridge import stream
-from workers.bridge.engine_events import AllBlocksCleared, BlockRemoved, BlockStored
+from workers.bridge.events import stream
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from workers.bridge.facts import EngineFacts
 from workers.bridge.rank import Rank
 

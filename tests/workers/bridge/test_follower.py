@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 from redis.asyncio import Redis
 
-from app.core.agent_settings import EngineAgentSettings
 from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
+from app.core.settings.agent import EngineAgentSettings
 from app.core.types import Incarnation
 from app.core.worker_report import WorkerInfo, decode, decode_info
 from app.state import reservations

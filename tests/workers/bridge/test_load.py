@@ -8,9 +8,9 @@ import pytest
 
 from app.core.errors import EngineUnavailable
 from tests.workers.bridge.engine_server import SGLANG, VLLM, Answers, engine_of, vllm_metrics
-from workers.bridge.exposition import SamplePattern
 from workers.bridge.facts import EngineKind, EngineLoad, EngineReading
-from workers.bridge.load import LoadReader
+from workers.bridge.http.exposition import SamplePattern
+from workers.bridge.http.load import LoadReader
 
 LOADS: dict[str, Any] = {
     "dp_rank": 1,

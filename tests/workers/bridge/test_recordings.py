@@ -15,9 +15,9 @@ import pytest
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from tests.workers.kv.cache_model import CacheModel
-from workers.bridge import wire
-from workers.bridge.engine_blocks import EngineBlocks
-from workers.bridge.engine_events import AllBlocksCleared, BlockRemoved, BlockStored, salt_in
+from workers.bridge.events import wire
+from workers.bridge.events.blocks import EngineBlocks
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, salt_in
 
 DATA = Path(__file__).parents[2] / "data" / "engines"
 

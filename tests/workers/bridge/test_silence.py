@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from workers.bridge.events.silence import MANY_BLOCKS, Silence
 from workers.bridge.facts import EngineLoad
-from workers.bridge.silence import MANY_BLOCKS, Silence
 
 BLOCK = 16
 

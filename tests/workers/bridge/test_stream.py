@@ -12,10 +12,10 @@ import zmq.asyncio
 
 from tests.eventually import eventually
 from tests.workers.bridge.publisher import Publisher
-from workers.bridge import stream as stream_module
-from workers.bridge.engine_events import BlockRemoved
-from workers.bridge.stream import EventStream, Fresh, Position, Resumed
-from workers.bridge.wire import Batch
+from workers.bridge.events import stream as stream_module
+from workers.bridge.events.events import BlockRemoved
+from workers.bridge.events.stream import EventStream, Fresh, Position, Resumed
+from workers.bridge.events.wire import Batch
 
 
 @pytest.fixture(autouse=True)

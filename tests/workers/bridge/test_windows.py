@@ -16,7 +16,7 @@ from app.core.resume import Back, Resume
 from app.core.types import SequenceHash, TierOverlap
 from tests.workers.bridge.holder import SIZE, TOKENS, Holder, announced, chain_of
 from workers.agent.ownership import Ownership
-from workers.bridge.engine_events import (
+from workers.bridge.events.events import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,

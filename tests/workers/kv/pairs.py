@@ -13,14 +13,14 @@ from tests.workers.kv.pools import WIDE, joined, same
 from tests.workers.kv.words import chain, computed, free, manager_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
-from workers.kv.remote.frames import Source
-from workers.kv.remote.kept import KeptBlocks
-from workers.kv.remote.layer_groups import LayerGroups
-from workers.kv.remote.link import Link
-from workers.kv.remote.receiver import Arrival, BlockReceiver
-from workers.kv.remote.sender import BlockSender
-from workers.kv.remote.server import TransferServer
 from workers.kv.tables import BlockTable
+from workers.kv.transfer.frames import Source
+from workers.kv.transfer.kept import KeptBlocks
+from workers.kv.transfer.layer_groups import LayerGroups
+from workers.kv.transfer.link import Link
+from workers.kv.transfer.receiver import Arrival, BlockReceiver
+from workers.kv.transfer.sender import BlockSender
+from workers.kv.transfer.server import TransferServer
 
 WORD = "ABCDE"
 SLOTS = [7, 2, 9, 4, 0]

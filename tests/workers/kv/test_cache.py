@@ -25,13 +25,13 @@ from tests.eventually import eventually
 from tests.fake_worker import fake_agent
 from tests.workers.kv.cache_model import FakePublisher
 from workers.kv.cache import LOAD_THREADS, BlockCache, EventSink
+from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.policies import WritePolicy
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable, Eviction
-from workers.kv.transfers import Transfers
 
 DEVICE, HOST, DISK = Tier
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=4)
@@ -51,7 +51,7 @@ class Worker:
         self.disk = stack.enter_context(
             closing(SlotFile(folder, block_bytes=SHAPE.block_bytes, num_slots=slots[DISK]))
         )
-        self.transfers = Transfers(self.pools, self.disk)
+        self.transfers = Copies(self.pools, self.disk)
         self.manager = manager
         self.timed: list[tuple[Tier, int, float]] = []
         """Loads that the cache reported, with their seconds."""

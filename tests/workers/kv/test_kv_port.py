@@ -16,8 +16,8 @@ from tests.attack.kv_port import KvPort
 from tests.eventually import eventually
 from tests.workers.kv.pairs import KIND, WORD, Pair, answer_of, pair
 from tests.workers.kv.words import chain
-from workers.kv.remote import server
-from workers.kv.remote.frames import MAX_BLOCKS, Wanted, proof_of, wanted_frame
+from workers.kv.transfer import server
+from workers.kv.transfer.frames import MAX_BLOCKS, Wanted, proof_of, wanted_frame
 
 LONG_S = 600.0
 """So that no deadline but the one that is tested ends anything."""
@@ -169,7 +169,7 @@ async def test_a_kind_that_names_more_is_another() -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[str]:
-    return (r.getMessage() for r in caplog.records if r.name.startswith("workers.kv.remote"))
+    return (r.getMessage() for r in caplog.records if r.name.startswith("workers.kv.transfer"))
 
 
 async def test_what_strangers_send_takes_one_short_line(caplog: pytest.LogCaptureFixture) -> None:

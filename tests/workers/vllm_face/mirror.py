@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 
 from app.core.types import SequenceHash, Tier
 from tests.workers.kv.cache_model import CacheModel
-from workers.bridge.engine_blocks import EngineBlocks
+from workers.bridge.events.blocks import EngineBlocks
+from workers.bridge.events.stream import EventStream, Fresh
+from workers.bridge.events.wire import Batch
 from workers.bridge.facts import EventSource
-from workers.bridge.stream import EventStream, Fresh
-from workers.bridge.wire import Batch
 from workers.vllm_face.block_events import BlockEvents
 from workers.vllm_face.event_socket import EventSocket
 from workers.vllm_face.publisher import EventPublisher

@@ -4,7 +4,7 @@ from app.core.events import Cleared, Removed, Stored
 from app.core.hashing import compute_hashes, token_bytes
 from app.core.types import Tier, TierOverlap
 from tests.workers.bridge.holder import Holder
-from workers.bridge.engine_events import AllBlocksCleared, BlockRemoved, BlockStored
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from workers.vllm_face.block_events import BlockEvents
 
 DEVICE, HOST, DISK = Tier

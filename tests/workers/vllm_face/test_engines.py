@@ -17,7 +17,7 @@ from app.simulation.profiles import PROFILES
 from tests.eventually import eventually
 from tests.workers.engines.torch import test_engine as torch_engine
 from tests.workers.vllm_face.mirror import Held, Mirror, Published, mirrored, publishing
-from workers.bridge.stream import Fresh
+from workers.bridge.events.stream import Fresh
 from workers.engines.base import CompletionRequest, Engine, Generation
 from workers.engines.sim.runner import EngineRunner
 from workers.kv.manager import BlockManager

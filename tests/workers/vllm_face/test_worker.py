@@ -21,10 +21,10 @@ from app.core.hashing import compute_hashes
 from app.core.types import Tier
 from tests.eventually import eventually
 from tests.workers.vllm_face.mirror import Mirror
-from workers.bridge.discovery import discover
-from workers.bridge.engine_http import EngineHttp
-from workers.bridge.load import LoadReader
-from workers.bridge.stream import EventStream
+from workers.bridge.events.stream import EventStream
+from workers.bridge.http.discovery import discover
+from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.load import LoadReader
 
 ROOT = Path(__file__).parents[3]
 PROMPT = list(range(100, 140))

@@ -10,7 +10,7 @@ import orjson
 from xxhash import xxh3_64_hexdigest
 
 from app.core.errors import InvalidRequest, shown
-from app.door.tokens import MAX_MESSAGES, Habits, Unrenderable, chat_of_messages, chat_of_response
+from app.tokens import MAX_MESSAGES, Habits, Unrenderable, chat_of_messages, chat_of_response
 from workers.engines.openai.members import GENERATION, check_members, count, stops_in
 from workers.engines.openai.transfers import PARAMS
 

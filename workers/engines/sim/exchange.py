@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from app.core.types import SequenceHash, new_id
 from app.simulation.engine import SimEngine
 from app.simulation.link import Sending
-from workers.kv.remote.frames import (
+from workers.kv.transfer.frames import (
     STALL_S,
     WHOLE_S,
     Offered,
@@ -28,9 +28,9 @@ from workers.kv.remote.frames import (
     send,
     wanted_frame,
 )
-from workers.kv.remote.kept import KeptBlocks
-from workers.kv.remote.link import Link
-from workers.kv.remote.server import TransferServer
+from workers.kv.transfer.kept import KeptBlocks
+from workers.kv.transfer.link import Link
+from workers.kv.transfer.server import TransferServer
 
 UNDERWAY, ARRIVED = b"\0", b"\1"
 BEAT_S = STALL_S / 4

@@ -21,7 +21,7 @@ from workers.engines.base import (
     Watcher,
 )
 from workers.engines.sim.exchange import SimExchange
-from workers.kv.remote.frames import Source
+from workers.kv.transfer.frames import Source
 
 
 class EngineRunner:

@@ -39,10 +39,10 @@ from workers.engines.torch.waiting import WaitingRequests
 from workers.kv.cache import BlockCache, EventSink
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
-from workers.kv.remote.frames import Source
-from workers.kv.remote.link import Link
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
+from workers.kv.transfer.frames import Source
+from workers.kv.transfer.link import Link
 
 ADMISSION_INTERVAL_S = 1.0
 
@@ -52,7 +52,7 @@ class TorchEngine:
 
     manager: of the blocks that `pools` hold on the device, each rank its heads of every block; it
     must reuse multiples of a chunk.
-    carry_out: see Transfers. spare: see BlockCache. max_num_seqs: requests that run at once.
+    carry_out: see Copies. spare: see BlockCache. max_num_seqs: requests that run at once.
     max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
     """
 

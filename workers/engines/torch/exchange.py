@@ -11,14 +11,14 @@ from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash
 from workers.kv.cache import BlockCache
 from workers.kv.memory import MemoryPool
-from workers.kv.remote.frames import Source, decline
-from workers.kv.remote.kept import KeptBlocks
-from workers.kv.remote.layer_groups import LayerGroups
-from workers.kv.remote.link import Link
-from workers.kv.remote.receiver import Arrival, BlockReceiver
-from workers.kv.remote.sender import BlockSender
-from workers.kv.remote.server import TransferServer
 from workers.kv.tables import BlockTable
+from workers.kv.transfer.frames import Source, decline
+from workers.kv.transfer.kept import KeptBlocks
+from workers.kv.transfer.layer_groups import LayerGroups
+from workers.kv.transfer.link import Link
+from workers.kv.transfer.receiver import Arrival, BlockReceiver
+from workers.kv.transfer.sender import BlockSender
+from workers.kv.transfer.server import TransferServer
 
 LOAD_S = 1.0
 """So long may it take to load blocks onto the device that are to be handed on."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from xxhash import xxh3_64_intdigest
 
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.worker import WorkerSettings
 from workers.engines.torch.llama import Llama
 from workers.kv.memory import KVShape
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from app.core.errors import ConfigError
-from app.core.worker_settings import WorkerSettings
+from app.core.settings.worker import WorkerSettings
 from workers.engines.base import Engine, Hosted
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.fingerprint import fingerprint_of, identity_of
@@ -18,7 +18,7 @@ from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 from workers.engines.torch.tiers import open_tiers
 from workers.engines.torch.tokenizer import Tokenizer
 from workers.kv.cache import EventSink
-from workers.kv.remote.link import Link, open_link
+from workers.kv.transfer.link import Link, open_link
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.exchange import Exchange
 from workers.engines.torch.sequence import Chunk, TokenSequence
 from workers.kv.cache import BlockCache
-from workers.kv.remote.receiver import Arrival
+from workers.kv.transfer.receiver import Arrival
 
 
 class Prefills:

@@ -16,8 +16,8 @@ from app.simulation.steps import Finished, PromptTooLargeError, Step
 from workers.engines.base import CompletionRequest, Generation
 from workers.engines.torch.llama_config import LlamaConfig
 from workers.engines.torch.sampling import Sampler
-from workers.kv.remote.receiver import Arrival
 from workers.kv.tables import BlockTable
+from workers.kv.transfer.receiver import Arrival
 
 
 @dataclass(eq=False, slots=True)

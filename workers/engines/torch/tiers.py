@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 from app.core.errors import ConfigError
+from app.core.settings.worker import WorkerSettings
 from app.core.types import SequenceHash, Tier, WorkerKey
-from app.core.worker_settings import WorkerSettings
 from workers.engines.torch.fingerprint import fingerprint_of
 from workers.engines.torch.llama import Llama
+from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool, host_pool
 from workers.kv.policies import AdmissionPolicy, WritePolicy
 from workers.kv.slots import Move
-from workers.kv.transfers import Transfers
 
 DEFAULT_POOL_BYTES = 1 << 30
 """Size of the device KV pool, of all ranks together, if none is given."""
@@ -61,15 +61,13 @@ def open_tiers(settings: WorkerSettings, model: Llama, identity: str, stack: Exi
     )
     if disks:
         manager.adopt(Tier.DISK, _stored(disks))
-    transfers = [
-        Transfers(tiers, disks[rank] if disks else None) for rank, tiers in enumerate(pools)
-    ]
+    transfers = [Copies(tiers, disks[rank] if disks else None) for rank, tiers in enumerate(pools)]
     return Tiers(
         num_blocks, manager, [tiers[Tier.DEVICE] for tiers in pools], carried_out(transfers)
     )
 
 
-def carried_out(ranks: Sequence[Transfers]) -> Callable[[Move], int]:
+def carried_out(ranks: Sequence[Copies]) -> Callable[[Move], int]:
     """Copies a move's blocks in all ranks; returns how many leading ones all of them copied."""
     return lambda move: min(transfers.carry_out(move) for transfers in ranks)
 

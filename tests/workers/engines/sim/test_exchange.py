@@ -24,8 +24,8 @@ from workers.engines.base import CompletionRequest
 from workers.engines.sim import exchange
 from workers.engines.sim.exchange import SimExchange
 from workers.engines.sim.runner import EngineRunner
-from workers.kv.remote.frames import Source
-from workers.kv.remote.link import Link
+from workers.kv.transfer.frames import Source
+from workers.kv.transfer.link import Link
 
 SIZE = 4
 PROMPT = list(range(100, 110))  # the ten tokens A to J: two blocks and two tokens

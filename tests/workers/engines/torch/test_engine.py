@@ -37,12 +37,12 @@ from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.sequence import TokenSequence
 from workers.engines.torch.tiers import carried_out
 from workers.kv.cache import EventSink
+from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
 from workers.kv.policies import WritePolicy
-from workers.kv.remote.link import Link
-from workers.kv.transfers import Transfers
+from workers.kv.transfer.link import Link
 from workers.metrics import registry_of
 
 DEVICE, HOST, DISK = Tier
@@ -124,7 +124,7 @@ class Served:
                     num_slots=num_slots[DISK],
                 )
                 disk = stack.enter_context(closing(file))
-            transfers.append(Transfers({t: pools[n] for t, pools in self.pools.items()}, disk))
+            transfers.append(Copies({t: pools[n] for t, pools in self.pools.items()}, disk))
         self.spare = {tier: -(-number // 4) for tier, number in num_slots.items()}
         self.engine = TorchEngine(
             self.spy,  # type: ignore[arg-type]

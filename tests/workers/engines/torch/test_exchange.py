@@ -34,10 +34,10 @@ from tests.workers.kv.bad_link import Alter, Held, bad_link, cut, flipped
 from workers.engines.base import EngineStoppedError
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import SIZES, Llama
-from workers.kv.remote import layer_groups
-from workers.kv.remote.frames import Offered, Source, offered_frame
-from workers.kv.remote.link import Link
 from workers.kv.tables import BlockTable
+from workers.kv.transfer import layer_groups
+from workers.kv.transfer.frames import Offered, Source, offered_frame
+from workers.kv.transfer.link import Link
 
 DEVICE, HOST, DISK = Tier
 KIND = {"model": "tiny"}

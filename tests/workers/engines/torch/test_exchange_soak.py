@@ -17,8 +17,8 @@ from tests.workers.engines.torch.test_exchange import all_let_go, linked, over
 from tests.workers.engines.torch.test_soak import CheckedSpy, prompts_of
 from tests.workers.kv.bad_link import cut, flipped
 from workers.engines.torch.admission import AdaptiveAdmission
-from workers.kv.remote import layer_groups
-from workers.kv.remote.frames import Source
+from workers.kv.transfer import layer_groups
+from workers.kv.transfer.frames import Source
 
 LEASE_S = 0.3
 NUM_CLIENTS = 8

@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
+from app.core.settings.worker import WorkerSettings
 from app.core.types import SequenceHash, Tier
-from app.core.worker_settings import WorkerSettings
 from app.local.redis_server import EmbeddedRedis
 from app.simulation.steps import Finished
 from tests.eventually import eventually
@@ -32,7 +32,7 @@ from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.tiers import rank_device
 from workers.kv.disk_records import _RECORD, PAGE_BYTES
 from workers.kv.memory import KVShape
-from workers.kv.remote.frames import Source
+from workers.kv.transfer.frames import Source
 from workers.main import serve
 
 SETTINGS = WorkerSettings(

@@ -1,0 +1,248 @@
+"""The console: its page, and the paths below /console/api/ that it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from app.console import schemas as schemas
+from app.console.console import Console
+from app.console.kept import KEPT_S
+from app.console.page import SAFE, page, redirect
+from app.console.tail import DecisionFilter
+from app.core.errors import cut
+from app.door.client import Headers
+from app.edge.client import JSON, Client
+from app.edge.dry_run import dry_run
+from app.edge.origins import check_asked
+from app.edge.routes import REQUEST_ID, Route, body_of, in_path, parameters_of
+from app.policy.cost import POLICIES
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+API = "/console/api"
+M = TypeVar("M", bound=BaseModel)
+Endpoint = Callable[[Client], Awaitable[None]]
+
+
+async def overview(client: Client) -> None:
+    """Rates, times, replicas, Redis, and what is wrong now, in words."""
+    console = _console(client)
+    await _answer(client, "overview", console.overview)
+
+
+async def workers(client: Client) -> None:
+    """All workers, as columns. One that is gone is shown for a minute."""
+    console = _console(client)
+    await _answer(client, "workers", console.workers)
+
+
+async def worker(client: Client) -> None:
+    """One worker: its queue over time, its most frequent prefixes and its last decisions."""
+    console, key = _console(client), client.path_params["key"]
+    await _answer(client, f"workers/{key}", lambda: _found(console.worker(key), "worker", key))
+
+
+async def decisions(client: Client) -> None:
+    """The newest decisions, or those about one request. Filters look through the last thousand."""
+    console = _console(client)
+    asked = schemas.DecisionsAsked.model_validate(dict(client.query_params))
+    if (request_id := asked.request_id) is not None:
+        await _answer(client, f"of {request_id}", lambda: console.decision(request_id))
+        return
+    which = DecisionFilter(asked.reason, asked.worker, asked.model, asked.tenant)
+    await _answer(
+        client,
+        f"decisions {asked!r}",
+        lambda: console.decisions(asked.after or "", asked.limit, which),
+    )
+
+
+async def explain(client: Client) -> None:
+    """Why a request went where it went, as `kvroute explain --json` says it."""
+    console, request_id = _console(client), client.path_params["request_id"]
+    await _answer(
+        client,
+        f"explain/{request_id}",
+        lambda: _found(console.explain(request_id), "decision about", request_id),
+    )
+
+
+async def history(client: Client) -> None:
+    """The last hour by steps of 5 s, or a longer time by minutes; and seconds of queue by worker
+    and time. All replicas answer alike."""
+    console = _console(client)
+    asked = schemas.HistoryAsked.model_validate(dict(client.query_params))
+    await _answer(
+        client, f"history {asked.window_s}", lambda: console.history(asked.window_s), kept_s=2.0
+    )
+
+
+async def events(client: Client) -> None:
+    """What happened to workers, replicas and Redis, the newest first."""
+    console = _console(client)
+    asked = schemas.EventsAsked.model_validate(dict(client.query_params))
+    after = asked.after or ""
+    await _answer(
+        client, f"events {after} {asked.limit}", lambda: console.events(after, asked.limit)
+    )
+
+
+async def funnel(client: Client) -> None:
+    """Of all prompt tokens, how many were held, reached and used, and why the others were not."""
+    console = _console(client)
+    await _answer(client, "funnel", console.funnel)
+
+
+async def waiting(client: Client) -> None:
+    """Who waits for a worker, in the order of turns."""
+    console = _console(client)
+    await _answer(client, "waiting", console.waiting)
+
+
+async def prefix(client: Client) -> None:
+    """Who holds how much of a prompt, and where it would go now, at which price: nothing is
+    reserved."""
+    _console(client)
+    body = await _body(client, schemas.PrefixAsked)
+    async with client.watched():
+        await _say(client, await dry_run(client.replica, body, client.holder))
+
+
+async def whatif_choices(client: Client) -> None:
+    """What can be asked of POST /console/api/whatif."""
+    _console(client)
+    router, settings = client.replica.router, client.replica.settings
+    workers = {info.key.worker_id for info in router.fleet.infos}
+    await _say(
+        client, {"policies": [*POLICIES], "policy": settings.policy, "workers": len(workers)}
+    )
+
+
+async def whatif(client: Client) -> None:
+    """Score recorded decisions with another policy, or replay them in a fleet of another size, as
+    `kvroute whatif --json` does."""
+    console = _console(client)
+    body = await _body(client, schemas.WhatIfAsked)
+    async with client.watched():
+        found = await console.whatif.run(
+            client.holder, body.policy, body.prefill_weight, body.workers, body.last
+        )
+        by_size = isinstance(found, list)
+        shown = {"kind": "workers", "sizes": found} if by_size else {"kind": "policy", **found}
+        await _say(client, shown)
+
+
+async def drain(client: Client) -> None:
+    """Route no more requests to a worker, or route them to it again. The request must have the
+    header `x-kvroute-console`, with any value: a form of another site cannot send it."""
+    console = _console(client)
+    check_asked(client.scope["headers"])
+    body = await _body(client, schemas.DrainAsked)
+    drained = await _found(console.drain(body.worker, undo=body.undo), "worker", body.worker)
+    await _say(client, drained)
+
+
+def _console(client: Client) -> Console:
+    console = client.replica.console
+    if console is None:
+        raise HTTPException(404, "The console is off: --console.")
+    return console
+
+
+async def _found(asking: Awaitable[Any], what: str, name: str) -> Any:
+    answer = await asking
+    if answer is None:
+        raise HTTPException(404, f"There is no {what} {cut(name)!r} (any longer).")
+    return answer
+
+
+async def _body(client: Client, model: type[M]) -> M:
+    """Raises HTTPException unless it says that it is JSON, and as BodyReader's `read`."""
+    kind = client.raw_headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise HTTPException(415, "The content-type must be application/json.")
+    replica = client.replica
+    raw = await client.read(min(MAX_BODY_BYTES, replica.settings.max_body_bytes))
+    body, tokens = await replica.bodies.read(model, raw, replica.block_size, client.holder)
+    if tokens is not None:
+        body = body.model_copy(update={"token_ids": tokens})
+    return body
+
+
+async def _answer(
+    client: Client, question: str, make: Callable[[], Awaitable[Any]], kept_s: float = KEPT_S
+) -> None:
+    answer = await _console(client).answers.of(question, make, kept_s)
+    headers: Headers = [
+        JSON,
+        *SAFE,
+        (b"cache-control", b"no-store"),
+        (b"etag", answer.etag),
+        (b"x-kvroute-at-ms", b"%d" % answer.at_ms),
+    ]
+    if answer.stale:
+        said = cut(answer.stale, 200).encode("ascii", "replace").replace(b"\n", b" ")
+        headers = [*headers, (b"x-kvroute-stale", said)]
+    if client.raw_headers.get(b"if-none-match") == answer.etag:
+        await client.start(304, headers)
+        await client.send(b"", last=True)
+        return
+    await client.answer_whole(answer.body, 200, *headers)
+
+
+async def _say(client: Client, content: object) -> None:
+    body = orjson.dumps(content)
+    await client.answer_whole(body, 200, JSON, *SAFE, (b"cache-control", b"no-store"))
+
+
+def _get(
+    path: str,
+    endpoint: Endpoint,
+    answer: type[BaseModel],
+    error: int = 503,
+    parameters: Sequence[dict[str, Any]] = (),
+) -> Route:
+    """A path that is asked again and again."""
+    extra = {"parameters": list(parameters)} if parameters else None
+    errors = sorted({401, 403, error, 503})
+    return Route("GET", API + path, endpoint, *errors, response_model=answer, openapi_extra=extra)
+
+
+def _post(
+    path: str, endpoint: Endpoint, asked: type[BaseModel], answer: type[BaseModel], *errors: int
+) -> Route:
+    statuses = sorted({401, 403, 408, 413, 415, 422, 503, *errors})
+    extra = body_of(asked)
+    return Route(
+        "POST", API + path, endpoint, *statuses, response_model=answer, openapi_extra=extra
+    )
+
+
+ROUTES = [
+    Route("GET", "/console", redirect, include_in_schema=False),
+    Route("GET", "/console/", page, include_in_schema=False),
+    Route("GET", "/console/static/{file:path}", page, include_in_schema=False),
+    _get("/overview", overview, schemas.Overview),
+    _get("/workers", workers, schemas.TableOf),
+    _get("/workers/{key:any_text}", worker, schemas.WorkerShown, 404, in_path("key")),
+    _get(
+        "/decisions",
+        decisions,
+        schemas.Decisions,
+        422,
+        parameters_of(schemas.DecisionsAsked),
+    ),
+    _get("/explain/" + REQUEST_ID, explain, schemas.Explanation, 404, in_path("request_id")),
+    _get("/history", history, schemas.HistoryShown, 422, parameters_of(schemas.HistoryAsked)),
+    _get("/events", events, schemas.EventsShown, 422, parameters_of(schemas.EventsAsked)),
+    _get("/funnel", funnel, schemas.FunnelShown),
+    _get("/waiting", waiting, schemas.WaitingShown),
+    _post("/prefix", prefix, schemas.PrefixAsked, schemas.PrefixShown),
+    _get("/whatif", whatif_choices, schemas.WhatIfChoices),
+    _post("/whatif", whatif, schemas.WhatIfAsked, schemas.WhatIfShown, 409),
+    _post("/drain", drain, schemas.DrainAsked, schemas.Drained, 404),
+]

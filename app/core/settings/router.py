@@ -1,0 +1,173 @@
+"""Settings of a router."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from app.core.settings.door import DoorSettings
+from app.core.settings.kinds import (
+    COMMON,
+    COUNT,
+    PORT,
+    POSITIVE,
+    POSITIVE_SECONDS,
+    SECONDS,
+    SEED,
+    WEIGHTS,
+    OneOf,
+    PolicyName,
+    Real,
+    Whole,
+    setting,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings(DoorSettings):
+    """One router replica."""
+
+    port: int = setting(
+        8080, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON, often=True
+    )
+    policy: str = setting(
+        "latency",
+        "Cost function for requests that name none.",
+        PolicyName(),
+        heading="Decisions",
+        often=True,
+    )
+    temperature: float = setting(
+        0.0,
+        "Softmax temperature of the choice by cost; 0 always takes the lowest cost.",
+        Real(0, 1000),
+    )
+    seed: int | None = setting(None, "Seed for random choices; unset: a random one.", SEED)
+    redis_timeout_ms: int = setting(
+        250,
+        "Milliseconds to wait for Redis; after that, requests are routed by the last loads seen.",
+        Whole(1, 600_000),
+        heading="Redis",
+    )
+    read_from: str = setting(
+        "master",
+        "Where to look up overlap. Replicas (of Sentinel or a Cluster) take load off the masters "
+        "but lag slightly behind.",
+        OneOf(("master", "replica")),
+    )
+    count_in_flight: bool = setting(
+        False,
+        "Count blocks routed to a worker within the last --prediction-ttl-s as cached there, even "
+        "where it publishes what it caches.",
+        bool,
+        heading="What workers cache",
+        often=True,
+    )
+    prediction_ttl_s: float = setting(
+        120.0,
+        "How long blocks routed to a worker count as cached there, of workers that publish "
+        "nothing.",
+        POSITIVE_SECONDS,
+    )
+    prediction_entries: int = setting(
+        262_144,
+        "Maximum number of routed blocks recorded in each shard; past it, the oldest fifth is "
+        "dropped.",
+        POSITIVE,
+    )
+    decisions_kept: int = setting(
+        8192,
+        "Decisions kept in Redis for `kvroute explain`, `whatif` and `inspect usage`; 0: none.",
+        COUNT,
+        heading="Records of decisions",
+    )
+    details_per_s: int = setting(
+        20,
+        "Decisions a second that are recorded with all their candidates (fewer with more than "
+        "64 workers), besides those of requests that ask to be explained.",
+        COUNT,
+    )
+    reservation_ttl_s: float = setting(
+        600.0,
+        "A reservation not released within this time of its first token expires. What the front "
+        "door carries stays reserved until it ends, and for ten seconds if its replica dies.",
+        POSITIVE_SECONDS,
+        heading="Reservations",
+    )
+    prefill_ttl_s: float = setting(
+        60.0,
+        "A reservation expires after this time, plus four times "
+        "what its worker's queue of prefills was predicted to last, if no first token is reported.",
+        POSITIVE_SECONDS,
+    )
+    agent_away_s: float = setting(
+        86_400.0,
+        "For how long a worker stays in service whose agent is away, while its engine answers; 0: "
+        "until its lease ends.",
+        SECONDS,
+        heading="Agents that are away",
+    )
+    wait_queue: int = setting(
+        0,
+        "Requests that may wait at this replica while no worker can take them; 0: they are refused "
+        "(429).",
+        Whole(0, 4096),
+        heading="Waiting",
+        often=True,
+    )
+    wait_above_s: float | None = setting(
+        None,
+        "With --wait-queue, requests wait, or are refused, while every worker's prefill queue is "
+        "predicted to last longer than this; unset: while all workers are at --max-requests.",
+        SECONDS,
+    )
+    wait_timeout_s: float = setting(
+        10.0, "A request that has waited this long is refused (429).", POSITIVE_SECONDS
+    )
+    tenant_weights: str = setting(
+        "",
+        "Weights of tenants in the fair queue of waiting requests, NAME=WEIGHT,...; all others "
+        "weigh 1.",
+        WEIGHTS,
+    )
+    session_affinity: float = setting(
+        0.0,
+        "0-1: the worker a session last went to is credited with this fraction of the part of the "
+        "prompt that it does not hold; 0 ignores sessions.",
+        Real(0, 1),
+        heading="Sessions",
+        often=True,
+    )
+    session_ttl_s: float = setting(
+        600.0,
+        "How long to remember which worker a session last went to.",
+        POSITIVE_SECONDS,
+    )
+    strict_roles: bool = setting(
+        False,
+        "Workers with the role decode compute no prompts, not even where that is the quickest.",
+        bool,
+        heading="Roles and transfers",
+    )
+    kv_lease_s: float = setting(
+        30.0,
+        "How long a source keeps blocks that wait to be fetched, in seconds: as its engine is set "
+        "(vLLM: kv_lease_duration). Of a worker that says less, what it says.",
+        POSITIVE_SECONDS,
+    )
+    max_body_bytes: int = setting(
+        8 * 1024 * 1024, "Larger request bodies are refused (413).", POSITIVE, heading="Limits"
+    )
+    max_prompt_tokens: int = setting(1_048_576, "Longer prompts are refused (422).", POSITIVE)
+    shared_fd: int | None = setting(
+        None,
+        "An inherited listening socket to serve as well, shared with other replicas.",
+        Whole(0, 2**31 - 1),
+        heading=COMMON,
+    )
+
+    @property
+    def max_queue_s(self) -> float:
+        """The longest queue of a worker that takes requests, seconds; infinite unless requests may
+        wait for it to shorten and --wait-above-s is set."""
+        return math.inf if self.wait_above_s is None or not self.wait_queue else self.wait_above_s

@@ -1,0 +1,206 @@
+"""Blocks that travel between two pools over a real connection."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import orjson
+import pytest
+import torch
+
+from app.http.server import listen
+from tests.workers.kv.bad_link import Alter, bad_link, cut, flipped
+from tests.workers.kv.pairs import KIND, SLOTS, WORD, Pair, answer_of, pair
+from tests.workers.kv.pools import ODD, SMALL, WIDE, joined, same
+from tests.workers.kv.words import chain
+from workers.kv.memory import KVShape
+from workers.kv.transfer import frames
+from workers.kv.transfer.frames import MAX_FRAME_BYTES, Source, TransferError
+from workers.kv.transfer.layer_groups import LayerGroups
+from workers.kv.transfer.receiver import Arrival, BlockReceiver
+
+ASKED = {"version": 2, "transfer_id": "x", "num_blocks": 1, "kind": {}, "proof": ""}
+
+
+@pytest.mark.parametrize("shape", [SMALL, WIDE, ODD], ids=["small", "wide", "odd"])
+async def test_blocks_arrive_bit_by_bit_and_are_let_go(shape: KVShape) -> None:
+    async with pair(shape) as workers:
+        arrival = await workers.fetch()
+        assert arrival.num_good == 5
+        assert workers.copied(5)
+        assert arrival.seconds > 0
+        for layer in range(shape.num_layers):
+            arrival.wait_layer(layer)
+        await workers.until_let_go()
+        again = await workers.fetch()
+        assert again.num_good == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp_sizes", [p for p in product((1, 2, 4), repeat=2) if p != (1, 1)])
+async def test_blocks_arrive_however_each_side_splits_their_heads(
+    tp_sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    # With two-byte numbers, each rank's layers end within a word.
+    shape = KVShape(num_layers=5, num_kv_heads=4, head_size=1, dtype=dtype, block_size=3)
+    async with pair(shape, tp_sizes=tp_sizes) as workers:
+        assert (await workers.fetch("ABCX")).num_good == 3
+        assert workers.copied(3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tp_sizes", [(1, 1), (2, 1), (1, 4)])
+async def test_blocks_travel_between_gpus(tp_sizes: tuple[int, int]) -> None:
+    async with pair(device="cuda", tp_sizes=tp_sizes) as workers:
+        assert LayerGroups(workers.target).packed(0, 1).is_pinned()
+        assert (await workers.fetch()).num_good == 5
+        assert workers.copied(5)
+
+
+async def test_only_leading_blocks_that_are_kept_travel() -> None:
+    async with pair() as workers:
+        assert (await workers.fetch("ABCX")).num_good == 3
+        assert workers.copied(3)
+
+
+async def test_blocks_behind_those_that_the_target_has_travel_too() -> None:
+    async with pair() as workers:
+        groups = LayerGroups(workers.target)
+        arrival = Arrival(2, groups)
+        source = Source("127.0.0.1", workers.port, workers.transfer_id, 0)
+        await BlockReceiver(groups, KIND).fetch(source, chain(WORD)[3:], [1, 8], arrival)
+        assert arrival.num_good == 2
+        assert same(joined(workers.source)[workers.source_ids[3:]], joined(workers.target)[[1, 8]])
+
+
+async def test_another_prompts_blocks_do_not_travel() -> None:
+    async with pair() as workers:
+        assert (await workers.fetch("XBCDE")).num_good == 0
+        assert not joined(workers.target).any()
+
+
+async def _altered(workers: Pair, alter: Alter) -> Arrival:
+    async with bad_link(workers.port, alter) as port:
+        return await workers.fetch(port=port)
+
+
+def header_bytes(num_blocks: int) -> int:
+    """Before the first group: the frame that offers so many blocks."""
+    return len(frames.offered_frame(frames.Offered(num_blocks)))
+
+
+async def test_a_flipped_byte_loses_its_block_and_those_after_it() -> None:
+    async with pair() as workers:
+        group_bytes = 5 * (8 + 2 * WIDE.layer_bytes)
+        in_block_3 = header_bytes(5) + group_bytes + 5 * 8 + 3 * 2 * WIDE.layer_bytes + 99
+        arrival = await _altered(workers, flipped(in_block_3))
+        assert arrival.num_good == 3
+        assert workers.copied(3)
+        assert not joined(workers.target)[SLOTS[3:], 2:4].any(), "no wrong bits reach a slot"
+        with pytest.raises(TransferError, match="3 of 5 blocks came whole"):
+            arrival.wait_layer(0)
+
+
+async def test_a_flipped_checksum_loses_its_block() -> None:
+    async with pair() as workers:
+        assert (await _altered(workers, flipped(header_bytes(5) + 8))).num_good == 1
+
+
+async def test_a_connection_that_is_cut_leaves_no_block() -> None:
+    async with pair() as workers:
+        arrival = await _altered(workers, cut(header_bytes(5) + 5 * (8 + 2 * WIDE.layer_bytes)))
+        assert arrival.num_arrived == 1
+        assert arrival.num_good == 0
+        with pytest.raises(TransferError):
+            arrival.wait_layer(2)
+        await workers.until_let_go()
+
+
+async def test_a_source_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "STALL_S", 0.05)
+    async with pair() as workers:
+        with listen("127.0.0.1", 0) as silent:
+            assert (await workers.fetch(port=silent.getsockname()[1])).num_good == 0
+
+
+async def test_a_source_that_is_gone_leaves_no_block() -> None:
+    async with pair() as workers:
+        with listen("127.0.0.1", 0) as closed:
+            port = closed.getsockname()[1]
+        assert (await workers.fetch(port=port)).num_good == 0
+
+
+@pytest.mark.parametrize("name", KIND)
+async def test_workers_that_compute_other_bits_refuse_each_other(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair() as workers:
+        assert (await workers.fetch(kind={**KIND, name: "other"})).num_good == 0
+        assert f"{name}: {KIND[name]} at the source, other at the target" in caplog.text
+        await workers.until_let_go()
+
+
+async def test_a_target_of_another_version_is_told_of_it() -> None:
+    async with pair() as workers:
+        body = b'{"version": 1}'
+        assert b"version: 2 here, 1 there" in await answer_of(workers.port, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (b"[]", b"asks for no blocks"),
+        (b"{", b"not JSON"),
+        (b"[" * 4096, b"not JSON"),
+        (b"\xff", b"not JSON"),
+        *[
+            (orjson.dumps(ASKED | {name: value}), b"asks for no blocks")
+            for name, value in (
+                ("transfer_id", "x" * 65),
+                ("transfer_id", "\u20ac"),
+                ("transfer_id", None),
+                ("num_blocks", -1),
+                ("num_blocks", frames.MAX_BLOCKS + 1),
+                ("num_blocks", 1.5),
+                ("kind", {"model": ["tiny"]}),
+                ("proof", 1),
+            )
+        ],
+    ],
+)
+async def test_a_malformed_request_is_refused(body: bytes, error: bytes) -> None:
+    async with pair() as workers:
+        assert error in await answer_of(workers.port, body)
+
+
+async def test_a_frame_that_is_too_long_is_not_read() -> None:
+    async with pair() as workers:
+        answer = await answer_of(workers.port, b"", length=MAX_FRAME_BYTES + 1)
+        assert b"4097 bytes" in answer
+
+
+async def test_blocks_are_let_go_when_their_lease_ends() -> None:
+    async with pair(lease_s=0.0) as workers:
+        await workers.until_let_go()
+        assert (await workers.fetch()).num_good == 0
+
+
+async def test_a_lease_that_ends_while_blocks_travel_lets_go_after_that() -> None:
+    async with pair() as workers:
+        with workers.kept.taken(workers.transfer_id):
+            workers.kept.end(workers.transfer_id)
+            assert len(workers.kept.tables) == 1
+            with pytest.raises(TransferError, match="its lease has ended"):
+                workers.kept.taken(workers.transfer_id).__enter__()
+        assert not workers.kept.tables
+
+
+async def test_a_fetch_that_nobody_wants_ends_early() -> None:
+    async with pair() as workers:
+        groups = LayerGroups(workers.target)
+        arrival = Arrival(5, groups)
+        arrival.limit(0)
+        source = Source("127.0.0.1", workers.port, workers.transfer_id, 0)
+        await BlockReceiver(groups, KIND).fetch(source, chain(WORD), SLOTS, arrival)
+        assert arrival.num_arrived == 0
+        assert arrival.ended

@@ -1,0 +1,352 @@
+"""The KV events of one rank of an engine: each batch once and in order, or word that some are lost.
+
+An engine numbers its batches, publishes each once and keeps the last ones to be asked for again.
+The number of the last batch together with its time proves that an engine is still the same process,
+and that nothing was missed: asked for that very batch, only this process answers with both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import zmq
+import zmq.asyncio
+
+from workers.bridge.events import wire
+from workers.bridge.events.wire import Batch, WireError
+from workers.bridge.facts import EventSource
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 1.0
+"""After so long without a batch, the engine is asked whether there was none."""
+REPLY_S = 2.0
+"""For each message of an answer. An engine looks for questions every 100 ms."""
+RETRY_S = 0.5
+MAX_UNANSWERED = 4
+"""Questions in a row without an answer; then what is known may be out of date."""
+QUEUED_BATCHES = 100_000
+MAX_BATCH_BYTES = 64 * 1024 * 1024
+BATCHES_AT_ONCE = 64
+FOLLOWING_S = 60.0
+"""After a loss within this time of the last one, the agent waits before it asks for everything
+again: MIN_WAIT_S, and twice as long each time, up to MAX_WAIT_S."""
+MIN_WAIT_S, MAX_WAIT_S = 1.0, 60.0
+_END = b"\xff" * 8
+
+
+class Position(NamedTuple):
+    """A batch: its number, and its time in seconds since 1970."""
+
+    seq: int
+    ts: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """All that came before is void. joined_late: the engine holds blocks that the batches to come
+    do not tell of."""
+
+    joined_late: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What was known at the position given is still true, and the batches since then follow."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened to a stream since it was opened."""
+
+    batches: int = 0
+    heard: int = 0
+    """Messages that came without being asked for."""
+    replayed: int = 0
+    gaps: int = 0
+    duplicates: int = 0
+    of_other_ranks: int = 0
+    unreadable: int = 0
+    unknown_events: int = 0
+    lag_s: float = 0.0
+    """How old the last batch was when it came."""
+
+
+class _Lost(Exception):
+    """Batches are missing, and the engine cannot send them again."""
+
+
+class _Message(NamedTuple):
+    seq: int
+    payload: bytes
+
+
+class EventStream:
+    """Use as a context manager, and iterate over `follow` once.
+
+    after: where an earlier process left off; None: at nothing.
+    """
+
+    def __init__(
+        self, context: zmq.asyncio.Context, source: EventSource, after: Position | None = None
+    ) -> None:
+        self.counters = Counters()
+        self.answers = True
+        """Whether the engine answered when it was last asked."""
+        self.position: Position | None = None
+        """The last batch that `follow` has returned."""
+        self._context = context
+        self._source = source
+        self._after = after
+        self._queue: deque[_Message] = deque()
+        self._subscriber = self._socket(zmq.SUB, source.endpoint)
+        self._subscriber.subscribe(source.topic.encode())
+        # asyncio's future for each message would cost more than the message.
+        self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self._subscriber.underlying)
+        self._dealer: zmq.asyncio.Socket | None = None
+        self._unanswered = 0
+        self._lost_s = -FOLLOWING_S
+        self._wait_s = 0.0
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._subscriber.close(linger=0)
+        if self._dealer is not None:
+            self._dealer.close(linger=0)
+
+    async def follow(self) -> AsyncGenerator[Fresh | Resumed | Batch, None]:
+        """First Fresh or Resumed, then batches; Fresh again whenever some are lost. Without end."""
+        reason = "the agent started"
+        while True:
+            async with aclosing(self._begin(reason)) as beginning:
+                async for item in beginning:
+                    yield item
+            try:
+                async with aclosing(self._go_on()) as following:
+                    async for item in following:
+                        yield item
+            except _Lost as loss:
+                reason = str(loss)
+            # Nothing that may be wrong is shown meanwhile, nor kept as what was known here.
+            self.position = None
+            yield Fresh(joined_late=True, reason=reason)
+            await self._wait_before_the_next(reason)
+
+    async def _wait_before_the_next(self, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        is_again = now - self._lost_s < FOLLOWING_S + self._wait_s
+        self._wait_s = min(max(2 * self._wait_s, MIN_WAIT_S), MAX_WAIT_S) if is_again else 0.0
+        log.warning(
+            "%s: %s: what it holds is learned anew%s",
+            self._source.endpoint,
+            reason,
+            f" in {self._wait_s:g} s, as this happened before" if self._wait_s else "",
+        )
+        await asyncio.sleep(self._wait_s)
+        self._lost_s = asyncio.get_running_loop().time()
+
+    async def _begin(self, reason: str) -> AsyncGenerator[Fresh | Resumed | Batch, None]:
+        """Find out where the engine is, and catch up."""
+        after, self._after = self._after, None
+        if self._source.replay is None:
+            yield Fresh(joined_late=True, reason=reason)
+            return
+        if after is not None:
+            is_same = False
+            async with aclosing(self._insist(after.seq)) as replay:
+                async for message in replay:
+                    batch = self._decoded(message)
+                    if not is_same:
+                        is_same = after == (message.seq, batch.ts)
+                        if not is_same:
+                            break
+                        self.position = after
+                        yield Resumed()
+                        continue
+                    yield self._taken(message, batch)
+            if is_same:
+                return
+            reason = "the engine is another, or has gone on for too long"
+        is_first = True
+        async with aclosing(self._insist(0)) as replay:
+            async for message in replay:
+                if is_first:
+                    yield Fresh(joined_late=message.seq > 0, reason=reason)
+                    is_first = False
+                self.counters.replayed += 1
+                yield self._taken(message, self._decoded(message))
+        if is_first:
+            yield Fresh(joined_late=False, reason=reason)
+
+    async def _go_on(self) -> AsyncGenerator[Fresh | Batch, None]:
+        """What comes from now on. Raises _Lost."""
+        while True:
+            if not self._queue and not await self._receive():
+                async with aclosing(self._missed()) as missed:
+                    async for batch in missed:
+                        yield batch
+                continue
+            while self._queue:
+                message = self._queue[0]
+                batch = self._decoded(message)
+                last = self.position
+                expected = last.seq + 1 if last else 0
+                if message.seq == expected:
+                    self._queue.popleft()
+                    yield self._taken(message, batch)
+                elif last and message.seq <= last.seq:
+                    if batch.ts > last.ts:
+                        self.counters.gaps += 1
+                        raise _Lost("the engine was started again")
+                    self._queue.popleft()
+                    self.counters.duplicates += 1
+                elif self._source.replay is None and last is None:
+                    # The first that comes at all: nothing is known to be missing but what was
+                    # before.
+                    self._queue.popleft()
+                    yield self._taken(message, batch)
+                else:
+                    self.counters.gaps += 1
+                    if self._source.replay is None:
+                        raise _Lost(f"batches {expected} to {message.seq - 1} did not arrive")
+                    async with aclosing(self._missed()) as missed:
+                        async for batch in missed:
+                            yield batch
+
+    async def _missed(self) -> AsyncGenerator[Batch, None]:
+        """Ask the engine for what came after the last batch. Raises _Lost if that is not all
+        there, or another process answers."""
+        if self._source.replay is None:
+            return
+        last = self.position
+        is_first = last is not None
+        try:
+            async with aclosing(self._replay(last.seq if last else 0)) as replay:
+                async for message in replay:
+                    batch = self._decoded(message)
+                    if is_first:
+                        is_first = False
+                        if last != (message.seq, batch.ts):
+                            raise _Lost(
+                                "the engine was started again"
+                                if last and message.seq <= last.seq
+                                else "too much was missed"
+                            )
+                        continue
+                    expected = self.position.seq + 1 if self.position else 0
+                    if message.seq > expected:
+                        raise _Lost(f"batches {expected} to {message.seq - 1} are gone")
+                    self.counters.replayed += 1
+                    yield self._taken(message, batch)
+        except TimeoutError:
+            self.answers = False
+            self._unanswered += 1
+            if self._unanswered >= MAX_UNANSWERED:
+                raise _Lost("the engine does not say whether it has published anything") from None
+            await asyncio.sleep(RETRY_S)
+            return
+        self.answers = True
+        self._unanswered = 0
+        if is_first:
+            raise _Lost("the engine was started again")
+
+    def _decoded(self, message: _Message) -> Batch:
+        try:
+            return wire.decode(message.payload)
+        except WireError as error:
+            self.counters.unreadable += 1
+            log.warning("%s: batch %d: %s", self._source.endpoint, message.seq, error)
+            # Its time is unknown, so that the next one serves as proof.
+            last_ts = self.position.ts if self.position else 0.0
+            return Batch(last_ts, [], self._source.rank, num_broken=1)
+
+    def _taken(self, message: _Message, batch: Batch) -> Batch:
+        self.position = Position(message.seq, batch.ts)
+        self.counters.batches += 1
+        self.counters.unknown_events += batch.num_unknown
+        self.counters.lag_s = max(0.0, time.time() - batch.ts)
+        if batch.rank is not None and batch.rank != self._source.rank:
+            self.counters.of_other_ranks += 1
+            return Batch(batch.ts, [], batch.rank)
+        return batch
+
+    async def _receive(self) -> bool:
+        """Fetch some of what has been published; False: nothing within PROBE_S."""
+        if not await self._subscriber.poll(round(PROBE_S * 1000)):
+            return False
+        for _ in range(BATCHES_AT_ONCE):
+            try:
+                frames = self._reader.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self.counters.heard += 1
+            if len(frames) == 3 and len(frames[1]) == 8:
+                self._queue.append(_Message(int.from_bytes(frames[1], "big"), frames[2]))
+            else:
+                self.counters.unreadable += 1
+        return True
+
+    async def _insist(self, seq: int) -> AsyncGenerator[_Message, None]:
+        """As `_replay`, and if no answer begins, ask again."""
+        while True:
+            begun = False
+            try:
+                async with aclosing(self._replay(seq)) as replay:
+                    async for message in replay:
+                        begun = True
+                        yield message
+                self.answers = True
+                return
+            except TimeoutError:
+                if self.answers:
+                    log.warning("%s does not answer: nothing is shown", self._source.replay)
+                self.answers = False
+                if begun:
+                    return
+            await asyncio.sleep(RETRY_S)
+
+    async def _replay(self, seq: int) -> AsyncGenerator[_Message, None]:
+        """The batches from number `seq` on that the engine still has. Raises TimeoutError."""
+        assert self._source.replay is not None
+        if self._dealer is None:
+            self._dealer = self._socket(zmq.DEALER, self._source.replay)
+        is_complete = False
+        try:
+            async with asyncio.timeout(REPLY_S):
+                await self._dealer.send_multipart([b"", seq.to_bytes(8, "big")])
+            while True:
+                async with asyncio.timeout(REPLY_S):
+                    frames = await self._dealer.recv_multipart()
+                # Older engines leave out the topic.
+                *_, number, payload = frames if len(frames) >= 3 else (b"", b"", b"")
+                if number == _END:
+                    is_complete = True
+                    return
+                if len(number) == 8:
+                    yield _Message(int.from_bytes(number, "big"), payload)
+        finally:
+            if not is_complete:
+                # The rest of this answer must not be taken for the next one.
+                self._dealer.close(linger=0)
+                self._dealer = None
+
+    def _socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(QUEUED_BATCHES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(address)
+        return socket

@@ -1,0 +1,396 @@
+"""After which blocks an engine can go on, if it cannot after every one that it holds.
+
+vLLM reuses a prefix only if each group of layers holds what it needs to go on there: attention over
+all of it every block, with a window those within it, a recurrent state the block that ends there.
+Groups give the end of the same prefix the same name, whatever the sizes of their blocks: a name
+that each of them can go on after is an end that suits all of them, and nothing has to be hashed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+
+from app.core.events import Ends
+from app.core.types import SequenceHash, Tier
+from workers.bridge.events.events import (
+    STATE_KINDS,
+    WINDOW_KINDS,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    key_of,
+)
+from workers.bridge.references import Place, References, with_copy, without_copy
+
+ALL = 1 << 40
+"""Of what precedes an end: more blocks than any prompt has."""
+MASKED = 256
+"""So many events with gaps wait for what tells where these are; older ones count for nothing."""
+ROOT: BlockHash = -1
+"""Before the first block of a chain. No name is negative."""
+
+
+Chain = tuple[tuple[SequenceHash, ...], SequenceHash | None]
+"""Blocks of the index in prompt order, and the one before them; None: they begin a prompt."""
+
+
+class Windows:
+    """What the groups hold of which it matters, besides the one that stands for all.
+
+    chain_of: the blocks of the index in the engine's block of that name, and the one before them,
+    if that is known. copies: as EngineBlocks' announces_copies. block_size: tokens per block of the
+    index. recomputed: how many of these the engine drops of what it finds, for its drafter.
+    """
+
+    def __init__(
+        self,
+        chain_of: Callable[[BlockHash], Chain | None],
+        *,
+        copies: bool,
+        block_size: int,
+        recomputed: int,
+    ) -> None:
+        self._chain_of = chain_of
+        self._block_size = block_size
+        self._copies = copies
+        self._recomputed = recomputed
+        self._windows: list[_Window] = []
+        """One for all groups alike."""
+        self._by_group: dict[int | None, _Window] = {}
+        self._lookahead = 0
+        self._names: dict[SequenceHash, tuple[BlockHash, ...]] = {}
+        """The engine's blocks that end with this one. Of an engine that looks ahead there is one
+        for each way to go on, and a prompt is on one of them: only if all are ends, this is."""
+        self._ends: set[SequenceHash] = set()
+        self._masked: deque[tuple[_Window, list[BlockHash]]] = deque(maxlen=MASKED)
+        """Blocks that events left others out between, none of which was known."""
+
+    @property
+    def are_any(self) -> bool:
+        return bool(self._windows)
+
+    def concern(self, group: int | None) -> bool:
+        return group in self._by_group
+
+    def learn(self, event: BlockStored, lookahead: int = 0) -> list[Ends]:
+        """Require what the group of this event needs. lookahead: of all ends, from now on."""
+        group = event.group_idx
+        needed = self._needed(event)
+        window = next((w for w in self._windows if w.shape == (event.block_size, needed)), None)
+        if window is None:
+            window = _Window(event.block_size, needed, copies=self._copies)
+            self._windows.append(window)
+        window.admit(group)
+        self._by_group[group] = window
+        self._lookahead = max(self._lookahead, lookahead)
+        gone, self._ends = tuple(self._ends), set()
+        return [self._told(gone, are_ends=False)]
+
+    def store(self, event: BlockStored, tier: Tier) -> list[Ends]:
+        window = self._by_group[event.group_idx]
+        is_own_size = event.block_size == window.block_size
+        if window.num_blocks == ALL and tier is Tier.DEVICE and not is_own_size:
+            # The part of a block at the end of a prompt.
+            return []
+        names: list[BlockHash] = [key_of(name) for name in event.block_hashes]
+        place = (tier, event.group_idx)
+        turned: list[_Block] = []
+        for name, above in zip(names, self._each_above(event, names, window), strict=True):
+            block = window.store(name, place, above)
+            self._name(block, self._end_of(name))
+            turned += [block, *window.gained(block)]
+        return self._turned(turned)
+
+    def remove(self, event: BlockRemoved, tier: Tier) -> list[Ends]:
+        window = self._by_group[event.group_idx]
+        counts: Iterable[int | None] = event.remaining_copy_counts or repeat(None)
+        turned: list[_Block] = []
+        for name, left in zip(map(key_of, event.block_hashes), counts, strict=False):
+            turned += window.remove(name, (tier, event.group_idx), left)
+        return self._turned(turned)
+
+    def locate(self, names: Sequence[BlockHash]) -> list[Ends]:
+        """The engine's blocks of these names are known from now on."""
+        turned: list[_Block] = []
+        for window in self._windows:
+            for name in names:
+                block = window.blocks.get(name)
+                if block is not None:
+                    turned += self._name(block, self._end_of(name))
+        if self._masked:
+            turned += self._link_masked(set(names))
+        return self._turned(turned)
+
+    def clear(self) -> list[Ends]:
+        """Nothing is held any more; what the groups need stays known."""
+        self._names.clear()
+        self._ends.clear()
+        self._masked.clear()
+        for window in self._windows:
+            window.blocks.clear()
+        return [self._told((), are_ends=False)] if self._windows else []
+
+    def _needed(self, event: BlockStored) -> int:
+        """How many blocks before an end the group of this event has to hold.
+
+        All, if events do not say that fewer suffice: they do not tell how long the chunks of
+        chunked attention are."""
+        kind, seen = (event.kv_cache_spec_kind or "").lower(), event.kv_cache_spec_sliding_window
+        if kind in STATE_KINDS:
+            return 1
+        if kind in WINDOW_KINDS and seen is not None:
+            return max(1, -(-(seen - 1) // event.block_size)) + (self._recomputed > 0)
+        return ALL
+
+    def _end_of(self, name: BlockHash) -> SequenceHash | None:
+        chain = self._chain_of(name)
+        return chain and chain[0][-1]
+
+    def _each_above(
+        self, event: BlockStored, names: list[BlockHash], window: _Window
+    ) -> Sequence[BlockHash | None]:
+        """What precedes each block of an event; None: that is not known."""
+        if event.block_size != window.block_size or not event.token_ids:
+            return [None] * len(names)
+        if len(names) * event.block_size == len(event.token_ids):
+            first = ROOT if event.parent_block_hash is None else key_of(event.parent_block_hash)
+            return [first, *names[:-1]]
+        if window.num_blocks > 1 and all(self._end_of(name) is None for name in names):
+            self._masked.append((window, names))
+        return self._between_masked(window, names)
+
+    def _between_masked(
+        self, window: _Window, names: list[BlockHash]
+    ) -> Sequence[BlockHash | None]:
+        """What precedes each of some blocks of an event that leaves others out.
+
+        The group that stands for all knows it, if its blocks are of that size. If they are longer,
+        others were left out before the first one and after those that it has, too: no prompt is
+        reused up to these others."""
+        chains = [self._chain_of(name) for name in names]
+        sizes = {len(chain[0]) * self._block_size for chain in chains if chain}
+        if sizes == {window.block_size}:
+            own = {chain[0][-1]: name for name, chain in zip(names, chains, strict=True) if chain}
+            above = [chain[1] if chain else None for chain in chains]
+            return [
+                chain and (own.get(end) or self._only_name(end) if end is not None else ROOT)
+                for chain, end in zip(chains, above, strict=True)
+            ]
+        if self._recomputed or not sizes:
+            return [None] * len(names)
+        pairs = zip(names, chains[:-1], strict=False)
+        return [None, *(None if chain else above for above, chain in pairs)]
+
+    def _only_name(self, end: SequenceHash) -> BlockHash | None:
+        """The engine's block that ends with this one, if only one does."""
+        names = self._names.get(end, ())
+        return names[0] if len(names) == 1 else None
+
+    def _link_masked(self, known: set[BlockHash]) -> Iterator[_Block]:
+        for _ in range(len(self._masked)):
+            window, names = self._masked.popleft()
+            if known.isdisjoint(names):
+                self._masked.append((window, names))
+                continue
+            for name, above in zip(names, self._between_masked(window, names), strict=True):
+                block = window.blocks.get(name)
+                if block is not None and block.references:
+                    window.link(block, above)
+                    yield from window.gained(block)
+
+    def _name(self, block: _Block, end: SequenceHash | None) -> list[_Block]:
+        """Note that `block` ends with this block of the index; returns what it thought before."""
+        if end is None or block.end == end:
+            return []
+        before = _Block(block.name)
+        before.end, block.end = block.end, end
+        if block.name not in self._names.get(end, ()):
+            self._names[end] = (*self._names.get(end, ()), block.name)
+        return [before, block]
+
+    def _turned(self, blocks: Iterable[_Block]) -> list[Ends]:
+        """What it means that these blocks have changed."""
+        begun: list[SequenceHash] = []
+        ended: list[SequenceHash] = []
+        for end in dict.fromkeys(block.end or self._end_of(block.name) for block in blocks):
+            if end is None or self._is_end(end) == (end in self._ends):
+                continue
+            (ended if end in self._ends else begun).append(end)
+        self._ends.update(begun)
+        self._ends.difference_update(ended)
+        both = ((ended, False), (begun, True))
+        return [self._told(tuple(ends), are_ends=are_ends) for ends, are_ends in both if ends]
+
+    def _is_end(self, end: SequenceHash) -> bool:
+        present = tuple(
+            name
+            for name in self._names.get(end, ())
+            if self._end_of(name) in (end, None)
+            and any(name in window.blocks for window in self._windows)
+        )
+        if present:
+            self._names[end] = present
+        else:
+            self._names.pop(end, None)
+        return bool(present) and all(
+            window.is_ready(name) for name in present for window in self._windows
+        )
+
+    def _told(self, ends: tuple[SequenceHash, ...], *, are_ends: bool) -> Ends:
+        if not self._recomputed:
+            return Ends(ends, are_ends, self._lookahead)
+        if all(window.num_blocks == 1 for window in self._windows):
+            # Drafters have no states: only the group that stands for all drops blocks.
+            return Ends(ends, are_ends, self._recomputed)
+        dropped = self._recomputed * self._block_size
+        if any((w.block_size, w.num_blocks > 1) != (dropped, True) for w in self._windows):
+            # A state is needed where it goes on, a window where what it drops ends: no block tells
+            # of both. So there are no ends.
+            ends = () if are_ends else ends
+        return Ends(ends, are_ends, 0, self._recomputed)
+
+
+class _Block:
+    """A block of groups alike. It is kept while any of them holds it, or one that follows it."""
+
+    __slots__ = ("above", "below", "end", "is_held", "is_ready", "name", "references")
+
+    def __init__(self, name: BlockHash) -> None:
+        self.name = name
+        self.references: References = ()
+        self.end: SequenceHash | None = None
+        """The last block of the index in it."""
+        self.above: BlockHash | None = None
+        """The block before it, or ROOT; None: that is not known."""
+        self.below: BlockHash | set[BlockHash] | None = None
+        """Those after it that have references: most often one, stored without a set."""
+        self.is_held = False
+        """By each of the groups?"""
+        self.is_ready = False
+        """Is the whole window before its end held?"""
+
+    def each_below(self) -> Iterable[BlockHash]:
+        below = self.below
+        return below if isinstance(below, set) else () if below is None else (below,)
+
+    def adopt(self, name: BlockHash) -> None:
+        if self.below is None:
+            self.below = name
+        elif isinstance(self.below, set):
+            self.below.add(name)
+        elif self.below != name:
+            self.below = {self.below, name}
+
+    def disown(self, name: BlockHash) -> None:
+        if isinstance(self.below, set) and len(self.below) > 1:
+            self.below.remove(name)
+        else:
+            self.below = None
+
+
+class _Window:
+    """What groups with the same window hold.
+
+    num_blocks: how many blocks before an end each group has to hold, if there are so many.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int, *, copies: bool) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.blocks: dict[BlockHash, _Block] = {}
+        self._copies = copies
+        self._groups: set[int | None] = set()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.block_size, self.num_blocks
+
+    def admit(self, group: int | None) -> None:
+        self._groups.add(group)
+        for block in self.blocks.values():
+            block.is_held = block.is_ready = False
+
+    def is_ready(self, name: BlockHash) -> bool:
+        block = self.blocks.get(name)
+        return block is not None and block.is_ready
+
+    def store(self, name: BlockHash, place: Place, above: BlockHash | None) -> _Block:
+        """above: None: not known, or not now."""
+        block = self._block(name)
+        self.link(block, above)
+        block.references = with_copy(block.references, place, copies=self._copies)
+        return block
+
+    def link(self, block: _Block, above: BlockHash | None) -> None:
+        if self.num_blocks > 1 and above is not None and block.above is None:
+            block.above = above
+            if above != ROOT:
+                self._block(above).adopt(block.name)
+            # Look again at what is ready.
+            block.is_held = False
+
+    def gained(self, block: _Block) -> Iterator[_Block]:
+        """The blocks that are ready once `block` is held, if it was not and is now."""
+        if block.is_held or not self._is_held(block):
+            return
+        block.is_held = True
+        num_held = 1
+        above = block.above
+        while num_held < self.num_blocks and above is not None and above != ROOT:
+            before = self.blocks[above]
+            if not before.is_held:
+                break
+            num_held = self.num_blocks if before.is_ready else num_held + 1
+            above = before.above
+        if above == ROOT:
+            num_held = self.num_blocks
+        for distance, following in self._held_from(block):
+            if num_held + distance >= self.num_blocks and not following.is_ready:
+                following.is_ready = True
+                yield following
+
+    def remove(self, name: BlockHash, place: Place, left: int | None) -> list[_Block]:
+        """The blocks that are no longer ready, or no longer known."""
+        block = self.blocks.get(name)
+        if block is None:
+            return []
+        block.references = without_copy(block.references, place, left)
+        lost: list[_Block] = []
+        if block.is_held and not self._is_held(block):
+            block.is_held = False
+            for _, following in self._held_from(block):
+                if following.is_ready:
+                    following.is_ready = False
+                    lost.append(following)
+        if not block.references:
+            lost += self._leave(block)
+            if block.below is None and name in self.blocks:
+                lost.append(self.blocks.pop(name))
+        return lost
+
+    def _block(self, name: BlockHash) -> _Block:
+        return self.blocks.get(name) or self.blocks.setdefault(name, _Block(name))
+
+    def _is_held(self, block: _Block) -> bool:
+        return {group for (_, group), _ in block.references} == self._groups
+
+    def _held_from(self, block: _Block) -> Iterator[tuple[int, _Block]]:
+        """`block` and the held ones after it whose windows contain it, with their distance."""
+        level, distance = [block], 0
+        while level and distance < self.num_blocks:
+            for one in level:
+                yield distance, one
+            below = [self.blocks[name] for one in level for name in one.each_below()]
+            level = [one for one in below if one.is_held]
+            distance += 1
+
+    def _leave(self, block: _Block) -> Iterator[_Block]:
+        """Yields the block before it, if that is then no longer known."""
+        name, block.above = block.above, None
+        if name is not None and name != ROOT:
+            above = self.blocks[name]
+            above.disown(block.name)
+            if not above.references and above.below is None:
+                yield self.blocks.pop(name)

@@ -1,0 +1,51 @@
+"""Finds out what the engine beside an agent is, from its HTTP interface."""
+
+from __future__ import annotations
+
+import aiohttp
+
+from app.core.errors import EngineUnfit
+from workers.bridge.facts import NO_OVERRIDES, EngineFacts, Overrides
+from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.models import models_of
+from workers.bridge.http.openai import openai_facts
+from workers.bridge.http.sglang import sglang_facts
+from workers.bridge.http.vllm import vllm_facts
+
+SERVER_INFO = ("/server_info", "/get_server_info")
+"""What SGLang describes itself under; the second was the name until 0.5."""
+VLLM_OWNERS = ("vllm", "kvroute")
+"""Of the models that it and our engines list."""
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+async def discover(
+    session: aiohttp.ClientSession, engine_url: str, overrides: Overrides = NO_OVERRIDES
+) -> EngineFacts:
+    """What the engine at `engine_url` says of itself, but for the `overrides`.
+
+    Raises EngineUnavailable while it does not answer or is still loading, and EngineUnfit, in one
+    line, if it does not say what is needed, or caches nothing.
+    """
+    engine = EngineHttp(session, engine_url)
+    kind = overrides.engine_kind
+    # vLLM's own /server_info collects its environment for seconds: never ask that one.
+    if kind in (None, "vllm"):
+        version = await engine.get_object("/version")
+        said = None if version is None else version.get("version")
+        # TensorRT-LLM has that path, too.
+        if isinstance(said, str) and (kind or await _is_vllm(engine, overrides)):
+            return await vllm_facts(engine, said, overrides)
+    if kind in (None, "sglang"):
+        for path in SERVER_INFO:
+            info = await engine.get_object(path)
+            if info is not None and "page_size" in info:
+                return await sglang_facts(engine, info, overrides)
+    if kind in (None, "openai"):
+        return await openai_facts(engine, overrides)
+    raise EngineUnfit(f"{NAMES[kind]} does not answer at {engine.url}")
+
+
+async def _is_vllm(engine: EngineHttp, overrides: Overrides) -> bool:
+    models = await models_of(engine, overrides)
+    return models.owner in VLLM_OWNERS or b"vllm:" in (await engine.get("/metrics") or b"")

@@ -1,0 +1,34 @@
+"""What a server says of itself of which nothing is known but that it speaks OpenAI's API."""
+
+from __future__ import annotations
+
+from workers.bridge.events.sources import silent
+from workers.bridge.facts import USUAL_BLOCK_SIZE, EngineFacts, Overrides
+from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.models import models_of
+
+TELLS_NOTHING = (
+    "only vLLM and SGLang tell what they cache: start one of them, with --kv-events-config"
+)
+
+
+async def openai_facts(engine: EngineHttp, overrides: Overrides) -> EngineFacts:
+    """Raises EngineUnavailable and EngineUnfit as `discover` does."""
+    models = await models_of(engine, overrides)
+    block_size = overrides.engine_block_size or USUAL_BLOCK_SIZE
+    return EngineFacts(
+        kind="openai",
+        version=models.owner,
+        models=models.names,
+        adapters=(),
+        max_model_len=models.max_model_len,
+        tokenizer=models.tokenizer,
+        block_size=block_size,
+        capacity_tokens=overrides.capacity_tokens or 0,
+        reuse_tokens=block_size,
+        recomputed_tokens=0,
+        sources=silent(range(overrides.data_parallel_size or 1)),
+        announces_copies=False,
+        started_s=None,
+        approximate=TELLS_NOTHING,
+    )

@@ -1,0 +1,189 @@
+"""What vLLM says of itself.
+
+Paths and labels from vllm/entrypoints/serve/instrumentator and vllm/v1/metrics/loggers.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from app.core.errors import EngineUnfit
+from workers.bridge.events.sources import overridden, reachable, silent
+from workers.bridge.facts import USUAL_BLOCK_SIZE, EngineFacts, EventSource, Overrides
+from workers.bridge.http.engine import EngineHttp, whole
+from workers.bridge.http.exposition import Sample, SamplePattern
+from workers.bridge.http.models import models_of
+
+EVENTS_FLAG = (
+    '--kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
+    '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
+)
+"""The ports of ranks count upwards from these."""
+CONFIG = "vllm:cache_config_info"
+STARTED = "process_start_time_seconds"
+RUNNING = "vllm:num_requests_running"
+SPECULATIVE = "vllm:spec_decode_num_drafts_total"
+CONNECTED = "vllm:num_requests_kv_fetch_by_stage"
+"""There is a KV connector."""
+LOOKAHEAD_SINCE = (0, 33)
+"""From then on a block's hash covers the tokens after it that a drafter has read, unless there is a
+KV connector."""
+_WANTED = SamplePattern((CONFIG, STARTED, RUNNING, SPECULATIVE, CONNECTED))
+_LOCAL = ("tcp://127.", "tcp://localhost:", "tcp://0.0.0.0:")
+"""vLLM binds only what has `*` or `::` in it, and connects to other addresses. It may report one of
+this node's as bound, because it resolved `tcp://*:0` to it, but never one of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What is found in /metrics. config: labels of cache_config_info."""
+
+    config: dict[str, str]
+    ranks: tuple[int, ...]
+    started_s: float | None
+    is_speculative: bool
+    is_connected: bool
+
+
+async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> EngineFacts:
+    """Raises EngineUnavailable and EngineUnfit as `discover` does."""
+    said = _read(list(_WANTED.samples(await engine.get("/metrics") or b"")))
+    if said.config.get("enable_prefix_caching") == "False":
+        raise EngineUnfit("vLLM caches no prefixes: start it with --enable-prefix-caching")
+    sources, approximate = await _sources(engine, version, said, overrides)
+    block_size = _block_size(said, overrides, must_say=not approximate)
+    models = await models_of(engine, overrides)
+    drops_block = _drops_last_block(said, version)
+    return EngineFacts(
+        kind="vllm",
+        version=version,
+        models=models.names,
+        adapters=models.adapters,
+        folders=models.folders,
+        max_model_len=models.max_model_len,
+        tokenizer=models.tokenizer,
+        block_size=block_size,
+        capacity_tokens=_capacity(said, overrides, must_say=not approximate),
+        reuse_tokens=_number(said, "cache_hit_alignment_tokens") or block_size,
+        recomputed_tokens=block_size if said.is_speculative and drops_block else 0,
+        lookahead_tokens=1 if said.is_speculative and not drops_block else 0,
+        sources=sources,
+        announces_copies=True,
+        started_s=said.started_s,
+        kv_dtype=said.config.get("cache_dtype", ""),
+        approximate=approximate,
+    )
+
+
+def _read(samples: list[Sample]) -> _Said:
+    values = {sample.name: sample for sample in samples}
+    ranks = {_rank(sample) for sample in samples if sample.name == RUNNING}
+    return _Said(
+        values[CONFIG].labels if CONFIG in values else {},
+        tuple(sorted(ranks)) or (0,),
+        values[STARTED].value if STARTED in values else None,
+        SPECULATIVE in values,
+        CONNECTED in values,
+    )
+
+
+def _drops_last_block(said: _Said, version: str) -> bool:
+    """Whether it computes the last block of a hit again if it has a drafter, as that one's KV of
+    the last token may be that of another continuation. Which kind of drafter it is, only its log
+    says: EAGLE and MTP, which need that, are most of them."""
+    numbers = re.match(r"v?(\d+)\.(\d+)", version)
+    is_older = numbers is None or (int(numbers[1]), int(numbers[2])) < LOOKAHEAD_SINCE
+    return is_older or said.is_connected
+
+
+def _rank(sample: Sample) -> int:
+    engine = sample.labels.get("engine", "0")
+    return int(engine) if engine.isdecimal() else 0
+
+
+def _number(said: _Said, *labels: str) -> int | None:
+    """The first of these labels that is a number."""
+    numbers = (whole(said.config.get(label), label) for label in labels)
+    return next((number for number in numbers if number is not None), None)
+
+
+def _block_size(said: _Said, overrides: Overrides, *, must_say: bool) -> int:
+    size = overrides.engine_block_size or _number(
+        said, "effective_attention_block_size", "block_size"
+    )
+    if not must_say:
+        return size or USUAL_BLOCK_SIZE
+    if size is None:
+        raise EngineUnfit(
+            "vLLM does not say its block size: start it without --disable-log-stats, or give the "
+            "agent --engine-block-size 16 --capacity-tokens TOKENS"
+        )
+    if size == 1:
+        raise EngineUnfit("vLLM's blocks have one token each: start it with --block-size 16")
+    return size
+
+
+def _capacity(said: _Said, overrides: Overrides, *, must_say: bool) -> int:
+    """Tokens of KV on each rank; 0 if it does not say, and need not."""
+    tokens = overrides.capacity_tokens or _number(said, "kv_cache_size_tokens")
+    if tokens is None:
+        # Older versions give the blocks of all ranks together.
+        blocks, size = _number(said, "num_gpu_blocks"), _number(said, "block_size")
+        tokens = blocks * size // len(said.ranks) if blocks and size else None
+    if tokens is None and must_say:
+        raise EngineUnfit(
+            "vLLM does not say how much KV it holds: give the agent --capacity-tokens"
+        )
+    return tokens or 0
+
+
+async def _sources(
+    engine: EngineHttp, version: str, said: _Said, overrides: Overrides
+) -> tuple[tuple[EventSource, ...], str]:
+    """And why they publish nothing; "": they do."""
+    listed = await engine.get_object("/kv_event_sources")
+    if overrides.events_endpoint is not None:
+        count = overrides.data_parallel_size
+        ranks = range(count) if count else _listed_ranks(listed) or said.ranks
+        return overridden(ranks, engine.host, overrides), ""
+    silent_ones = silent(range(overrides.data_parallel_size or 0) or said.ranks)
+    if listed is None:
+        return silent_ones, (
+            f"vLLM {version} does not say where it publishes KV events: start it with "
+            f"{EVENTS_FLAG} and the agent with --events-endpoint tcp://{engine.host}:5557 "
+            f"--replay-endpoint tcp://{engine.host}:5657"
+        )
+    configs = {rank: listed[str(rank)] for rank in _listed_ranks(listed)}
+    if not configs or not all(map(_publishes, configs.values())):
+        return silent_ones, f"vLLM publishes no KV events: start it with {EVENTS_FLAG}"
+    host = engine.host
+    return tuple(_source(rank, config, host, overrides) for rank, config in configs.items()), ""
+
+
+def _listed_ranks(listed: dict[str, Any] | None) -> tuple[int, ...]:
+    return tuple(sorted(int(rank) for rank in listed or {} if rank.isdecimal()))
+
+
+def _publishes(config: object) -> bool:
+    return (
+        isinstance(config, dict)
+        and bool(config.get("enable_kv_cache_events"))
+        and config.get("publisher") == "zmq"
+        and isinstance(config.get("endpoint"), str)
+    )
+
+
+def _source(rank: int, config: dict[str, Any], host: str, overrides: Overrides) -> EventSource:
+    """The ports in `config` are this rank's own."""
+    endpoint, replay = config["endpoint"], config.get("replay_endpoint")
+    if endpoint.startswith(_LOCAL):
+        raise EngineUnfit(
+            f"vLLM connects to {endpoint} instead of binding it: start it with {EVENTS_FLAG}"
+        )
+    if overrides.replay_endpoint is not None:
+        replay = reachable(overrides.replay_endpoint, host, rank)
+    elif replay is not None:
+        replay = reachable(str(replay), host)
+    return EventSource(rank, reachable(endpoint, host), replay, str(config.get("topic") or ""))

@@ -1,0 +1,58 @@
+"""The source: serves the blocks that it has promised, to whoever names them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.core.types import SequenceHash
+from workers.kv.memory import Ids
+from workers.kv.tables import BlockTable
+from workers.kv.transfer.frames import Offered, TransferError, offered_frame, send
+from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
+
+
+class BlockSender:
+    """Sends blocks out of the pool of `groups`, layer by layer."""
+
+    def __init__(self, groups: LayerGroups) -> None:
+        self._groups = groups
+
+    async def offer(
+        self, sock: socket.socket, table: BlockTable, wanted: Sequence[SequenceHash]
+    ) -> None:
+        """See TransferServer."""
+        blocks, block_ids = _held(table, wanted)
+        await send(sock, offered_frame(Offered(len(blocks))))
+        for group in range(self._groups.num_groups):
+            await self._send_group(sock, group, blocks, block_ids)
+
+    async def _send_group(
+        self, sock: socket.socket, group: int, blocks: Sequence[SequenceHash], block_ids: Ids
+    ) -> None:
+        def read() -> tuple[memoryview, memoryview]:
+            packed = self._groups.read(group, block_ids)
+            return checksums(packed, blocks, group).data, content(packed)
+
+        for part in await asyncio.to_thread(read):
+            await send(sock, part)
+
+
+def _held(table: BlockTable, wanted: Sequence[SequenceHash]) -> tuple[Sequence[SequenceHash], Ids]:
+    """Leading ones of the wanted blocks that the table holds, and their slots.
+
+    Raises TransferError if there is none.
+    """
+    slots = dict(zip(table.chain, table.slots, strict=False))
+    num_kept, held = len(slots), []
+    for block in wanted:
+        slot = slots.pop(block, None)  # each once, however often it is asked for
+        if slot is None:
+            break
+        held.append(slot.block_id)
+    if not held:
+        raise TransferError(f"blocks: none of the {len(wanted)} is among the {num_kept} kept")
+    return wanted[: len(held)], np.array(held, np.int64)

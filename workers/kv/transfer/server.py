@@ -1,0 +1,158 @@
+"""Hands kept blocks on to whoever names them, and has the workers' key.
+
+Anybody may connect. So nothing here costs more than a short frame before a caller has proven that
+it is a worker, and named what is kept for it; and no caller has a place for long, or all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Generic, TypeVar
+
+from app.core.errors import Crowded
+from app.core.types import SequenceHash
+from app.http.turns import Turns
+from workers.kv.transfer.complaints import Complaints
+from workers.kv.transfer.frames import (
+    STALL_S,
+    WHOLE_S,
+    Asked,
+    Offered,
+    TransferError,
+    offered_frame,
+    read_asked,
+    read_blocks,
+    send_last,
+)
+from workers.kv.transfer.kept import KeptBlocks
+from workers.kv.transfer.link import Link
+
+log = logging.getLogger(__name__)
+
+MAX_ASKING = 64
+"""Connections that have not said yet what they want. One more, and the oldest of whoever has most
+is closed."""
+ASKING_S = 2.0
+"""How long a connection may take to say it."""
+MAX_SENDING, MAX_TRANSFERS = 8, 64
+"""Transfers at once, and with those that wait for their turn."""
+TURN_S = 0.75 * STALL_S
+"""How long they wait: a target that hears nothing for STALL_S is gone."""
+K = TypeVar("K")
+Offer = Callable[[socket.socket, K, Sequence[SequenceHash]], Awaitable[None]]
+
+
+class TransferServer(Generic[K]):
+    """`run` it on the event loop of `kept`.
+
+    offer: sends what it offers of the wanted blocks, and then these; it raises TransferError if it
+    has none of them.
+    """
+
+    def __init__(self, kept: KeptBlocks[K], link: Link, offer: Offer[K]) -> None:
+        self._kept = kept
+        self._link = link
+        self._offer = offer
+        self._asking: dict[asyncio.Task[None], str] = {}
+        """Their addresses, the oldest first."""
+        self._turns = Turns(MAX_SENDING, MAX_TRANSFERS)
+        self._complaints = Complaints(log)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        listening = self._link.listening
+        listening.setblocking(False)
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as serving:
+            while True:
+                try:
+                    sock, address = await loop.sock_accept(listening)
+                except OSError as error:  # such as: too many open files
+                    self._complaints.say("", "a worker that fetches could not connect", error)
+                    await asyncio.sleep(0.1)
+                    continue
+                task = serving.create_task(self._serve(sock, address[0]))
+                self._asking[task] = address[0]
+                task.add_done_callback(partial(self._ended, sock))
+                self._make_room()
+                await asyncio.sleep(0)  # to accept does not, as long as one more is there
+
+    def _ended(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        # Not in the task itself: one that is cancelled at once never runs.
+        sock.close()
+        self._asking.pop(task, None)
+
+    def _make_room(self) -> None:
+        if len(self._asking) <= MAX_ASKING:
+            return
+        [(crowding, _)] = Counter(self._asking.values()).most_common(1)
+        oldest = next(task for task, peer in self._asking.items() if peer == crowding)
+        del self._asking[oldest]
+        oldest.cancel()
+        self._count("crowded")
+
+    def _count(self, outcome: str) -> None:
+        self._link.answered[outcome] += 1
+
+    async def _serve(self, sock: socket.socket, peer: str) -> None:
+        """Whatever goes wrong ends this connection alone."""
+        try:
+            outcome = await self._answer(sock, peer)
+        except (OSError, TimeoutError) as error:
+            outcome = "stalled" if isinstance(error, TimeoutError) else "lost"
+            self._complaints.say(peer, "blocks were not fetched", error)
+        except Exception as error:
+            outcome = "failed"
+            self._complaints.say(peer, "a transfer failed unexpectedly", error, traced=True)
+        self._count(outcome)
+
+    async def _answer(self, sock: socket.socket, peer: str) -> str:
+        """What became of it. Raises OSError and TimeoutError."""
+        try:
+            async with asyncio.timeout(ASKING_S):
+                asked = await read_asked(sock)
+                if not asked.is_proven(self._link.key):
+                    raise TransferError("proof: the target has not the key of this worker")
+                if not asked.num_blocks:
+                    self._kept.end(asked.transfer_id)
+                    return "declined"
+            async with asyncio.timeout(WHOLE_S):
+                await self._hand_on(sock, asked, peer)
+        except (TransferError, Crowded) as error:
+            self._complaints.say(peer, "blocks are not handed on", error)
+            with suppress(OSError, TimeoutError):
+                await send_last(sock, offered_frame(Offered(0, str(error))))
+            return "refused"
+        return "sent"
+
+    async def _hand_on(self, sock: socket.socket, asked: Asked, peer: str) -> None:
+        with self._kept.taken(asked.transfer_id) as kept:
+            self._check(asked)
+            wanted = await read_blocks(sock, asked.num_blocks)
+            asking = asyncio.current_task()
+            assert asking is not None
+            self._asking.pop(asking, None)
+            try:
+                async with asyncio.timeout(TURN_S) as waiting, self._turns.place(peer):
+                    waiting.reschedule(None)
+                    await self._offer(sock, kept, wanted)
+            except TimeoutError:
+                if waiting.expired():
+                    raise TransferError(f"{MAX_SENDING} transfers are under way already") from None
+                raise
+
+    def _check(self, asked: Asked) -> None:
+        here, there = self._link.kind, asked.kind
+        for name in here:
+            if here[name] != there.get(name):
+                raise TransferError(
+                    f"{name}: {here[name]} at the source, {there.get(name)} at the target"
+                )
+        if unknown := there.keys() - here.keys():
+            raise TransferError(f"{min(unknown)}: not compared at the source")
