@@ -89,7 +89,7 @@ $(CHART): tests/chart/install_chart.sh
 	@touch $@
 
 test-chart: setup $(if $(KVROUTE_TEST_CHART),,$(CHART)) ## Render the Helm chart, and check it against Kubernetes' schemas
-	$(BIN)/pytest -m chart
+	$(BIN)/pytest -m chart tests/chart
 
 lint: setup ## Run ruff and mypy, changing nothing
 	$(BIN)/ruff format --check
