@@ -41,6 +41,8 @@ REPLAY_S = 8.0
 """Replays for one proposal may take so long, or half of the interval; if they take longer, half as
 many decisions are replayed, but LEAST_REQUESTS at least."""
 LEAST_REQUESTS = 32
+"""For replays of so few there is a whole interval: on a machine that is busy they are better than
+none."""
 MARGIN_S = 1.0
 """An order is given only with so much of the lease left."""
 
@@ -207,15 +209,17 @@ class Planner:
     def _proposed(self, state: FleetState) -> Proposal:
         """From as many of the recorded decisions as there is time to play. Raises ReplayTooLong,
         UnusableRecords."""
-        most_s = min(REPLAY_S, self._settings.interval_s / 2)
+        interval_s = self._settings.interval_s
+        most_s = min(REPLAY_S, interval_s / 2)
         while True:
+            is_least = self._window_requests <= LEAST_REQUESTS
             begun_s = time.monotonic()
             try:
-                proposal = self._proposed_by(state, begun_s + most_s)
-            except ReplayTooLong:
-                if self._window_requests <= LEAST_REQUESTS:
+                proposal = self._proposed_by(state, begun_s + (interval_s if is_least else most_s))
+            except ReplayTooLong as error:
+                if is_least:
                     raise
-                self._window_requests //= 2
+                self._window_requests = max(LEAST_REQUESTS, error.num_played // 2)
                 continue
             except (ValueError, ArithmeticError) as error:
                 raise UnusableRecords(f"decisions cannot be replayed: {error}") from error
@@ -225,16 +229,17 @@ class Planner:
 
     def _proposed_by(self, state: FleetState, end_s: float) -> Proposal:
         settings = self._settings
+        name = settings.scaling_policy
+        rules = replace(self._rules, window_requests=self._window_requests)
         replay = replay_of(
             self._observer,
             state,
-            replace(self._rules, window_requests=self._window_requests),
+            rules,
             settings.routing_policy,
             count_in_flight=settings.count_in_flight,
             is_over=lambda: time.monotonic() > end_s,
-            grows=growth(state, self._rules),
+            grows=growth(state, rules),
         )
-        name, rules = settings.scaling_policy, self._rules
         if settings.roles or state.has_roles:
             return propose_pools(name, state, rules, pool_predictor(replay, state), least_valued)
         return propose(name, state, rules, predictor(replay, state), least_valued)

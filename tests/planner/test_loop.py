@@ -494,7 +494,7 @@ async def test_a_replay_that_takes_too_long_plays_fewer_decisions(
     def slow(observer: Observer, state: FleetState, rules: Rules, *given: Any, **more: Any) -> Any:
         played.append(rules.window_requests)
         if rules.window_requests > 500:
-            raise ReplayTooLong("of so many")
+            raise ReplayTooLong(rules.window_requests)
         return replay_of(observer, state, rules, *given, **more)
 
     monkeypatch.setattr(loop, "replay_of", slow)
@@ -507,6 +507,31 @@ async def test_a_replay_that_takes_too_long_plays_fewer_decisions(
         assert not one.problem
     first = played.index(256)
     assert played[first - 4 : first + 1] == [4096, 2048, 1024, 512, 256]
+
+
+async def test_half_of_what_was_too_much_is_played_next_and_the_least_in_a_whole_interval(
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 had been asked for of late. No replay ends in half of an interval, as on a busy
+    machine."""
+    played: list[int] = []
+    monkeypatch.setattr(loop, "REPLAY_S", 0.0)
+
+    def slow(observer: Observer, state: FleetState, rules: Rules, *given: Any, **more: Any) -> Any:
+        played.append(rules.window_requests)
+        if more["is_over"]():
+            raise ReplayTooLong(min(300, rules.window_requests))
+        return replay_of(observer, state, rules, *given, **more)
+
+    monkeypatch.setattr(loop, "replay_of", slow)
+    settings = replace(SETTINGS, scaling_policy="slo", interval_s=5.0)
+    async with (
+        running(fake_agent(ScriptRunner(redis, timeout_s=5.0), KEYS, "a")),
+        planning(one_redis_server.url, Advise(), settings) as one,
+    ):
+        await eventually(lambda: last(redis), lambda seen: seen.get("candidates"))
+        assert not one.problem
+    assert played[:5] == [4096, 150, 75, 37, 32]
 
 
 async def test_decisions_are_replayed_with_what_came_of_them(

@@ -37,10 +37,17 @@ FILLS = 2
 """Prompts that fill a cache so many times leave nothing in it of those before them."""
 GOLDEN = 0x9E3779B97F4A7C15
 U64 = 2**64 - 1
+REMEMBERED = 4
+"""For each decision played, as many before it at most, for caches: remembering one takes about so
+much less time than playing it."""
 
 
 class ReplayTooLong(KvrouteError):
-    """There was no time to play all of the recorded decisions."""
+    """There was no time to play so many of the recorded decisions."""
+
+    def __init__(self, num_played: int) -> None:
+        super().__init__(f"{num_played} decisions took too long to replay")
+        self.num_played = num_played
 
 
 class Replay:
@@ -72,8 +79,9 @@ class Replay:
         if len(recent) - first > rules.window_requests:
             first = len(recent) - rules.window_requests
             begin_s = recent[first].at_s
-        self._before, self._played = recent[:first], recent[first:]
-        self._origin_s = recent[0].at_s if recent else begin_s
+        earliest = max(0, first - REMEMBERED * rules.window_requests)
+        self._before, self._played = recent[earliest:first], recent[first:]
+        self._origin_s = recent[earliest].at_s if recent else begin_s
         lead_s = min(rules.lead_s, (state.now_s - begin_s) / 2)
         self._judged_s = self._at_s(begin_s + lead_s)
 
@@ -143,7 +151,7 @@ class Replay:
 
     def _check_time(self) -> None:
         if self._is_over():
-            raise ReplayTooLong(f"{len(self._played)} decisions took too long to replay")
+            raise ReplayTooLong(len(self._played))
 
     def _remembered(self, fleet: SimFleet, places: Mapping[str, int]) -> Iterator[PastRequest]:
         """Of the decisions before those played, the ones that have left a trace in the caches."""

@@ -84,6 +84,18 @@ def test_a_long_history_is_played_only_in_part() -> None:
     assert predict(fleet(2, every(0.5, 2)), 2, rules=few).requests == 45
 
 
+def test_a_replay_of_fewer_decisions_remembers_fewer_too() -> None:
+    """One that was too long is made smaller, so all of it has to be."""
+    asked = iter(range(10**6))
+    few = replace(RULES, window_requests=10)
+    long_ago = [PastRequest(500.0 + n / 10, f"w{n % 2}", request(f"b{n}", 0)) for n in range(2000)]
+    state = fleet(2, [*long_ago, *every(0.5, 2)])
+    replay = Replay(
+        state, few, "latency", Setting(), DEFAULT_SPEED, is_over=lambda: next(asked) > 100
+    )
+    assert replay.predict(2).requests == 5
+
+
 def test_a_replay_ends_when_its_time_is_over() -> None:
     asked = iter(range(10**6))
     replay = Replay(
