@@ -53,7 +53,8 @@ def redis(port: int, folder: Path) -> Iterator[None]:
     (folder / "redis-server").symlink_to(require_redis(default_kind()))
     told = container("redis")
     command = [
-        text.replace("/etc/kvroute", str(DEPLOY)).replace("/tmp", str(folder))
+        # In that order: this checkout may lie below /tmp.
+        text.replace("/tmp", str(folder)).replace("/etc/kvroute", str(DEPLOY))
         for text in told["command"] + told["args"]
     ]
     path = {"PATH": f"{folder}:{os.environ['PATH']}"}

@@ -520,9 +520,10 @@ class WatchedManager(BlockManager):
 
 
 async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that_moment(
-    redis: Redis, tmp_path: Path
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer of the index must have been true at some moment since it was asked for."""
+    monkeypatch.setattr("workers.kv.cache.WITHDRAW_TIMEOUT_S", 3600.0)
     rng = random.Random(5)
     stem = chain_of(0, 4)
     chains = [chain_of(n, 4 + n, stem if n % 2 else ()) for n in range(1, 10)]
