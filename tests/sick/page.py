@@ -14,7 +14,8 @@ Six engines behind agents get 12 requests a second: chats, completions, messages
 which three of four are streamed. Each takes 0.8 s. A fault comes, stays for ten seconds, and goes;
 `tests/sick/rows.py` has them all. `make test-sick` fails if
 
-- more requests failed than were inside an engine that broke off after their first token;
+- more requests failed than were *inside*: broken off by an engine after their first token, or held
+  by it until they were given up;
 - an engine that works got less than half of its share, or one that does not more than that;
 - shares were not even again ten seconds later;
 - answers took over two seconds longer.
