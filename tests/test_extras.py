@@ -6,6 +6,7 @@ Source is read, not run: an import at the bottom of a function counts, too.
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import re
 import sys
@@ -77,7 +78,13 @@ def source_of(module: str, root: Path = ROOT) -> Path | None:
 @cache
 def imports(source: Path) -> list[tuple[str, Extras]]:
     """Names of the modules that must be there, with the extras around each."""
-    return list(_imports(ast.parse(source.read_text()).body, PLAIN))
+    # CPython 3.11 fails where garbage has a traceback formatted meanwhile, which parses, too.
+    gc.disable()
+    try:
+        body = ast.parse(source.read_text()).body
+    finally:
+        gc.enable()
+    return list(_imports(body, PLAIN))
 
 
 def _imports(nodes: list[ast.stmt], extras: Extras) -> Iterator[tuple[str, Extras]]:
