@@ -28,7 +28,8 @@ async def test_a_dry_run_of_a_chat_finds_the_worker_that_has_it(door: httpx.Asyn
         return dict((await door.post(PREFIX, json=CHAT)).raise_for_status().json())
 
     shown = await eventually(found, lambda f: bool(f["holders"]["rows"]))
-    assert shown["route"]["worker"].startswith(worker)
+    # It may be routed elsewhere: work is spread over idle workers.
+    assert shown["route"]["best_worker"].startswith(worker)
     held = dict(zip(shown["holders"]["columns"], shown["holders"]["rows"][0], strict=True))
     assert held["total"] == shown["full_blocks"]
     assert shown["tokens"] == answer.json()["usage"]["prompt_tokens"]

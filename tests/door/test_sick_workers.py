@@ -217,7 +217,9 @@ async def test_the_only_worker_that_is_left_gets_a_second_try(
         for status in (401, 429):  # which it would answer again
             before = fleet.came()[1]
             fleet.engines[1].faults = Faults(status=status, only="again")
-            assert (await fleet.ask(user="again")).status_code >= 400
+            while fleet.came()[1] == before:  # it may be left alone for a moment
+                assert (await fleet.ask(user="again")).status_code >= 400
+                await asyncio.sleep(0.05)
             assert fleet.came()[1] == before + 1
 
 
