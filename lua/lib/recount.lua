@@ -1,7 +1,7 @@
 -- recount(inc, now): rebuilds the load of `inc` and the queue of its prefills from its requests. A
 -- request of which Redis has lost the record, the reservation or the expiry is forgotten, and so is
--- what is promised as the source of a request that is. Writes only what differs. Bounded by the requests of a worker; by all reservations, if some of them have
--- lost their expiry.
+-- what is promised as the source of a request that is. Writes only what differs. Bounded by the
+-- requests of a worker; by all reservations, if some of them have lost their expiry.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record,
 -- changed.
 local function forget(inc, request_id, owner)
