@@ -93,12 +93,14 @@ async def started(num_replicas: int) -> AsyncIterator[Fleet]:
             await opened.enter_async_context(sick_engine(prefill_s=PREFILL_S, token_s=TOKEN_S))
             for _ in range(NUM_ENGINES)
         ]
-        # Each waits until its process listens, which engines of this one must not be kept from.
+        # Each waits until its process listens, or has ended, which engines of this one must not be
+        # kept from.
         for place, engine in enumerate(engines):
             beside = agent(engine.url, redis.url, Path(memory), worker_id=f"e{place}")
-            await asyncio.to_thread(opened.enter_context, beside)
+            await asyncio.to_thread(beside.__enter__)
+            opened.push_async_callback(asyncio.to_thread, beside.__exit__, None, None, None)
         fleet = Fleet(redis.url, engines, http)
-        opened.callback(fleet.end)
+        opened.push_async_callback(asyncio.to_thread, fleet.end)
         for _ in range(num_replicas):
             await asyncio.to_thread(fleet.start_router)
         await fleet.until_whole()
