@@ -28,15 +28,18 @@ class Shares:
         return (TIMES_WHAT_IS_LEFT * left - self.of(holder)) / (TIMES_WHAT_IS_LEFT + 1)
 
     def take(self, holder: str, more: float) -> None:
-        """Count what a holder has, whether it may or not."""
+        """Count what a holder has, whether it may or not; nothing counts for nothing."""
         self.total += more
-        self._of[holder] = self.of(holder) + more
+        if more:
+            self._of[holder] = self.of(holder) + more
 
     def give_back(self, holder: str, less: float) -> None:
         self.total -= less
-        self._of[holder] -= less
-        if self._of[holder] < _NOTHING:
-            del self._of[holder]
+        left = self.of(holder) - less
+        if left < _NOTHING:
+            self._of.pop(holder, None)
+        else:
+            self._of[holder] = left
         if not self._of:
             self.total = 0.0
 

@@ -100,13 +100,15 @@ class _Threads:
             except BaseException as error:
                 failure = error
         # First, so that there is a place for what its caller asks next.
-        with self._lock:
-            self._places.leave(call.holder, call.size)
-            self._begin()
-        if failure is not None:
-            call.result.set_exception(failure)
-        elif is_wanted:
-            call.result.set_result(made)
+        try:
+            with self._lock:
+                self._places.leave(call.holder, call.size)
+                self._begin()
+        finally:
+            if failure is not None:
+                call.result.set_exception(failure)
+            elif is_wanted:
+                call.result.set_result(made)
 
     def _drop(self, call: _Call) -> None:
         """If it waits; nobody waits for it any more."""

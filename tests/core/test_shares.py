@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import random
+from itertools import permutations
+
+import pytest
 
 from app.core.shares import Shares
 
@@ -38,6 +41,18 @@ def test_what_is_given_back_is_counted_for_nobody() -> None:
     for one in held:
         shares.give_back(*one)
     assert (shares.total, shares._of) == (0, {})
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-7, 0.1, 1 / 3])
+def test_parts_of_any_size_can_be_given_back_in_any_order(size: float) -> None:
+    for order in permutations((size, 5.0, size)):
+        shares = Shares(50)
+        for part in order:
+            shares.take("a", part)
+        for part in (size, 5.0, size):
+            shares.check()
+            shares.give_back("a", part)
+        assert (shares.total, shares._of) == (0, {})
 
 
 def test_the_greediest_is_who_has_most_and_in_doubt_who_asks() -> None:

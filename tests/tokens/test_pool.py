@@ -25,6 +25,16 @@ async def test_a_call_returns_and_raises_what_it_would_on_its_own(pool: Tokenize
         await pool.run(1, divmod, 7, 0)
 
 
+@pytest.mark.parametrize("sizes", [(0, 0), (5, 0), (0, 5), (0,) * 40])
+async def test_empty_texts_are_made_beside_others(sizes: tuple[int, ...]) -> None:
+    pool = TokenizerThreads()
+    async with asyncio.timeout(30):
+        made = await asyncio.gather(*(pool.run(size, lambda: "made") for size in sizes))
+    assert made == ["made"] * len(sizes)
+    pool.check()
+    pool.close()
+
+
 async def test_beyond_as_many_calls_as_may_wait_one_is_refused(pool: TokenizerThreads) -> None:
     gate = threading.Event()
     async with asyncio.TaskGroup() as group:
