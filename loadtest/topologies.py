@@ -15,7 +15,7 @@ from redis import Redis
 from redis.cluster import parse_cluster_slots
 from redis.crc import key_slot
 
-from app.local.redis_server import LOOPBACK, EmbeddedRedis, free_port
+from app.local.redis_server import LOOPBACK, PORTS, EmbeddedRedis, free_port
 
 NUM_SLOTS = 16384
 NUM_SHARDS = 3
@@ -32,9 +32,12 @@ WITHIN_S = 20.0
 
 
 def _cluster_port() -> int:
-    """A free port; the cluster's own port, 10,000 above it, is free too."""
+    """A free port; the cluster's own port, 10,000 above it, is free too, and none that somebody
+    else is given meanwhile."""
     while True:
         port = free_port()
+        if port + 10_000 in PORTS:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind((LOOPBACK, port + 10_000))
