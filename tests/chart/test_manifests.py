@@ -230,3 +230,12 @@ def test_alerts_and_dashboard_are_those_of_deploy() -> None:
     assert files == {"kvroute.json": "deploy/grafana.json", "tokenizer.sh": "deploy/tokenizer.sh"}
     [users] = INSTALLED["default"].of_kind("ConfigMap")
     assert users["data"] == {"users.acl": "deploy/users.acl", "redis.sh": "deploy/redis.sh"}
+
+
+def test_who_answers_late_is_not_killed(installed: Installed) -> None:
+    for container in installed.containers():
+        for name in ("livenessProbe", "readinessProbe"):
+            probe = container.get(name, {})
+            if "httpGet" in probe or "exec" in probe:
+                # Kubernetes itself waits for one second.
+                assert probe["timeoutSeconds"] >= (30 if container["name"] == "vllm" else 5)
