@@ -11,6 +11,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
@@ -46,6 +47,11 @@ def emptied(server: EmbeddedRedis) -> EmbeddedRedis:
     with Redis.from_url(server.url) as client:
         client.flushall()
     return server
+
+
+# How fast a machine is that others use as well is no property of the code.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_configure(config: pytest.Config) -> None:

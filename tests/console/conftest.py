@@ -32,7 +32,7 @@ NO_ANSWER = "Failed to load resource"
 
 
 # Other tests may keep all cores busy.
-expect.set_options(timeout=15_000)
+expect.set_options(timeout=60_000)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def watch(browser: Browser) -> Callable[..., Any]:
         """failures: answers may fail. options: of the browser's context."""
         context = browser.new_context(**options)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)
         seen = Watched(page, base)
         page.on("pageerror", lambda error: seen.problems.append(str(error)))
         page.on("console", lambda said: note(said.type, said.text))

@@ -25,8 +25,8 @@ from tests.fake_worker import KEYS, running, worker_info
 from tests.sick_engine import WELL, Faults, SickEngine, sick_engine
 from workers.agent.agent import Agent, AgentSettings
 
-LEASE_S = 3.0
-"""It is renewed each second."""
+LEASE_S = 9.0
+"""It is renewed every three seconds."""
 PREFILL_S = 0.1
 IN_A_ROW = 2
 """Failures that suspend a worker which answers."""

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.core.failures import SOON_S
 from app.door.after_failure import TRIES
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.policy.cost import POLICIES
@@ -72,7 +71,7 @@ async def back_to_even(fleet: SickFleet, number: int, **more: Any) -> None:
     async def shares() -> list[float]:
         return await fleet.shares(**more)
 
-    await eventually(shares, lambda found: min(found[:number]) >= 0.5, within_s=2 * SOON_S)
+    await eventually(shares, lambda found: min(found[:number]) >= 0.5, within_s=60.0)
 
 
 async def well_though_some_are_sick(fleet: SickFleet, number: int, faults: Faults) -> None:

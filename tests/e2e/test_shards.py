@@ -32,7 +32,7 @@ NUM_PROMPTS = 60
 BLOCKS = 5
 PROMPTS = [list(range(n * 1000, n * 1000 + BLOCKS * BLOCK_SIZE)) for n in range(NUM_PROMPTS)]
 CHAINS = [compute_hashes(prompt, BLOCK_SIZE)[1] for prompt in PROMPTS]
-TIMEOUT_S = 0.5
+TIMEOUT_S = 5.0
 FAILOVER_S = 30.0
 
 

@@ -54,7 +54,7 @@ def outcome(read: Callable[[], tuple[RouteBody | FindBestWorker, bytes | None]])
 
 @pytest.mark.parametrize("model", [RouteBody, FindBestWorker])
 @given(raw=bodies)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_every_body_is_read_as_pydantic_reads_it(
     model: type[RouteBody] | type[FindBestWorker], raw: bytes
 ) -> None:

@@ -74,7 +74,7 @@ def written(value: dict[str, Any], spaced: bool) -> bytes:
 
 
 @given(raw=bodies | st.builds(written, objects, st.booleans()), cut=st.integers(0, 40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_read_in_pieces_is_what_pydantic_reads(raw: bytes, cut: int) -> None:
     """A body of tiny pieces may be refused for what is between its arrays, never misread."""
     for text in (raw, raw[:cut] + raw[cut + 1 :]):

@@ -202,7 +202,10 @@ class TestHangingUp:
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> AsyncIterator[Application]:
         await workers.register("w1")
-        app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
+        settings = RouterSettings(
+            redis_url=one_redis_server.url, namespace=NAMESPACE, redis_timeout_ms=5000
+        )
+        app = create_app(settings)
         async with app.router.lifespan_context(app):
             yield app
 

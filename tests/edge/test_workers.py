@@ -33,12 +33,21 @@ async def listed(client: httpx.AsyncClient) -> dict[str, Any]:
     return answer
 
 
-async def listed_once_fresh(client: httpx.AsyncClient, num_fresh: int) -> dict[str, Any]:
-    """The list, once the metrics of `num_fresh` workers have arrived."""
-    while True:
-        answer = await listed(client)
-        if sum(not worker["stale"] for worker in answer["workers"]) == num_fresh:
-            return answer
+async def listed_once_fresh(
+    client: httpx.AsyncClient, workers: FakeWorkers, reports: dict[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """The list, once what these workers report has arrived."""
+
+    async def look() -> dict[str, Any]:
+        for name, report in reports.items():  # again each time: it is stale after a while
+            await workers.report(name, *report)
+        return await listed(client)
+
+    def is_fresh(answer: dict[str, Any]) -> bool:
+        fresh = {worker["worker_id"] for worker in answer["workers"] if not worker["stale"]}
+        return fresh == reports.keys()
+
+    return await eventually(look, is_fresh)
 
 
 async def test_a_fleet_without_workers_is_an_empty_list(client: httpx.AsyncClient) -> None:
@@ -92,20 +101,17 @@ async def test_metrics_of_a_worker_are_shown_and_end_its_staleness(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
     await workers.register("w1")
-    await workers.report(
-        "w1",
-        ForwardPassMetrics(
-            request_active_slots=3,
-            request_total_slots=256,
-            kv_active_blocks=25,
-            kv_total_blocks=100,
-            num_requests_waiting=2,
-            gpu_cache_usage_perc=0.25,
-            gpu_prefix_cache_hit_rate=0.5,
-            kv_idle_before_evict_s=412.5,
-        ),
+    reported = ForwardPassMetrics(
+        request_active_slots=3,
+        request_total_slots=256,
+        kv_active_blocks=25,
+        kv_total_blocks=100,
+        num_requests_waiting=2,
+        gpu_cache_usage_perc=0.25,
+        gpu_prefix_cache_hit_rate=0.5,
+        kv_idle_before_evict_s=412.5,
     )
-    (worker,) = (await listed_once_fresh(client, 1))["workers"]
+    (worker,) = (await listed_once_fresh(client, workers, {"w1": (reported,)}))["workers"]
     assert worker["kv_active_blocks"] == 25
     assert worker["num_requests_waiting"] == 2
     assert worker["gpu_cache_usage"] == 0.25
@@ -118,8 +124,8 @@ async def test_gpu_readings_are_shown_and_missing_ones_are_null(
 ) -> None:
     await workers.register("w1")
     readings = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0)
-    await workers.report("w1", ForwardPassMetrics(), DEFAULT_SPEED, readings)
-    (worker,) = (await listed_once_fresh(client, 1))["workers"]
+    reports = {"w1": (ForwardPassMetrics(), DEFAULT_SPEED, readings)}
+    (worker,) = (await listed_once_fresh(client, workers, reports))["workers"]
     missing = {item.answer: None for item in GPU}
     assert worker["gpu"] == missing | {"memory_used_bytes": 60_129_542_145, "utilisation": 0.0}
 
@@ -127,11 +133,12 @@ async def test_gpu_readings_are_shown_and_missing_ones_are_null(
 async def test_load_statistics_leave_out_workers_that_report_nothing(
     client: httpx.AsyncClient, workers: FakeWorkers
 ) -> None:
+    reports = {}
     for name, used in (("w1", 20), ("w2", 40), ("w3", 60)):
         await workers.register(name)
-        await workers.report(name, ForwardPassMetrics(kv_active_blocks=used, kv_total_blocks=100))
+        reports[name] = (ForwardPassMetrics(kv_active_blocks=used, kv_total_blocks=100),)
     await workers.register("w4")
-    answer = await listed_once_fresh(client, 3)
+    answer = await listed_once_fresh(client, workers, reports)
     # Sample deviation of 0.2, 0.4 and 0.6.
     assert answer["load_avg"] == pytest.approx(0.4)
     assert answer["load_std"] == pytest.approx(0.2)

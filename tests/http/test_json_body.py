@@ -121,7 +121,7 @@ def _plain(value: Any) -> Any:
     around=st.tuples(BLANK, BLANK, BLANK, BLANK),
     changes=st.dictionaries(NAMES, st.sampled_from([None, 1, "x", [1, 2], {"a": {}}]), max_size=3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_members_stay_as_they_came_but_for_those_that_are_changed(
     given_members: list[tuple[str, str, str]],
     around: tuple[str, str, str, str],

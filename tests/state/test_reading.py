@@ -20,7 +20,6 @@ from tests.redis_servers import stopped
 async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
     what: str, own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "STEP_TIMEOUT_S", 0.05)
     async with connect(own_redis_server.url) as redis:
         await redis.masters()
 
@@ -34,6 +33,7 @@ async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
             return [keys async for _, keys in reading.scan(redis, "*")]
 
         await read()
+        monkeypatch.setattr(reading, "STEP_TIMEOUT_S", 0.05)
         with stopped(own_redis_server.pid):
             async with asyncio.timeout(10.0):
                 with pytest.raises(RedisUnavailable):

@@ -63,7 +63,6 @@ TEXTS = st.lists(PIECES, max_size=30).map("".join)
 @pytest.mark.parametrize("min_part_bytes", [1, 24])
 @settings(
     max_examples=30,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(TEXTS, min_size=1, max_size=6), st.integers(0, 4_000), st.booleans())

@@ -285,7 +285,6 @@ async def owners_left(redis: Redis) -> set[Incarnation]:
 def examples(count: int) -> settings:
     return settings(
         max_examples=count,
-        deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
 

@@ -415,7 +415,7 @@ def histories(draw: st.DrawFn) -> tuple[Parents, list[CacheEvent | Drain | Forge
 
 
 @mock.patch.object(module, "GROUP_BLOCKS", GROUP)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(histories())
 def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
     history: tuple[Parents, list[CacheEvent | Drain | Forget]],
@@ -462,7 +462,7 @@ def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
     assert redis == plain_published(held, parents)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.data(),
     st.integers(0, 3),

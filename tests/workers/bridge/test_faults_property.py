@@ -207,7 +207,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(
     max_examples=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(buffer=st.sampled_from([2, 10_000]), steps=st.lists(STEPS, max_size=30))

@@ -179,7 +179,7 @@ async def test_an_engine_that_works_keeps_its_worker(
         stream = engine.begin()
         engine.engine.faults = faults
         await engine.asked("/metrics" if faults.health_s else "/health", 20)
-        assert await engine.live() == ["e:0", "other:0"]
+        await engine.until("e:0", "other:0")
         assert await engine.incarnation() == before
         stream.cancel()
 
@@ -190,7 +190,7 @@ async def test_an_engine_whose_answers_are_late_is_slow(redis: Redis, tmp_path: 
         await eventually(engine.late_s, lambda late_s: 0.5 < late_s < 5)
         engine.engine.faults = WELL
         await eventually(engine.late_s, lambda late_s: late_s == 0.0)
-        assert await engine.live() == ["e:0"]
+        await engine.until("e:0")
 
 
 async def test_an_engine_that_computes_nothing_of_what_it_has_is_found_out(
@@ -247,17 +247,18 @@ async def test_the_last_worker_stays_in_service_whatever_its_agent_thinks(
             return (await engine.registered()).ill
 
         assert await eventually(told) == "says that it is not well"
-        assert await engine.live() == ["e:0"]
+        await engine.until("e:0")
 
 
 async def test_an_engine_that_is_gone_leaves_and_is_back_with_its_next_life(
     redis: Redis, tmp_path: Path
 ) -> None:
     async with followed(redis, tmp_path, lease_ttl_s=LONG_S) as engine:
+        before = await engine.incarnation()
         engine.engine.faults = Faults(away_s=0.5)
         await engine.until_state("unavailable")
-        assert await engine.live() == []
         await engine.until("e:0")
+        assert await engine.incarnation() != before
 
 
 @pytest.mark.parametrize(

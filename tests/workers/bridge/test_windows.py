@@ -327,7 +327,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.tuples(*[st.integers(1, 4)] * 3),
     st.tuples(*[st.integers(1, 4)] * 3),

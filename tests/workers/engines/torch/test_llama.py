@@ -154,7 +154,7 @@ def splits(draw: st.DrawFn) -> list[int]:
     return draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(splits(), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_a_chunk_is_bit_for_bit_the_same_wherever_its_blocks_are(
     chunks: list[int], num_reused: int, rng: random.Random
