@@ -8,7 +8,7 @@
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- KEYS[6] versions       zset   inc -> version of its last change
 -- ARGV[1] carried_ms     int    > 0; from now on they last so long, unless extended again
--- ARGV[2...]             str    seven per request: id of the reservation; attempt that made it; inc,
+-- ARGV[2...]    ExtendRow str   of app/state/records.py: id of the reservation; attempt that made it; inc,
 --                               now that of its worker; prefill_tokens, prefill_us and blocks as
 --                               reserved; state, `p` until the first token is out, then `d`
 -- Returns  {outcome, ...}       for each, in order: 1 extended; 2 reserved again; 0 neither, as its
@@ -20,16 +20,18 @@ local requests_prefix, prefills_prefix, versions = KEYS[4], KEYS[5], KEYS[6]
 -- @include load
 -- @include changed
 -- @include record
+-- @include rows
 -- @include promise
 -- @include despite_full
 
 despite_full(reservations)
 local now = now_ms()
 local ends_ms = now + tonumber(ARGV[1])
+local FIELDS = {} -- @fields extend
 
-local function extend(id, attempt, inc, tokens, us, blocks, state)
-  local request_id, request, owner = find(id)
-  if request and request.attempt == attempt then
+local function extend(row)
+  local request_id, request, owner = find(row.id)
+  if request and request.attempt == row.attempt then
     redis.call('ZADD', expiry, string.format('%d', ends_ms), request_id)
     local source = request.has_source and record_of(source_of(request_id))
     if source and not is_leased(source) then
@@ -37,19 +39,19 @@ local function extend(id, attempt, inc, tokens, us, blocks, state)
     end
     return 1
   end
-  local l = not owner and parse_load(redis.call('HGET', load, inc))
+  local l = not owner and parse_load(redis.call('HGET', load, row.inc))
   if not l then
     return 0
   end
-  promise(l, inc, request_id, {
-    tokens = tonumber(tokens), us = tonumber(us), blocks = tonumber(blocks), state = state,
-    attempt = attempt,
+  promise(l, row.inc, request_id, {
+    prefill_tokens = tonumber(row.prefill_tokens), prefill_us = tonumber(row.prefill_us),
+    blocks = tonumber(row.blocks), state = row.state, attempt = row.attempt,
   }, now, ends_ms)
   return 2
 end
 
 local outcomes = {}
-for i = 2, #ARGV, 7 do
-  outcomes[#outcomes + 1] = extend(unpack(ARGV, i, i + 6))
+for i, row in ipairs(rows(2, FIELDS)) do
+  outcomes[i] = extend(row)
 end
 return outcomes

@@ -9,7 +9,7 @@
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- KEYS[6] versions       zset   inc -> version of its last change
 -- KEYS[7] failures       hash   inc -> what its failures have come to
--- ARGV[1...] str              four per request, one after another:
+-- ARGV[1...]    PrefillCompleteRow str   of app/state/records.py, one after another:
 --                               id, of the reservation, or of the request; ttl_ms, > 0, how much
 --                               longer the reservation lasts, if it is not released; began_by_ms,
 --                               only one whose try began by then, as for `release`, -1: any;
@@ -28,9 +28,11 @@ local failures = KEYS[7]
 -- @include changed
 -- @include record
 -- @include request
+-- @include rows
 -- @include failures
 
 local now = now_ms()
+local FIELDS = {} -- @fields prefill_complete
 
 local function complete(inc, l, request_id, request, ttl_ms, of_source)
   local ends = string.format('%d', now + ttl_ms)
@@ -77,8 +79,9 @@ local function prefill_complete(id, ttl_ms, began_by_ms, of_source)
 end
 
 local outcomes = {}
-for i = 1, #ARGV, 4 do
-  outcomes[#outcomes + 1] =
-    prefill_complete(ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), ARGV[i + 3] == '1')
+for i, row in ipairs(rows(1, FIELDS)) do
+  outcomes[i] = prefill_complete(
+    row.id, tonumber(row.ttl_ms), tonumber(row.began_by_ms), row.of_source == '1'
+  )
 end
 return outcomes

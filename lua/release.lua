@@ -7,7 +7,7 @@
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- KEYS[6] failures       hash   inc -> what its failures have come to
 -- KEYS[7] versions       zset   inc -> version of its last change
--- ARGV[1...] str              four per request:
+-- ARGV[1...]    ReleaseRow str   of app/state/records.py:
 --                               id, of the reservation, or of the request; attempt, only the
 --                               reservation made with this attempt, '': any; began_by_ms, only one
 --                               whose try began by then: if a release comes late, the id may have a
@@ -29,9 +29,11 @@ local versions = KEYS[7]
 -- @include changed
 -- @include record
 -- @include request
+-- @include rows
 -- @include failures
 
 local now = now_ms()
+local FIELDS = {} -- @fields release
 
 local function release(id, attempt, began_by_ms, came)
   local request_id, request, inc = find(id)
@@ -56,7 +58,7 @@ local function release(id, attempt, began_by_ms, came)
 end
 
 local outcomes = {}
-for i = 1, #ARGV, 4 do
-  outcomes[#outcomes + 1] = release(ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), ARGV[i + 3])
+for i, row in ipairs(rows(1, FIELDS)) do
+  outcomes[i] = release(row.id, row.attempt, tonumber(row.began_by_ms), row.came)
 end
 return outcomes

@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.keys import KEYSPACE, keyspace_table
+from app.state.records import FIELDS
 from app.state.scripts import load_script
 
 LUA = Path(__file__).parent.parent / "lua"
@@ -133,6 +134,14 @@ def test_every_key_in_a_header_is_documented_with_the_same_type(name: str) -> No
         if slot == "KEYS":
             family = key.endswith(":")
             assert kind == (plural(documented[key]) if family else documented[key]), key
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS.keys() & {*SCRIPTS}))
+def test_the_header_tells_of_each_field_of_its_rows_in_their_order(name: str) -> None:
+    rows = " ".join(header(raw(name)).partition("app/state/records.py")[2].split())
+    in_order = r".*?".join(rf"\b{field}\b" for field in FIELDS[name])
+    assert re.search(in_order, rows)
+    assert f"= {{{str(FIELDS[name])[1:-1]}}}\n" in load_script(name).text
 
 
 def test_the_readme_shows_the_keyspace() -> None:

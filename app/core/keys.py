@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from app.core.errors import ConfigError
+from app.core.loads import LOAD_FIELDS
 
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _KEY = re.compile(
@@ -100,8 +101,7 @@ KEYSPACE = (
     Key(
         "load",
         "hash",
-        "`<inc>` → `prefill_tokens prefill_us head_us head_since_ms blocks requests "
-        "decoding total routed_us routed_at sending_until_ms receiving_until_ms`",
+        f"`<inc>` → `{' '.join(LOAD_FIELDS)}`",
         (
             *("activate", "renew", "reserve", "extend", "prefill_complete", "release", "expire"),
             *("retire", "retire_lapsed"),

@@ -102,15 +102,22 @@ def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[
 
 def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Floats:
     """The same of all workers, below OVERLAP_ROWS of zeros."""
-    tokens, us, head_us, head_since_ms, blocks, requests, decoding, *_ = loads.columns
-    _, routed_us, routed_at, *transfers_until_ms = loads.columns[7:]
-    drained_us = np.minimum((now_ms - head_since_ms) * 1000.0, head_us)
-    queue_s = (us - np.maximum(drained_us, 0.0)) / 1e6
-    fading = np.exp(np.maximum(rounds - routed_at, 0.0) / -(MEMORY_ROUNDS * ROUND))
-    none = np.zeros(tokens.size)
-    routed_s = routed_us / 1e6 * fading
-    transfers_s = [np.maximum(until_ms - now_ms, 0.0) / 1000.0 for until_ms in transfers_until_ms]
-    of_load = tokens, queue_s, blocks, requests, decoding, max_requests, routed_s, *transfers_s
+    load = dict(zip(LOAD_FIELDS, loads.columns, strict=True))
+    drained_us = np.minimum((now_ms - load["head_since_ms"]) * 1000.0, load["head_us"])
+    queue_s = (load["prefill_us"] - np.maximum(drained_us, 0.0)) / 1e6
+    fading = np.exp(np.maximum(rounds - load["routed_at"], 0.0) / -(MEMORY_ROUNDS * ROUND))
+    none = np.zeros(queue_s.size)
+    of_load = (
+        load["prefill_tokens"],
+        queue_s,
+        load["blocks"],
+        load["requests"],
+        load["decoding"],
+        max_requests,
+        load["routed_us"] / 1e6 * fading,
+        np.maximum(load["sending_until_ms"] - now_ms, 0.0) / 1000.0,
+        np.maximum(load["receiving_until_ms"] - now_ms, 0.0) / 1000.0,
+    )
     return np.array((none, none, none, *of_load, none))
 
 

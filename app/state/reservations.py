@@ -13,6 +13,7 @@ from app.core.keys import DATA_VERSION, Keyspace
 from app.core.loads import Load, Refused, Reservation, Snapshot, Wish
 from app.core.types import Incarnation, parse_incarnation
 from app.state.columns import Columns, parse_load
+from app.state.records import ExtendRow, PrefillCompleteRow, ReleaseRow, ReserveRow
 from app.state.scripts import Call, call, command
 
 CARRIED_MS = 10_000
@@ -77,31 +78,27 @@ def reserve(
     args: list[int | str] = [ttl_ms, ttl_ms if prefill_ttl_ms is None else prefill_ttl_ms]
     args += (CARRIED_MS, known.ask())
     for wish in wishes:
-        promised, seen_total = wish.reservation, wish.seen_total
-        args += (
-            wish.incarnation,
-            promised.request_id,
-            promised.prefill_tokens,
-            promised.prefill_us,
-            promised.blocks,
-            promised.attempt,
-            wish.max_requests,
-            -1 if seen_total is None else seen_total,
-            int(promised.retry),
-            int(promised.carried),
-            promised.receiving_ms,
-            _source_text(wish.source),
-        )
+        if wish.source:
+            args += _reserve_row(wish.source, "")
+        args += _reserve_row(wish, wish.reservation.request_id)
     return call("reserve", keyspace, *args, parse=parse)
 
 
-def _source_text(wish: Wish | None) -> str:
-    if wish is None:
-        return ""
-    promised, seen_total = wish.reservation, wish.seen_total
-    return (
-        f"{wish.incarnation} {promised.prefill_tokens} {promised.prefill_us} {promised.blocks} "
-        f"{wish.max_requests} {-1 if seen_total is None else seen_total} {promised.sending_ms}"
+def _reserve_row(wish: Wish, request_id: str) -> ReserveRow:
+    reservation = wish.reservation
+    return ReserveRow(
+        inc=wish.incarnation,
+        request_id=request_id,
+        prefill_tokens=reservation.prefill_tokens,
+        prefill_us=reservation.prefill_us,
+        blocks=reservation.blocks,
+        attempt=reservation.attempt,
+        max_requests=wish.max_requests,
+        seen_total=-1 if wish.seen_total is None else wish.seen_total,
+        retry=int(reservation.retry),
+        carried=int(reservation.carried),
+        sending_ms=reservation.sending_ms,
+        receiving_ms=reservation.receiving_ms,
     )
 
 
@@ -132,15 +129,15 @@ def extend(keyspace: Keyspace, extensions: Sequence[Extension]) -> Call[list[Ext
 
     args: list[int | str] = [CARRIED_MS]
     for one in extensions:
-        promised = one.reservation
-        args += (
-            one.reservation_id,
-            promised.attempt,
-            one.incarnation or "",
-            promised.prefill_tokens,
-            promised.prefill_us,
-            promised.blocks,
-            "d" if one.decoding else "p",
+        reservation = one.reservation
+        args += ExtendRow(
+            id=one.reservation_id,
+            attempt=reservation.attempt,
+            inc=one.incarnation or "",
+            prefill_tokens=reservation.prefill_tokens,
+            prefill_us=reservation.prefill_us,
+            blocks=reservation.blocks,
+            state="d" if one.decoding else "p",
         )
     return call("extend", keyspace, *args, parse=parse)
 
@@ -169,7 +166,7 @@ def prefill_complete(
     args: list[int | str] = []
     for one in requests:
         by_ms = -1 if one.began_by_ms is None else one.began_by_ms
-        args += (one.request_id, one.ttl_ms, by_ms, int(one.of_source))
+        args += PrefillCompleteRow(one.request_id, one.ttl_ms, by_ms, int(one.of_source))
     return call("prefill_complete", keyspace, *args, parse=_attempts)
 
 
@@ -196,8 +193,8 @@ def release(keyspace: Keyspace, releases: Sequence[Release]) -> Call[list[str | 
     args: list[int | str] = []
     for one in releases:
         by_ms = -1 if one.began_by_ms is None else one.began_by_ms
-        how = (2 if one.answered else 3) if one.whole else int(one.answered)
-        args += (one.request_id, one.attempt, by_ms, how)
+        came = (2 if one.answered else 3) if one.whole else int(one.answered)
+        args += ReleaseRow(one.request_id, one.attempt, by_ms, came)
     return call("release", keyspace, *args, parse=_attempts)
 
 

@@ -21,17 +21,19 @@ from app.core.keys import Keyspace
 from app.state.client import MAX_REDIRECTS, RedisClient
 from app.state.connect import deadline
 from app.state.exchange import Node, did_not_run, exchange
+from app.state.records import FIELDS
 
 T = TypeVar("T")
 
 _INCLUDE = re.compile(r"^-- @include (\w+)\n", re.MULTILINE)
+_FIELDS = re.compile(r"\{\} -- @fields (\w+)$", re.MULTILINE)
 _READS_ONLY = re.compile(r"^-- Cost .*\. Reads only\.$", re.MULTILINE)
 _HEADER_KEY = re.compile(r"^-- KEYS\[\d+\] +(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One file of lua/, with its includes pasted in."""
+    """One file of lua/, with its includes and the names of FIELDS pasted in."""
 
     name: str
     text: str
@@ -46,6 +48,7 @@ def load_script(name: str) -> Script:
     folder = files("lua")
     raw = (folder / f"{name}.lua").read_text()
     text = _INCLUDE.sub(lambda m: (folder / "lib" / f"{m[1]}.lua").read_text(), raw)
+    text = _FIELDS.sub(lambda m: f"{{{', '.join(map(repr, FIELDS[m[1]]))}}}", text)
     sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     reads_only = _READS_ONLY.search(raw) is not None
     return Script(name, text, tuple(_HEADER_KEY.findall(raw)), sha, reads_only)

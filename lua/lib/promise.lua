@@ -6,10 +6,10 @@ local function promise(l, inc, request_id, request, now, ends_ms)
     l.decoding = l.decoding + 1
   elseif request.state == 'p' then
     if l.requests == l.decoding then
-      l.head_us, l.head_since_ms = request.us, now
+      l.head_us, l.head_since_ms = request.prefill_us, now
     end
-    l.tokens = l.tokens + request.tokens
-    l.us = l.us + request.us
+    l.prefill_tokens = l.prefill_tokens + request.prefill_tokens
+    l.prefill_us = l.prefill_us + request.prefill_us
     redis.call('RPUSH', prefills_prefix .. inc, request_id)
   end
   l.blocks = l.blocks + request.blocks

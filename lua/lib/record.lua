@@ -16,13 +16,13 @@ local function parse_request(text)
     '^(%d+) (%d+) (%d+) ([pdh]) (%S+)( ?s?)$')
   tokens, us, blocks = tonumber(tokens), tonumber(us), tonumber(blocks)
   return tokens and math.max(tokens, us, blocks) < 1e12 and {
-    tokens = tokens, us = us, blocks = blocks, state = state, attempt = attempt,
+    prefill_tokens = tokens, prefill_us = us, blocks = blocks, state = state, attempt = attempt,
     has_source = source == ' s',
   }
 end
 
 local function format_request(r)
-  return string.format('%d %d %d %s %s%s', r.tokens, r.us, r.blocks, r.state, r.attempt,
+  return string.format('%d %d %d %s %s%s', r.prefill_tokens, r.prefill_us, r.blocks, r.state, r.attempt,
     r.has_source and ' s' or '')
 end
 
@@ -39,7 +39,7 @@ local function began_ms_of(attempt)
 end
 
 local function is_leased(source)
-  return source.state == 'h' and source.tokens > 0
+  return source.state == 'h' and source.prefill_tokens > 0
 end
 
 local function tag_of(attempt)

@@ -4,6 +4,9 @@
 -- requests of a worker; by all reservations, if some of them have lost their expiry.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record,
 -- changed.
+local COUNTED = {'prefill_tokens', 'prefill_us', 'head_us', 'head_since_ms', 'blocks', 'requests',
+  'decoding'} -- the rest of a load is history
+
 local function forget(inc, request_id, owner)
   redis.call('HDEL', requests_prefix .. inc, request_id)
   if owner == inc or not owner then
@@ -84,29 +87,28 @@ local function recount(inc, now)
   end
 
   local text = redis.call('HGET', load, inc)
-  local last = parse_load(text)
-  local counted = {tokens = 0, us = 0, head_us = 0, head_since_ms = 0, blocks = 0, requests = 0,
-    decoding = 0, total = last and last.total or 0, routed_us = last and last.routed_us or 0,
-    routed_at = last and last.routed_at or 0,
-    sending_until_ms = last and last.sending_until_ms or 0,
-    receiving_until_ms = last and last.receiving_until_ms or 0}
+  local counted = parse_load(text) or no_load()
+  local last_head_us, last_since_ms = counted.head_us, counted.head_since_ms
+  for _, name in ipairs(COUNTED) do
+    counted[name] = 0
+  end
   for _, request in pairs(requests) do
     counted.blocks = counted.blocks + request.blocks
     if request.state ~= 'h' then
       counted.requests = counted.requests + 1
     end
     if request.state == 'p' then
-      counted.tokens = counted.tokens + request.tokens
-      counted.us = counted.us + request.us
+      counted.prefill_tokens = counted.prefill_tokens + request.prefill_tokens
+      counted.prefill_us = counted.prefill_us + request.prefill_us
     elseif request.state == 'd' then
       counted.decoding = counted.decoding + 1
     end
   end
   if #ordered > 0 then
-    counted.head_us, counted.head_since_ms = requests[ordered[1]].us, now
+    counted.head_us, counted.head_since_ms = requests[ordered[1]].prefill_us, now
   end
-  if last and last.head_us == counted.head_us then
-    counted.head_since_ms = math.min(last.head_since_ms, now)
+  if last_head_us == counted.head_us then
+    counted.head_since_ms = math.min(last_since_ms, now)
   end
   if format_load(counted) ~= text then
     redis.call('HSET', load, inc, format_load(counted))

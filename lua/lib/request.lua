@@ -4,8 +4,8 @@
 -- Takes a request's prefill out of `l`, its worker's load; the next one in line becomes the head.
 local function end_prefill(l, inc, request_id, request, now)
   local prefills = prefills_prefix .. inc
-  l.tokens = l.tokens - request.tokens
-  l.us = l.us - request.us
+  l.prefill_tokens = l.prefill_tokens - request.prefill_tokens
+  l.prefill_us = l.prefill_us - request.prefill_us
   local was_head = redis.call('LINDEX', prefills, 0) == request_id
   redis.call('LREM', prefills, 1, request_id)
   if was_head then
@@ -13,7 +13,7 @@ local function end_prefill(l, inc, request_id, request, now)
     l.head_us = 0
     local next_request = head and parse_request(redis.call('HGET', requests_prefix .. inc, head))
     if next_request then
-      l.head_us = next_request.us
+      l.head_us = next_request.prefill_us
     end
     l.head_since_ms = now
   end

@@ -1,0 +1,58 @@
+"""What scripts take several of: records of named fields, of which both sides read the order here.
+
+`-- @fields <name>` in lua/ stands for one of FIELDS.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from app.core.loads import LOAD_FIELDS
+
+
+class ReserveRow(NamedTuple):
+    inc: int
+    request_id: str
+    prefill_tokens: int
+    prefill_us: int
+    blocks: int
+    attempt: str
+    max_requests: int
+    seen_total: int
+    retry: int
+    carried: int
+    sending_ms: int
+    receiving_ms: int
+
+
+class ExtendRow(NamedTuple):
+    id: str
+    attempt: str
+    inc: int | str
+    prefill_tokens: int
+    prefill_us: int
+    blocks: int
+    state: str
+
+
+class PrefillCompleteRow(NamedTuple):
+    id: str
+    ttl_ms: int
+    began_by_ms: int
+    of_source: int
+
+
+class ReleaseRow(NamedTuple):
+    id: str
+    attempt: str
+    began_by_ms: int
+    came: int
+
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "load": LOAD_FIELDS,
+    "reserve": ReserveRow._fields,
+    "extend": ExtendRow._fields,
+    "prefill_complete": PrefillCompleteRow._fields,
+    "release": ReleaseRow._fields,
+}
