@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +46,7 @@ def require_binary(name: str) -> Path:
     return found
 
 
+@cache
 def redis_version(binary: Path) -> tuple[int, int]:
     """Major and minor version that the server reports."""
     text = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
