@@ -68,9 +68,9 @@ class SickFleet:
     def assert_few_tries(self, at_once: int) -> None:
         """That those that fell ill got no more than the rules allow, whatever the machine is busy
         with: as many of the requests that came at once as others, until the second failure in a row
-        was known, and then one after each pause. at_once: so many."""
+        was known, those that came meanwhile, and then one after each pause. at_once: so many."""
         num_engines, ill_s = len(self.engines), time.monotonic() - self._ill_since_s
-        until_known = IN_A_ROW * math.ceil(at_once * self._num_ill / num_engines)
+        until_known = (IN_A_ROW + 1) * math.ceil(at_once * self._num_ill / num_engines)
         trials = self._num_ill * num_pauses(ill_s)
         came = sum(self.came()[: self._num_ill])
         assert came <= until_known + trials, f"{came} after {ill_s:.1f} s"
