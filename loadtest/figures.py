@@ -39,6 +39,8 @@ class Figures:
     """Share of the answered requests, measured or not, whose prompt a source computed."""
     fetched: float
     """Share of those for which a prefix was fetched."""
+    preemptions: int
+    """Of all requests, measured or not, on all workers."""
     conflicts: int
     """Reservations refused because another replica's came first."""
 
@@ -58,6 +60,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
     ("fetched", lambda f: f.fetched, "{:.1%}"),
     ("busiest worker / mean", lambda f: f.summary.balance, "{:.2f}"),
     ("refused, all full", lambda f: float(f.summary.failed), "{:.0f}"),
+    ("preemptions", lambda f: float(f.preemptions), "{:.0f}"),
     ("reservations refused", lambda f: float(f.conflicts), "{:.0f}"),
 )
 RELATIVE = frozenset({"TTFT mean, s", "TTFT p99, s", "whole request, mean, s"})

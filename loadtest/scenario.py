@@ -58,13 +58,14 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
     """Play the scenario's trace once; the first quarter of the requests is not measured."""
     trace, setting = scenario.trace, replace(scenario.setting, seed=seed)
     prompts = _prompts(trace.name, setting.block_size)
-    conflicts, forms = 0, Counter[Form]()
+    preemptions, conflicts, forms = 0, 0, Counter[Form]()
     if policy == IDEAL:
         outcomes = ideal(setting, offered(trace, load), prompts)
     else:
         simulation = Simulation(policy, setting, prompts)
         outcomes = simulation.run(offered(trace, load))
         conflicts, forms = simulation.fleet.conflicts, simulation.forms
+        preemptions = sum(worker.engine.num_preemptions for worker in simulation.fleet.workers)
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
     run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
     good = sum(meets_slo(outcome, setting.profiles[0]) for outcome in run.measured)
@@ -81,6 +82,7 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
         token_p99_s=float(np.percentile(per_token_s, 99)) if per_token_s else None,
         split=forms[Form.SPLIT] / len(outcomes),
         fetched=forms[Form.FETCH] / len(outcomes),
+        preemptions=preemptions,
         conflicts=conflicts,
     )
 

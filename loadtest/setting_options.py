@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -83,6 +84,23 @@ _OPTIONS = (
         type=click.Choice(list(PROFILES)),
         help="Timing of the workers. If several are given, workers of unequal speed take them in "
         "turn.",
+    ),
+    click.option(
+        "--batch-tokens",
+        type=POSITIVE,
+        help="Of a step at most, in place of the profile: vLLM takes 2,048, or 8,192 on GPUs of "
+        "70 GiB.",
+    ),
+    click.option(
+        "--max-seqs",
+        type=POSITIVE,
+        help="Requests that run at once, likewise: vLLM takes 256, or 1,024.",
+    ),
+    click.option(
+        "--keep-room",
+        is_flag=True,
+        help="Engines admit a request once there is room for its whole answer, too. Default: once "
+        "there is for its prompt, and preempt the youngest where there is none left, as vLLM does.",
     ),
     click.option(
         "--host-tokens", default=0, show_default=True, type=COUNT, help="Host tokens per worker."
@@ -193,6 +211,9 @@ def setting_of(
     link_gbit: float | None,
     num_workers: int,
     profiles: tuple[str, ...],
+    batch_tokens: int | None,
+    max_seqs: int | None,
+    keep_room: bool,
     **same: Any,
 ) -> Setting:
     """Raises UsageError for roles without a link."""
@@ -200,7 +221,15 @@ def setting_of(
         raise click.UsageError("--roles and --split-above need --link-gbit, by which KV travels")
     return Setting(
         num_workers=len(roles) if roles else num_workers,
-        profiles=tuple(PROFILES[name] for name in profiles),
+        profiles=tuple(
+            replace(
+                (profile := PROFILES[name]),
+                max_batch_tokens=batch_tokens or profile.max_batch_tokens,
+                max_num_seqs=max_seqs or profile.max_num_seqs,
+                keeps_room=keep_room,
+            )
+            for name in profiles
+        ),
         roles=roles or (Role.BOTH,),
         link=None if link_gbit is None else Link(link_gbit * 1e9 / 8),
         sharing=Sharing(sharing),

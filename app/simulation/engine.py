@@ -1,64 +1,27 @@
 """A simulated engine: token-accurate, synchronous, and without a clock of its own.
 
-Paged blocks with prefix reuse, first-in-first-out admission, continuous batching with chunked
-prefill. Each step says how long it would have taken; whoever drives the engine waits that long, or
-adds the times up. Only the tokens are invented.
+Paged blocks with prefix reuse, continuous batching with chunked prefill, and vLLM's scheduling: a
+request is admitted, in order of arrival, once there is room for its prompt, and takes a block
+whenever its answer fills one. If none is free, the youngest is preempted: it frees its blocks, and
+is admitted again before any other, to compute its prompt and what it had generated. Each step says
+how long it would have taken; whoever drives the engine waits that long, or adds the times up. Only
+the tokens are invented.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from app.core.cache_stats import HitRate
 from app.core.events import CacheEvent
-from app.core.hashing import compute_local_hashes, next_sequence_hash
 from app.core.types import SequenceHash
 from app.core.worker_report import ForwardPassMetrics
 from app.simulation.pool import BlockPool
 from app.simulation.profiles import Profile
+from app.simulation.running import Running
+from app.simulation.sequence import Prefill, Received, SimSequence
 from app.simulation.steps import Finished, PromptTooLargeError, SimRequest, Step
-
-
-@dataclass(eq=False, slots=True)
-class _Running:
-    """An admitted request. The pool holds `chain` as references and the rest as private blocks."""
-
-    request: SimRequest
-    chain: list[SequenceHash]
-    num_blocks: int
-    cached_tokens: int
-    host_tokens: int
-    prefilled: int
-    emitted: int = 0
-    due: int = 0
-    """The value of `emitted` at which a block fills or the request ends."""
-
-    @property
-    def context_tokens(self) -> int:
-        return self.request.prompt_tokens + self.emitted
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """Tokens `start` to `stop` of a prompt, whose KV came from another worker."""
-
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class _Prefill:
-    """The prefill work of one step."""
-
-    tokens: int = 0
-    pairs: float = 0.0
-    loaded_tokens: int = 0
-    done: list[_Running] = field(default_factory=list)
-    """Requests whose prompt is complete."""
-    begun: list[tuple[str, int]] = field(default_factory=list)
-    """Requests that it admitted, and how many tokens of each were cached."""
 
 
 class SimEngine:
@@ -85,19 +48,19 @@ class SimEngine:
         self.profile = profile
         self.block_size = block_size
         self.pool = BlockPool(pool_tokens // block_size, host_pool_tokens // block_size, now)
-        self._waiting: OrderedDict[str, SimRequest] = OrderedDict()
-        self._received: dict[str, Received] = {}
+        self.num_preemptions = 0
+        self._waiting: OrderedDict[str, SimSequence] = OrderedDict()
         self._held: dict[str, Sequence[SequenceHash]] = {}
-        self._running: dict[str, _Running] = {}
-        # A request takes the whole batch or gets done, so at most one is left half computed.
-        self._prefilling: _Running | None = None
-        self._decoding: list[_Running] = []
-        self._decode_context = 0
+        self._running = Running(self.pool, block_size)
         self._hit_rate = HitRate()
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     def submit(self, request: SimRequest, received: Received | None = None) -> None:
         """Queue a request. received: KV for it, which is in the cache once it is admitted.
@@ -107,11 +70,9 @@ class SimEngine:
         Raises as `validate`, and ValueError if its id is in use.
         """
         self.validate(request)
-        if request.request_id in self._waiting or request.request_id in self._running:
+        if request.request_id in self._waiting or self._running.get(request.request_id):
             raise ValueError(f"request_id {request.request_id!r} is already in use")
-        self._waiting[request.request_id] = request
-        if received is not None:
-            self._received[request.request_id] = received
+        self._waiting[request.request_id] = SimSequence(request, received)
 
     def validate(self, request: SimRequest) -> None:
         """Raises PromptTooLargeError if it needs more than the whole pool, and ValueError if it has
@@ -164,31 +125,27 @@ class SimEngine:
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its blocks; does nothing if it is unknown or finished."""
         self._waiting.pop(request_id, None)
-        self._received.pop(request_id, None)
-        running = self._running.get(request_id)
-        if running is None:
-            return
-        if running is self._prefilling:
-            self._prefilling = None
-        else:
-            self._decoding.remove(running)
-            self._decode_context -= running.context_tokens
-        self._release(running)
+        sequence = self._running.get(request_id)
+        if sequence is not None:
+            self._running.leave(sequence)
 
     def step(self) -> Step | None:
         """Run one step; None if there is nothing to do."""
-        if not self._running and not self._waiting:
+        if not len(self._running) and not self._waiting:
             return None
-        decode_seqs, decode_context = len(self._decoding), self._decode_context
-        prefill = self._prefill(self.profile.max_batch_tokens - decode_seqs)
-        due = self._decode()
-        self._start_decoding(prefill.done)
-        emitted = [running.request.request_id for running in self._decoding]
-        due += [running for running in prefill.done if running.due == 1]
+        running = self._running
+        preempted = self._grow()
+        decode_seqs, decode_context = len(running.decoding), running.decode_context
+        budget = self.profile.max_batch_tokens - decode_seqs
+        prefill = self._prefill(budget, admits=not preempted)
+        due = running.decode()
+        running.start_decoding(prefill.done)
+        emitted = running.decoding_ids
+        finished = self._complete(due + [s for s in prefill.done if s.due == s.emitted])
+        running.note_growing([*due, *prefill.done])
         load_s = prefill.loaded_tokens * self.profile.host_s_per_token
-        compute_s = self.profile.compute_s(
-            prefill.tokens + decode_seqs, prefill.pairs, decode_context
-        )
+        num_tokens = prefill.tokens + decode_seqs
+        compute_s = self.profile.compute_s(num_tokens, prefill.pairs, decode_context, decode_seqs)
         return Step(
             duration_s=compute_s + load_s,
             load_s=load_s,
@@ -198,9 +155,10 @@ class SimEngine:
             decode_seqs=decode_seqs,
             decode_context_tokens=decode_context,
             emitted=emitted,
-            first_tokens=[running.request.request_id for running in prefill.done],
-            finished=self._complete(due),
+            first_tokens=[s.request.request_id for s in prefill.done if s.emitted == 1],
+            finished=finished,
             begun=prefill.begun,
+            preempted=preempted + prefill.preempted,
         )
 
     def quiet_steps(self) -> int:
@@ -208,24 +166,20 @@ class SimEngine:
 
         No request ends in them and no block fills: for `skip`, in virtual time.
         """
-        if self._waiting or self._prefilling or not self._decoding:
-            return 0
-        return min(running.due - running.emitted for running in self._decoding) - 1
+        return 0 if self._waiting else self._running.quiet_steps()
 
     def decode_s(self, num_steps: int) -> float:
         """Seconds that the next `num_steps` take, if all of them are quiet."""
-        seqs = len(self._decoding)
-        context = num_steps * self._decode_context + seqs * num_steps * (num_steps - 1) // 2
-        return num_steps * self.profile.compute_s(seqs, 0.0, 0) + self.profile.c_s * context
+        seqs = len(self._running.decoding)
+        context = num_steps * self._running.decode_context + seqs * num_steps * (num_steps - 1) // 2
+        return num_steps * self.profile.compute_s(seqs, 0.0, 0, seqs) + self.profile.c_s * context
 
     def skip(self, num_steps: int) -> Step:
         """Run that many quiet steps at once; returns the average of one of them."""
-        seqs = len(self._decoding)
+        seqs = len(self._running.decoding)
         duration_s = self.decode_s(num_steps) / num_steps
-        context = self._decode_context + seqs * (num_steps - 1) // 2
-        for running in self._decoding:
-            running.emitted += num_steps
-        self._decode_context += seqs * num_steps
+        context = self._running.decode_context + seqs * (num_steps - 1) // 2
+        self._running.skip(num_steps)
         return Step(
             duration_s=duration_s,
             load_s=0.0,
@@ -234,7 +188,7 @@ class SimEngine:
             attention_pairs=0.0,
             decode_seqs=seqs,
             decode_context_tokens=context,
-            emitted=[running.request.request_id for running in self._decoding],
+            emitted=self._running.decoding_ids,
             first_tokens=[],
             finished=[],
         )
@@ -244,7 +198,6 @@ class SimEngine:
         return self.pool.take_events()
 
     def metrics(self) -> ForwardPassMetrics:
-        """Blocks reserved for tokens still to come count as active and as used."""
         return ForwardPassMetrics(
             request_active_slots=len(self._running),
             request_total_slots=self.profile.max_num_seqs,
@@ -258,135 +211,135 @@ class SimEngine:
 
     def check(self) -> None:
         """Raises AssertionError if the books do not balance."""
-        running = self._running.values()
-        num_private = sum(r.num_blocks - len(r.chain) for r in running)
-        self.pool.check([*(r.chain for r in running), *self._held.values()], num_private)
-        assert self._decode_context == sum(r.context_tokens for r in self._decoding)
-        prefilling = [] if self._prefilling is None else [self._prefilling]
-        assert {id(r) for r in running} == {id(r) for r in self._decoding + prefilling}
-        assert len(running) == len(self._decoding) + len(prefilling) <= self.profile.max_num_seqs
-        assert self._running.keys().isdisjoint(self._waiting), "running and waiting"
+        self._running.check(self._held.values())
+        assert len(self._running) <= self.profile.max_num_seqs
+        assert not any(map(self._running.get, self._waiting)), "running and waiting"
 
     def _num_blocks(self, request: SimRequest) -> int:
         return -(-(request.prompt_tokens + request.max_tokens) // self.block_size)
 
-    def _prefill(self, budget: int) -> _Prefill:
-        """Compute up to `budget` prompt tokens, in order of arrival."""
-        step = _Prefill()
+    def _grow(self) -> list[str]:
+        """Take a block for each token of this step that begins one, the oldest request first.
+
+        Where none is left, the youngest requests are preempted. Returns which.
+        """
+        preempted: list[str] = []
+        for sequence in self._running.growing():
+            while self._running.needs_block(sequence):
+                if not self._running.take_blocks(sequence, sequence.context_tokens):
+                    preempted.append(self._preempt_youngest())
+        return preempted
+
+    def _preempt_youngest(self) -> str:
+        sequence = self._running.youngest
+        while len(sequence.blocks) < sequence.context_tokens // self.block_size:
+            self._hash_block(sequence)
+        self._running.leave(sequence)
+        sequence.chain, sequence.num_blocks, sequence.computed = [], 0, 0
+        request_id = sequence.request.request_id
+        self._waiting[request_id] = sequence
+        self._waiting.move_to_end(request_id, last=False)
+        self.num_preemptions += 1
+        return request_id
+
+    def _prefill(self, budget: int, *, admits: bool) -> Prefill:
+        """Compute up to `budget` tokens of prompts, in order of arrival."""
+        step = Prefill()
         while step.tokens < budget:
-            running = self._prefilling or self._admit(step)
-            if running is None:
+            sequence = self._running.prefilling or (self._admit(step, budget) if admits else None)
+            if sequence is None:
                 break
-            context, prompt_tokens = running.prefilled, running.request.prompt_tokens
-            chunk = min(budget - step.tokens, prompt_tokens - context)
+            context, target = sequence.computed, sequence.context_tokens
+            chunk = min(budget - step.tokens, target - context)
+            if not self._running.take_blocks(sequence, context + chunk):
+                # Others took what was free when it was admitted, and it is the youngest.
+                step.preempted.append(self._preempt_youngest())
+                break
             step.tokens += chunk
             step.pairs += chunk * (context + chunk / 2)
-            running.prefilled += chunk
-            self._register_prompt(running)
-            if running.prefilled == prompt_tokens:
-                self._prefilling = None
-                step.done.append(running)
-            else:
-                self._prefilling = running
+            sequence.computed += chunk
+            self._running.register_computed(sequence)
+            if sequence.computed == target:
+                self._running.prefilling = None
+                step.done.append(sequence)
         return step
 
-    def _admit(self, step: _Prefill) -> _Running | None:
-        """Start the head of the queue, if there is room for all that it will need."""
+    def _admit(self, step: Prefill, budget: int) -> SimSequence | None:
+        """Start the head of the queue, if there is room for its prompt, and for its answer where
+        the engine keeps that."""
         if not self._waiting or len(self._running) == self.profile.max_num_seqs:
             return None
-        request = next(iter(self._waiting.values()))
-        num_blocks = self._num_blocks(request)
-        # As in vLLM, the last token is always computed: its logits give the first new token.
-        usable = request.blocks[: (request.prompt_tokens - 1) // self.block_size]
+        sequence = next(iter(self._waiting.values()))
+        request, context = sequence.request, sequence.context_tokens
+        num_blocks = -(-context // self.block_size)
+        if self.profile.keeps_room:
+            num_blocks = self._num_blocks(request)
+        # As in vLLM, the last token is always computed: its logits give the next one.
+        usable = sequence.blocks[: (context - 1) // self.block_size]
         prefix = usable[: self.pool.match(usable)]
-        onboarded = self.pool.acquire(prefix, num_blocks)
-        if onboarded is None:
-            assert self._running or self._held, "an empty pool refused a request that fits"
+        if not self.pool.has_room(prefix, num_blocks):
+            assert len(self._running) or self._held, "an empty pool refused a request that fits"
             return None
+        sequence.computed = len(prefix) * self.block_size
+        if not self.profile.keeps_room:
+            # Those of the first chunk alone: it may be preempted before the next.
+            first = min(context, sequence.computed + budget - step.tokens)
+            num_blocks = -(-first // self.block_size)
+        onboarded = self.pool.acquire(prefix, num_blocks)
+        assert onboarded is not None
+        sequence.chain, sequence.num_blocks = list(prefix), num_blocks
         host_tokens = onboarded * self.block_size
         step.loaded_tokens += host_tokens
-        cached_tokens = len(prefix) * self.block_size
-        self._hit_rate.add(cached_tokens, request.prompt_tokens)
         del self._waiting[request.request_id]
-        received = self._received.pop(request.request_id, None)
-        prefilled = cached_tokens
+        self._running.add(sequence)
+        if not sequence.was_admitted:
+            self._begin(sequence, host_tokens, step)
+        return sequence
+
+    def _begin(self, sequence: SimSequence, host_tokens: int, step: Prefill) -> None:
+        """It is admitted for the first time: what it says of itself is of that."""
+        request, cached_tokens = sequence.request, sequence.computed
+        sequence.was_admitted = True
+        sequence.cached_tokens, sequence.host_tokens = cached_tokens, host_tokens
+        self._hit_rate.add(cached_tokens, request.prompt_tokens)
+        received = sequence.received
         if received is not None and received.start <= cached_tokens:
-            prefilled = max(cached_tokens, received.stop)
-        running = _Running(request, list(prefix), num_blocks, prefilled, host_tokens, prefilled)
-        self._running[request.request_id] = running
+            sequence.computed = sequence.cached_tokens = max(cached_tokens, received.stop)
         step.begun.append((request.request_id, cached_tokens))
-        return running
 
-    def _register_prompt(self, running: _Running) -> None:
-        """Register the blocks computed so far: requests admitted later in this step reuse them."""
-        chain = running.chain
-        filled = running.request.blocks[len(chain) : running.prefilled // self.block_size]
-        self.pool.register(filled, chain[-1] if chain else None)
-        chain += filled
-
-    def _decode(self) -> list[_Running]:
-        """One token for each decoding request. Returns those whose block fills, or that end."""
-        self._decode_context += len(self._decoding)
-        due = []
-        for running in self._decoding:
-            running.emitted += 1
-            if running.emitted == running.due:
-                due.append(running)
-        return due
-
-    def _start_decoding(self, prefilled: list[_Running]) -> None:
-        for running in prefilled:
-            running.emitted = 1
-            running.due = self._next_due(running)
-            self._decode_context += running.context_tokens
-        self._decoding += prefilled
-
-    def _next_due(self, running: _Running) -> int:
-        # A token's KV is computed one step after the token itself.
-        full_at = (len(running.chain) + 1) * self.block_size - running.request.prompt_tokens + 1
-        return min(full_at, running.request.max_tokens)
-
-    def _complete(self, due: list[_Running]) -> list[Finished]:
+    def _complete(self, due: list[SimSequence]) -> list[Finished]:
         """Register the blocks that filled, and end the requests that are done."""
         finished = []
-        for running in due:
-            request = running.request
-            computed = running.context_tokens - 1
-            if computed == (len(running.chain) + 1) * self.block_size:
-                self._register_output(running)
-            if running.emitted < request.max_tokens:
-                running.due = self._next_due(running)
+        for sequence in due:
+            request = sequence.request
+            if sequence.context_tokens - 1 == (len(sequence.chain) + 1) * self.block_size:
+                self._register_output(sequence)
+            if sequence.emitted < request.max_tokens:
+                sequence.due = sequence.next_due(self.block_size)
                 continue
-            self._decode_context -= running.context_tokens
-            self._release(running)
+            self._running.leave(sequence)
             finished.append(
                 Finished(
                     request.request_id,
                     request.prompt_tokens,
-                    running.cached_tokens,
-                    running.emitted,
-                    host_tokens=running.host_tokens,
+                    sequence.cached_tokens,
+                    sequence.emitted,
+                    host_tokens=sequence.host_tokens,
                 )
             )
-        if finished:
-            self._decoding = [r for r in self._decoding if r.request.request_id in self._running]
         return finished
 
-    def _register_output(self, running: _Running) -> None:
-        """Hash and register the block that generated tokens have just filled."""
-        request, chain = running.request, running.chain
-        start = len(chain) * self.block_size - request.prompt_tokens
-        tokens = request.output_tokens(max(start, 0), start + self.block_size)
-        if start < 0:
-            tokens = [*request.tail_tokens, *tokens]
-        parent = chain[-1] if chain else None
-        (local,) = compute_local_hashes(tokens, self.block_size, seed=request.seed)
-        block = next_sequence_hash(parent, local)
-        if self.on_generated is not None:
-            self.on_generated(block, parent, tokens)
-        self.pool.register((block,), parent)
+    def _register_output(self, sequence: SimSequence) -> None:
+        """Register the block that generated tokens have just filled."""
+        chain = sequence.chain
+        if len(sequence.blocks) == len(chain):
+            self._hash_block(sequence)
+        block = sequence.blocks[len(chain)]
+        self.pool.register((block,), chain[-1] if chain else None)
         chain.append(block)
 
-    def _release(self, running: _Running) -> None:
-        del self._running[running.request.request_id]
-        self.pool.release(running.chain, running.num_blocks - len(running.chain))
+    def _hash_block(self, sequence: SimSequence) -> None:
+        parent = sequence.blocks[-1] if sequence.blocks else None
+        tokens = sequence.hash_block(self.block_size)
+        if self.on_generated is not None:
+            self.on_generated(sequence.blocks[-1], parent, tokens)

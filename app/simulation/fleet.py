@@ -23,9 +23,9 @@ from app.policy.transfer import Form
 from app.simulation.agenda import Agenda
 from app.simulation.books import Books, rounds_of
 from app.simulation.decide import Decider, Plan
-from app.simulation.engine import Received
 from app.simulation.flights import Decided, Flight, Loss, Replica, SimAnswer, Supply, Then
 from app.simulation.profiles import Profile
+from app.simulation.sequence import Received
 from app.simulation.setting import PolicyVariant, Setting, Sharing
 from app.simulation.steps import Finished, SimRequest, Step
 from app.simulation.worker import Quiet, SimWorker, Status

@@ -79,6 +79,11 @@ class BlockPool:
                 return i
         return len(chain)
 
+    def has_room(self, prefix: Sequence[SequenceHash], num_blocks: int) -> bool:
+        """Whether `acquire` could take them."""
+        in_use = sum(block in self._references for block in prefix)
+        return num_blocks - in_use <= self.num_blocks - self.num_used
+
     def acquire(self, prefix: Sequence[SequenceHash], num_blocks: int) -> int | None:
         """Take `num_blocks` for a request: the matched `prefix`, the rest private.
 
@@ -86,9 +91,9 @@ class BlockPool:
         nothing, if requests use too much of the pool.
         """
         references = self._references
-        idle = [block for block in prefix if block not in references]
-        if num_blocks - (len(prefix) - len(idle)) > self.num_blocks - self.num_used:
+        if not self.has_room(prefix, num_blocks):
             return None
+        idle = [block for block in prefix if block not in references]
         for block in prefix:
             references[block] = references.get(block, 0) + 1
         onboarded = [block for block in idle if block not in self._cached]

@@ -102,3 +102,5 @@ class Step:
     finished: list[Finished]
     begun: list[tuple[str, int]] = field(default_factory=list)
     """Requests whose prompt it began to compute, and how many tokens of each were cached."""
+    preempted: list[str] = field(default_factory=list)
+    """Requests that it put off, as others needed their blocks; the last one is the oldest."""

@@ -75,7 +75,7 @@ def speed_of(profile: Profile) -> Speed:
         DEFAULT_SPEED,
         prefill_s_per_token=profile.compute_s(batch, 0, 0) / batch,
         prefill_s_per_token2=profile.q_s,
-        decode_s_per_seq=profile.b0_s,
+        decode_s_per_seq=profile.b0_s + profile.s_s,
         decode_s_per_kv_token=profile.c_s,
         host_s_per_token=profile.host_s_per_token,
     )

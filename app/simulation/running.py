@@ -1,0 +1,119 @@
+"""The requests that a simulated engine has admitted, and the blocks that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from app.core.types import SequenceHash
+from app.simulation.pool import BlockPool
+from app.simulation.sequence import SimSequence
+
+
+class Running:
+    """By admission, the oldest first. A request takes the whole batch or gets done, so at most one,
+    the youngest, has only a part of its prompt computed."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._all: dict[str, SimSequence] = {}
+        self._growing: list[SimSequence] = []
+        self.prefilling: SimSequence | None = None
+        self.decoding: list[SimSequence] = []
+        self.decode_context = 0
+        """Tokens of those that decode."""
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def get(self, request_id: str) -> SimSequence | None:
+        return self._all.get(request_id)
+
+    @property
+    def youngest(self) -> SimSequence:
+        return next(reversed(self._all.values()))
+
+    @property
+    def decoding_ids(self) -> list[str]:
+        return [sequence.request.request_id for sequence in self.decoding]
+
+    def add(self, sequence: SimSequence) -> None:
+        self._all[sequence.request.request_id] = self.prefilling = sequence
+
+    def take_blocks(self, sequence: SimSequence, num_tokens: int) -> bool:
+        """Whether it has blocks for that many tokens in all, or could be given them."""
+        lacking = -(-num_tokens // self._block_size) - sequence.num_blocks
+        if lacking > 0:
+            if self._pool.acquire((), lacking) is None:
+                return False
+            sequence.num_blocks += lacking
+        return True
+
+    def growing(self) -> list[SimSequence]:
+        """Those whose next token needs a block that they do not have, the oldest first."""
+        return [sequence for sequence in self._growing if self.needs_block(sequence)]
+
+    def note_growing(self, sequences: Iterable[SimSequence]) -> None:
+        """sequences: all whose last block may have filled in this step, the oldest first."""
+        self._growing = [sequence for sequence in sequences if self.needs_block(sequence)]
+
+    def needs_block(self, sequence: SimSequence) -> bool:
+        has_tokens = sequence.num_blocks * self._block_size
+        is_running = self._all.get(sequence.request.request_id) is sequence
+        return is_running and sequence.context_tokens > has_tokens
+
+    def register_computed(self, sequence: SimSequence) -> None:
+        """Register the blocks computed so far: requests admitted later in this step reuse them."""
+        chain = sequence.chain
+        filled = sequence.blocks[len(chain) : sequence.computed // self._block_size]
+        self._pool.register(filled, chain[-1] if chain else None)
+        chain += filled
+
+    def decode(self) -> list[SimSequence]:
+        """One token for each that decodes. Returns those whose block fills, or that end."""
+        self.decode_context += len(self.decoding)
+        due = []
+        for sequence in self.decoding:
+            sequence.emitted += 1
+            if sequence.emitted == sequence.due:
+                due.append(sequence)
+        return due
+
+    def quiet_steps(self) -> int:
+        """How many of the next steps only decode, while no request ends and no block fills."""
+        if self.prefilling or self._growing or not self.decoding:
+            return 0
+        return min(sequence.due - sequence.emitted for sequence in self.decoding) - 1
+
+    def skip(self, num_steps: int) -> None:
+        """Decode as in so many quiet steps."""
+        for sequence in self.decoding:
+            sequence.emitted += num_steps
+        self.decode_context += num_steps * len(self.decoding)
+
+    def start_decoding(self, done: list[SimSequence]) -> None:
+        """Those whose prompts are computed get a token."""
+        for sequence in done:
+            sequence.emitted += 1
+            sequence.due = sequence.next_due(self._block_size)
+            self.decode_context += sequence.context_tokens
+        self.decoding += done
+
+    def leave(self, sequence: SimSequence) -> None:
+        """It no longer runs, whether or not it has finished; its blocks come free."""
+        if sequence is self.prefilling:
+            self.prefilling = None
+        else:
+            self.decoding.remove(sequence)
+            self.decode_context -= sequence.context_tokens
+        del self._all[sequence.request.request_id]
+        self._pool.release(sequence.chain, sequence.num_blocks - len(sequence.chain))
+
+    def check(self, held: Iterable[Sequence[SequenceHash]]) -> None:
+        """Raises AssertionError if the books do not balance. held: chains kept for others."""
+        running = self._all.values()
+        num_private = sum(r.num_blocks - len(r.chain) for r in running)
+        self._pool.check([*(r.chain for r in running), *held], num_private)
+        assert self.decode_context == sum(r.context_tokens for r in self.decoding)
+        prefilling = [] if self.prefilling is None else [self.prefilling]
+        assert [*map(id, running)] == [*map(id, self.decoding + prefilling)], "not by admission"
