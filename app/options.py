@@ -22,12 +22,12 @@ from app.core.printable import printable
 from app.core.settings import kinds
 from app.core.settings.kinds import (
     CommonSettings,
+    Integers,
     Kind,
     OneOf,
     PolicyName,
     Real,
     Text,
-    Whole,
     flag,
     headings,
     variable,
@@ -79,7 +79,7 @@ class _CheckedText(click.ParamType[str]):
 def option_type(kind: Kind) -> click.ParamType[Any] | type[bool] | None:
     """The type of an option that takes values of this kind; None: click goes by the default."""
     match kind:
-        case Whole(least, most):
+        case Integers(least, most):
             return click.IntRange(least, most)
         case Real(least, most):
             return Number(least, most)
@@ -119,7 +119,7 @@ def cluster_size(least_workers: int = 1) -> Callable[[F], F]:
                 heading=CLUSTER,
                 default=number,
                 show_default=True,
-                type=option_type(kinds.Whole(least, kinds.PROCESSES.most)),
+                type=option_type(kinds.Integers(least, kinds.PROCESSES.most)),
                 help=f"Number of {what}.",
             )(command)
         return command

@@ -43,7 +43,7 @@ FACES = {"exact": "vllm", "approximate": "vllm-without-events"}
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayedKind:
     """cached: share of the prompts' tokens that engines had cached, 0-1."""
 
     kind: str
@@ -95,12 +95,12 @@ async def play(url: str, prompts: Sequence[TraceRequest], at_once: int) -> list[
     return outcomes
 
 
-def played(kind: str, at_once: int, outcomes: Sequence[Outcome]) -> Played:
+def played(kind: str, at_once: int, outcomes: Sequence[Outcome]) -> PlayedKind:
     counted = outcomes[round(WARM_UP * len(outcomes)) :]
     answered = [one for one in counted if one.first_token_s is not None]
     tokens = sum(one.prompt_tokens for one in answered)
     waited = [one.first_token_s - one.arrival_s for one in answered if one.first_token_s]
-    return Played(
+    return PlayedKind(
         kind,
         at_once,
         len(counted),
@@ -173,7 +173,7 @@ def main(
         save([asdict(one) for one in found], json_file)
 
 
-def table(found: Sequence[Played]) -> Table:
+def table(found: Sequence[PlayedKind]) -> Table:
     exact = {one.at_once: one.cached for one in found if one.kind == "exact"}
     shown = Table("at once", "engines are", "failed", "from cache", "of exact", "TTFT, s")
     for one in found:

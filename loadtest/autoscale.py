@@ -44,7 +44,7 @@ from loadtest.scaling_figures import LEGEND, ScalingFigures, figures_of, plot, t
 from loadtest.setting_options import ROLES
 from loadtest.traces import Trace
 from loadtest.victims import VICTIMS
-from loadtest.virtual import Prompts, Simulation
+from loadtest.virtual import Simulation, TracePrompts
 
 ROUTING = "latency"
 ORACLE = "oracle"
@@ -105,7 +105,7 @@ class Scenario:
     setting: Setting
     rules: Rules
     startup_s: float
-    prompts: Prompts
+    prompts: TracePrompts
 
 
 def play(scenario: Scenario, policy: ScalingVariant, victim: str) -> ScalingFigures:
@@ -330,7 +330,7 @@ def main(
         setting,
         Rules(max_workers=max_workers),
         startup_s,
-        Prompts(setting.block_size),
+        TracePrompts(setting.block_size),
     )
     asked = [(policy, victim) for policy in policies for victim in victims]
     with forked(jobs) as executor:

@@ -58,7 +58,7 @@ Figures = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TransferAnswer:
     """first_s: until its first token. kept: where the prompt's KV is kept now, if it was to be."""
 
     first_s: float
@@ -90,7 +90,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Engine]:
 
 async def answer(
     engine: Engine, prompt: bytes, source: Source | None = None, keep_s: float = 0.0
-) -> Answer:
+) -> TransferAnswer:
     request = CompletionRequest(
         uuid.uuid4().hex, prompt, OUTPUT_TOKENS, GREEDY, source=source, keep_s=keep_s
     )
@@ -101,7 +101,7 @@ async def answer(
         first_s = first_s or time.perf_counter() - began_s
         tokens += output.token_ids
         cached = output.finished.cached_tokens if output.finished else 0
-    return Answer(first_s, tokens, cached, generation.kept)
+    return TransferAnswer(first_s, tokens, cached, generation.kept)
 
 
 async def _serve(settings: WorkerSettings, target: Connection) -> None:
@@ -133,9 +133,9 @@ class SourceWorker:
         """Wait for it."""
         self._received()
 
-    def answer(self, prompt: bytes, form: str = "") -> Answer:
+    def answer(self, prompt: bytes, form: str = "") -> TransferAnswer:
         self._pipe.send((prompt, form))
-        answered: Answer = self._received()
+        answered: TransferAnswer = self._received()
         return answered
 
     def hand_on(self, prompt: bytes) -> Source | None:
@@ -155,7 +155,7 @@ class SourceWorker:
 
 async def measure(settings: WorkerSettings, tokens: int, rounds: int) -> Figures:
     """Of each form, the times of all rounds but the first, which finds torch itself cold."""
-    taken: dict[str, list[Answer]] = {form: [] for form in FORMS}
+    taken: dict[str, list[TransferAnswer]] = {form: [] for form in FORMS}
     async with running(settings) as engine:
         with closing(SourceWorker(settings)) as source:
             await asyncio.to_thread(source.started)
@@ -173,7 +173,7 @@ async def measure(settings: WorkerSettings, tokens: int, rounds: int) -> Figures
     }
 
 
-async def _round(engine: Engine, source: SourceWorker, form: str, prompt: bytes) -> Answer:
+async def _round(engine: Engine, source: SourceWorker, form: str, prompt: bytes) -> TransferAnswer:
     """Raises ClickException unless all that was kept was fetched, and both answer alike."""
     kept = None
     if form == "split":

@@ -33,7 +33,7 @@ from loadtest.processes import forked
 from loadtest.report import PolicyRun, summarise
 from loadtest.scenario import WARMUP, offered
 from loadtest.traces import Session, Trace
-from loadtest.virtual import Prompts, Simulation
+from loadtest.virtual import Simulation, TracePrompts
 
 LATENCY = "latency"
 
@@ -80,7 +80,7 @@ class CellSimulation(Simulation):
     are named by their place in their cell, and counted by cell in `requests`."""
 
     def __init__(
-        self, policy: str, setting: Setting, prompts: Prompts, num_cells: int, door: Door
+        self, policy: str, setting: Setting, prompts: TracePrompts, num_cells: int, door: Door
     ) -> None:
         each = replace(setting, num_workers=setting.num_workers // num_cells)
         super().__init__(policy, each, prompts)
@@ -105,7 +105,7 @@ class CellSimulation(Simulation):
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class CellFigures:
     """Of one row and seed; the first quarter of the requests is not measured but in `busiest`."""
 
     hit_rate: float
@@ -118,18 +118,18 @@ class Figures:
 
 
 @cache
-def _prompts(block_size: int) -> Prompts:
-    return Prompts(block_size)
+def _prompts(block_size: int) -> TracePrompts:
+    return TracePrompts(block_size)
 
 
 def simulate(
     trace: Trace, setting: Setting, num_cells: int, door: Door, load: float, seed: int
-) -> Figures:
+) -> CellFigures:
     setting, prompts = replace(setting, seed=seed), _prompts(setting.block_size)
     simulation = CellSimulation(LATENCY, setting, prompts, num_cells, door)
     outcomes = simulation.run(offered(trace, load))
     summary = summarise(PolicyRun(LATENCY, trace.name, 1.0, load, WARMUP, tuple(outcomes), ()))
-    return Figures(
+    return CellFigures(
         hit_rate=summary.hit_rate or 0.0,
         ttft_mean_s=summary.ttft_mean_s or 0.0,
         ttft_p99_s=summary.ttft_p99_s or 0.0,
@@ -160,7 +160,7 @@ def rows(
     return {"one namespace": (1, Door())} | by_load | hashed
 
 
-def table(played: Mapping[str, Sequence[Figures]]) -> str:
+def table(played: Mapping[str, Sequence[CellFigures]]) -> str:
     """In Markdown, means over seeds."""
     lines = [
         "| | from cache | TTFT mean, s | p99 | whole request, s | busiest cell / mean |",

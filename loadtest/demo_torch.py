@@ -77,7 +77,7 @@ def _turn(first: int, number: int, think_s: float) -> TraceRequest:
     )
 
 
-class Prompts:
+class DemoPrompts:
     """For one worker: fresh ones, and ones that share SHARED_TOKENS with one that it computed."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ def torch_cluster(model: str, size: int) -> Iterator[Cluster]:
 
 async def measure_tiers(base_url: str, rounds: int) -> dict[str, list[float]]:
     """Seconds to the first token, by the tier of the shared tokens; `cold`: nothing was shared."""
-    prompts = Prompts()
+    prompts = DemoPrompts()
     times: dict[str, list[float]] = {"cold": [], **{tier: [] for tier in TIERS}}
     timeout = aiohttp.ClientTimeout(total=ROUTER_TIMEOUT_S)
     async with (

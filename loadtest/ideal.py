@@ -15,10 +15,10 @@ from app.simulation.setting import Setting
 from app.simulation.steps import Finished, SimRequest
 from loadtest.client import Outcome
 from loadtest.traces import Trace
-from loadtest.virtual import Prompts
+from loadtest.virtual import TracePrompts
 
 
-def ideal(setting: Setting, trace: Trace, prompts: Prompts) -> list[Outcome]:
+def ideal(setting: Setting, trace: Trace, prompts: TracePrompts) -> list[Outcome]:
     """Outcomes in order of arrival, if one worker had the memory of all and never two requests.
 
     It is as fast as the fastest of the profiles, and has on its device all blocks that the device

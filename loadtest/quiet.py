@@ -33,7 +33,7 @@ from loadtest.command import Command, distinct, jobs_option, json_option, save
 from loadtest.ideal import ideal
 from loadtest.processes import forked
 from loadtest.traces import Session, Trace, TraceRequest
-from loadtest.virtual import Prompts, Simulation
+from loadtest.virtual import Simulation, TracePrompts
 
 BLOCK_TOKENS = 256
 TURNS = 6
@@ -116,7 +116,7 @@ TRAFFIC = (
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class QuietFigures:
     traffic: Traffic
     policy: str
     seed: int
@@ -129,9 +129,9 @@ class Figures:
     a long system prompt is to be computed first. None: none joined."""
 
 
-def play(traffic: Traffic, policy: str, setting: Setting, seed: int) -> Figures:
+def play(traffic: Traffic, policy: str, setting: Setting, seed: int) -> QuietFigures:
     pool_tokens = setting.num_workers * setting.profiles[0].kv_pool_tokens
-    trace, prompts = traffic.trace(pool_tokens, seed), Prompts(setting.block_size)
+    trace, prompts = traffic.trace(pool_tokens, seed), TracePrompts(setting.block_size)
     simulation = Simulation(policy, setting, prompts)
     answered, joined_s = 0, [0.0]
 
@@ -145,7 +145,7 @@ def play(traffic: Traffic, policy: str, setting: Setting, seed: int) -> Figures:
     simulation.on_answer = note
     outcomes = simulation.run(trace)
     requests = [sum(o.worker == f"w{i}:0" for o in outcomes) for i in range(setting.num_workers)]
-    return Figures(
+    return QuietFigures(
         traffic,
         policy,
         seed,
@@ -167,7 +167,7 @@ def _joined(outcomes: list[Outcome], place: int, joined_s: float, traffic: Traff
     return sum(after) / len(after) * (place + 1)
 
 
-def _table(played: list[Figures], policies: tuple[str, ...]) -> Table:
+def _table(played: list[QuietFigures], policies: tuple[str, ...]) -> Table:
     """A row for each kind of traffic, with means over seeds."""
     cells = Table(box=box.SIMPLE_HEAD)
     for label in ("working set", "shared", "pauses"):

@@ -19,8 +19,8 @@ from app.planner.rules.policies import propose
 from app.planner.rules.pools import propose_pools
 from app.planner.rules.replay import Replay, recorded_request
 from app.planner.rules.state import (
-    Came,
     FleetState,
+    Latencies,
     PastRequest,
     Phase,
     Prediction,
@@ -41,7 +41,7 @@ from app.simulation.worker import SimWorker, Status
 from loadtest.client import Outcome
 from loadtest.traces import Trace
 from loadtest.victims import VICTIMS
-from loadtest.virtual import Prompts, Simulation
+from loadtest.virtual import Simulation, TracePrompts
 
 SAMPLE_S = 1.0
 DECISIONS_KEPT = 8192
@@ -76,7 +76,7 @@ class Scaling:
 
 
 @dataclass(slots=True)
-class Played:
+class PlayedTrace:
     """What came of it."""
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -97,12 +97,12 @@ class Scaled:
     """One policy of the planner against one trace. Call `run` once only."""
 
     def __init__(
-        self, scaling: Scaling, setting: Setting, routing: str, prompts: Prompts, end_s: float
+        self, scaling: Scaling, setting: Setting, routing: str, prompts: TracePrompts, end_s: float
     ) -> None:
         """routing: policy of the routers. end_s: after it, size and cost no longer matter."""
         self._scaling, self._setting, self._routing = scaling, setting, routing
         self._end_s = end_s
-        self._played = Played()
+        self._played = PlayedTrace()
         self._simulation = Simulation(routing, setting, prompts)
         self._simulation.on_answer = self._ended
         self._fleet = self._simulation.fleet
@@ -112,7 +112,7 @@ class Scaled:
         self._departed: list[tuple[float, Holdings]] = []
         self._rng = np.random.default_rng(setting.seed)
 
-    def run(self, trace: Trace) -> Played:
+    def run(self, trace: Trace) -> PlayedTrace:
         self._every(SAMPLE_S, self._sample)
         self._every(self._scaling.rules.interval_s, self._propose)
         played = self._played
@@ -157,7 +157,7 @@ class Scaled:
             came = None
             if answer.first_token_s is not None and answer.end_s is not None:
                 more = max(1, answer.output_tokens - 1)
-                came = Came(
+                came = Latencies(
                     answer.first_token_s - answer.arrival_s,
                     (answer.end_s - answer.first_token_s) / more,
                 )

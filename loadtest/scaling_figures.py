@@ -16,7 +16,7 @@ from app.simulation.profiles import Profile
 from loadtest import report
 from loadtest.client import Outcome
 from loadtest.day import Rates
-from loadtest.scaling import Played
+from loadtest.scaling import PlayedTrace
 from loadtest.slo import meets_slo
 
 REVERSAL_S = 600.0
@@ -69,7 +69,7 @@ def _points(share: float | None) -> float | None:
 
 
 def figures_of(
-    policy: str, victim: str, played: Played, profile: Profile, rules: Rules
+    policy: str, victim: str, played: PlayedTrace, profile: Profile, rules: Rules
 ) -> ScalingFigures:
     outcomes = played.outcomes
     good = [meets_slo(outcome, profile) for outcome in outcomes]

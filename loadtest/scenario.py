@@ -21,7 +21,7 @@ from loadtest.processes import forked
 from loadtest.report import PolicyRun, summarise
 from loadtest.slo import meets_slo, token_s
 from loadtest.traces import Trace
-from loadtest.virtual import Prompts, Simulation
+from loadtest.virtual import Simulation, TracePrompts
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ class Scenario:
 
 
 @cache
-def _prompts(trace_name: str, block_size: int) -> Prompts:
-    return Prompts(block_size)
+def _prompts(trace_name: str, block_size: int) -> TracePrompts:
+    return TracePrompts(block_size)
 
 
 def offered(trace: Trace, load: float) -> Trace:

@@ -26,7 +26,7 @@ FAILURES = {
 }
 
 
-class Prompts:
+class TracePrompts:
     """A trace's requests as the engines take them; kept, because hashing them takes a while."""
 
     def __init__(self, block_size: int) -> None:
@@ -45,13 +45,13 @@ class Prompts:
 class Simulation:
     """One policy against one trace. Call `run` once only."""
 
-    def __init__(self, policy: str, setting: Setting, prompts: Prompts | None = None) -> None:
+    def __init__(self, policy: str, setting: Setting, prompts: TracePrompts | None = None) -> None:
         self.fleet = SimFleet(policy, setting)
         self.outcomes: list[Outcome] = []
         self.forms: Counter[Form] = Counter()
         """Of the requests that were answered."""
         self.on_answer: Callable[[SimAnswer], None] | None = None
-        self._prompts = prompts or Prompts(setting.block_size)
+        self._prompts = prompts or TracePrompts(setting.block_size)
 
     def run(self, trace: Trace) -> list[Outcome]:
         """Outcomes in order of arrival; times in engine seconds."""

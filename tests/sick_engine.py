@@ -119,7 +119,7 @@ WELL = Faults()
 _BREAKS: tuple[How, ...] = ("reset within", "error within", "unfinished")
 
 
-class Asked(NamedTuple):
+class HeardRequest(NamedTuple):
     """A request for an answer. at_s: monotonic."""
 
     at_s: float
@@ -149,7 +149,7 @@ class SickEngine:
     ) -> None:
         self.url = ""
         self.requests: Counter[str] = Counter()
-        self.asked: deque[Asked] = deque(maxlen=1000)
+        self.asked: deque[HeardRequest] = deque(maxlen=1000)
         self.running = self.waiting = self.started = self.finished = self.aborted = 0
         self.broken = self._speaking = 0
         self._models, self._adapters = tuple(models), tuple(adapters)
@@ -325,7 +325,7 @@ class SickEngine:
         self.requests[request.path] += 1
         text = await request.text()
         body = orjson.loads(text)
-        self.asked.append(Asked(time.monotonic(), request.path, dict(request.headers), body))
+        self.asked.append(HeardRequest(time.monotonic(), request.path, dict(request.headers), body))
         faults = self._faults_of(text)
         ids = _tokens_of(body)
         dialect = DIALECTS[request.path](body, len(ids), _num_tokens(body))

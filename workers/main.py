@@ -25,10 +25,10 @@ from app.state.connect import connected
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.agent.gpu import GpuMonitor
-from workers.engines.base import Engine, Hosted
+from workers.engines.base import Engine, HostedEngine
 from workers.engines.hosting import host
 from workers.engines.openai.transfers import KEEP_S
-from workers.engines.openai.writers import Served
+from workers.engines.openai.writers import ServedEngine
 from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 async def _serve_with_agent(
-    settings: WorkerSettings, keyspace: Keyspace, hosted: Hosted, listening: socket.socket
+    settings: WorkerSettings, keyspace: Keyspace, hosted: HostedEngine, listening: socket.socket
 ) -> None:
     # Only the modules imported so load FastAPI.
     from workers.server.app import create_app
@@ -85,7 +85,7 @@ async def _serve_with_agent(
         )
         engine = hosted.start(agent)
         names = settings.model_names(hosted.model)
-        served = Served(engine, names, hosted.tokenizer, hosted.invents)
+        served = ServedEngine(engine, names, hosted.tokenizer, hosted.invents)
         app = create_app(served, key=settings.worker_key, metrics_key=settings.metrics_key)
         add_chat(app, served, hosted.tokenizer_source)
         async with asyncio.TaskGroup() as tasks:
@@ -103,7 +103,7 @@ async def _serve_with_agent(
 
 
 async def _serve_published(
-    settings: WorkerSettings, hosted: Hosted, listening: socket.socket
+    settings: WorkerSettings, hosted: HostedEngine, listening: socket.socket
 ) -> None:
     """Without agent and Redis: whoever wants to know of the engine subscribes to it."""
     from prometheus_client import CollectorRegistry
@@ -165,7 +165,7 @@ async def _run(agent: Agent) -> None:
 async def _new_agent(
     settings: WorkerSettings,
     keyspace: Keyspace,
-    hosted: Hosted,
+    hosted: HostedEngine,
     scripts: ScriptRunner,
     measure: Callable[[], tuple[ForwardPassMetrics, Speed]],
     gpu: GpuMonitor,

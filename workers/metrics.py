@@ -7,7 +7,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from app.http.metrics import Family, Sampled, Scraped
+from app.http.metrics import Family, Sampled, ScrapeCollector
 from workers.engines.base import Engine
 from workers.tasks import FAILURES
 
@@ -64,5 +64,5 @@ def registry_of(engine: Engine, registry: CollectorRegistry | None = None) -> Co
     """registry: what else is in it; None: nothing."""
     registry = registry or CollectorRegistry()
     registry.register(FAILURES)
-    registry.register(Scraped(FAMILIES, partial(_samples, engine)))
+    registry.register(ScrapeCollector(FAMILIES, partial(_samples, engine)))
     return registry

@@ -9,7 +9,7 @@ from typing import Any
 
 from app.console import findings, history, roster
 from app.console.history import Curves
-from app.console.kept import Kept, KeptAnswers
+from app.console.kept import CachedAnswer, KeptAnswers
 from app.console.sampler import Sampler, short
 from app.console.tail import COLUMNS, DecisionFilter, DecisionTail, Entry, place
 from app.console.whatif import WhatIf
@@ -93,13 +93,13 @@ class Console:
             *(router, replica, address, version, namespace_weights), apart=apart
         )
         self._tail = DecisionTail(router.redis, keyspace)
-        self._followed = Kept(self._tail.follow, FOLLOW_S)
+        self._followed = CachedAnswer(self._tail.follow, FOLLOW_S)
         self._hour = Curves(router.redis, keyspace, minute=False)
         self._day = Curves(router.redis, keyspace, minute=True)
-        self._server = Kept(self._ask_server, SERVER_S)
-        self._checks = Kept(self._check, CHECKS_S)
-        self._last_errors = Kept(self._ask_errors, ERRORS_S)
-        self._values = Kept(lambda: planner.values(self._redis, keyspace), SERVER_S)
+        self._server = CachedAnswer(self._ask_server, SERVER_S)
+        self._checks = CachedAnswer(self._check, CHECKS_S)
+        self._last_errors = CachedAnswer(self._ask_errors, ERRORS_S)
+        self._values = CachedAnswer(lambda: planner.values(self._redis, keyspace), SERVER_S)
         self.answers = KeptAnswers(lambda: router.fleet.redis_now_ms)
 
     async def run(self) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from app.console.kept import Kept
+from app.console.kept import CachedAnswer
 from app.console.sampler import means, short
 from app.core.keys import Keyspace
 from app.state import replicas
@@ -33,7 +33,7 @@ class Curves:
             maxlen=replicas.MINUTES_KEPT if minute else replicas.KEPT
         )
 
-        self._followed = Kept(self._follow, FOLLOW_S)
+        self._followed = CachedAnswer(self._follow, FOLLOW_S)
 
     async def _follow(self) -> None:
         last_ms = self._samples[-1][0] if self._samples else 0

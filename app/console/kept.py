@@ -40,7 +40,7 @@ class KeptAnswers:
     def __init__(self, now_ms: Callable[[], int | None]) -> None:
         self._now_ms = now_ms
         self._answers: OrderedDict[str, KeptAnswer] = OrderedDict()
-        self._making: dict[str, Kept[KeptAnswer]] = {}
+        self._making: dict[str, CachedAnswer[KeptAnswer]] = {}
 
     async def of(
         self, question: str, make: Callable[[], Awaitable[object]], kept_s: float = KEPT_S
@@ -52,7 +52,9 @@ class KeptAnswers:
         kept = self._answers.get(question)
         if kept is not None and time.monotonic() - kept.made_s < kept_s:
             return kept
-        making = self._making.setdefault(question, Kept(lambda: self._make(question, make), 0.0))
+        making = self._making.setdefault(
+            question, CachedAnswer(lambda: self._make(question, make), 0.0)
+        )
         try:
             return await making.now()
         except RedisUnavailable as error:
@@ -78,7 +80,7 @@ class KeptAnswers:
         return made
 
 
-class Kept(Generic[T]):
+class CachedAnswer(Generic[T]):
     """What one question has as its answer, asked again at most every `for_s`, and once at a time
     however many wait for it."""
 

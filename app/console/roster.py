@@ -27,7 +27,7 @@ GONE_MS = 60_000
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Sighting:
     row: dict[str, Any]
     at_ms: int
 
@@ -36,12 +36,12 @@ class Roster:
     """The rows of workers by key, as they were last seen."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _Sighting] = {}
 
     def see(self, view: View) -> list[dict[str, Any]]:
         """All rows by now, in the order of the workers' keys."""
         for row in _rows(view):
-            self._seen[row["worker"]] = _Seen(row, view.now_ms)
+            self._seen[row["worker"]] = _Sighting(row, view.now_ms)
         for key, seen in list(self._seen.items()):
             if view.now_ms - seen.at_ms > GONE_MS:
                 del self._seen[key]

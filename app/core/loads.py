@@ -220,7 +220,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refusal:
     """reason: `lapsed`, `full`, `changed` or `superseded`. fresh: loads to decide again from; they
     include everything that the same call reserved. None: they have to be asked for."""
 

@@ -44,14 +44,14 @@ in either."""
 _NO_PATH = (404, 405)
 _OF_REQUEST = (501, 505, 506, 510)
 _OVERLOADED = (429, 529)
-_SAYS_LOAD = ("overloaded_error", "rate_limit_error", "rate_limit_exceeded")
-_SAYS_REQUEST = re.compile(
+_OVERLOAD_TYPES = ("overloaded_error", "rate_limit_error", "rate_limit_exceeded")
+_REQUEST_AT_FAULT = re.compile(
     r"(?i)invalid_request|bad_?request|context_length|invalid_prompt|too_large"
 )
 
 BROKEN_HANDOVER = Failure("handover", in_a_row=_IN_A_ROW, most_s=SOON_S)
 """A source's answer does not say where the prompt's KV lies, or not so that it can be fetched."""
-_SAYS_TOO_LONG = re.compile(
+_TOO_LONG_WORDS = re.compile(
     rb"(?i)context[ _](?:length|size|window)|max_model_len|max_seq_len|max_total_tokens"
 )
 _REFUSES = Failure("refuses", Whose.WORKER, in_a_row=_IN_A_ROW, most_s=SOON_S)
@@ -136,7 +136,7 @@ def of_status(
 def of_length(status: int, body: bytes) -> Failure | None:
     """The same of a request that should have fitted: the engine has another context length than its
     worker registered, as one that was restarted has for a moment."""
-    is_refused = status in (400, 413, 422) and _SAYS_TOO_LONG.search(body)
+    is_refused = status in (400, 413, 422) and _TOO_LONG_WORDS.search(body)
     return replace(_REFUSES, cause="context_length") if is_refused else None
 
 
@@ -162,12 +162,12 @@ def of_error(fields: Mapping[str, Any]) -> Failure | None:
     """The same of what says what is wrong in `error`, in `response.error`, or as a whole."""
     said = _said_in(fields)
     code, kind = str(said.get("code") or ""), str(said.get("type") or "")
-    if not {code, kind}.isdisjoint(_SAYS_LOAD):
+    if not {code, kind}.isdisjoint(_OVERLOAD_TYPES):
         return BACK_PRESSURE
     if status := status_in(fields):
         found = of_status(status)
         return found and replace(found, cause=ERROR_EVENT if found.weight else found.cause)
-    return None if _SAYS_REQUEST.search(f"{kind} {code}") else wrong(ERROR_EVENT)
+    return None if _REQUEST_AT_FAULT.search(f"{kind} {code}") else wrong(ERROR_EVENT)
 
 
 def status_in(fields: Mapping[str, Any]) -> int:

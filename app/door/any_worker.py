@@ -19,7 +19,7 @@ from app.door.errors import Unreached, WorkerFailed
 from app.door.forwarding import renamed
 from app.door.members import headers_back
 from app.door.models import Model
-from app.door.record import Failed, RequestRecord
+from app.door.record import FailedTry, RequestRecord
 from app.door.upstream import (
     CONNECT_S,
     MAX_WHOLE_BYTES,
@@ -185,7 +185,7 @@ class _Asking:
         self._tally.refused += 1
         self.told = f"{failure.cause} (status {status}){words and f': {words}'}"
         result = "full" if after_failure.takes_no_more(failure) else "failed"
-        self.record.failures.append(Failed(str(worker.key), result, failure.cause, words))
+        self.record.failures.append(FailedTry(str(worker.key), result, failure.cause, words))
         failure = after_failure.at_path(failure, self.path)
         if not after_failure.takes_no_more(failure):
             self._refusals.append((worker, failure))
@@ -193,7 +193,7 @@ class _Asking:
 
     def broke(self, worker: WorkerInfo, error: UpstreamError) -> Failure | None:
         """The same of a worker that did not answer, or not to the end."""
-        self.record.failures.append(Failed(str(worker.key), "failed", error.cause, str(error)))
+        self.record.failures.append(FailedTry(str(worker.key), "failed", error.cause, str(error)))
         self._tally.broke(never_sent=isinstance(error, ConnectFailed))
         self.told = str(error)
         failure = after_failure.of_break(

@@ -69,7 +69,7 @@ def is_of_door(path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnswerRequest:
     """session: the client's name for what belongs together; "" for none. cache_salt: as the client
     gave it; "": none. user: whom the client names as the one it asks for; "": nobody.
 
@@ -89,7 +89,7 @@ class Asked:
     """See the function."""
 
 
-def read(api: Api, fields: Mapping[str, Any]) -> Asked:
+def read(api: Api, fields: Mapping[str, Any]) -> AnswerRequest:
     """What `fields`, the top-level members of a body, ask for. Raises InvalidRequest."""
     if api is Api.RESPONSES:
         for name in _STORED:
@@ -107,7 +107,7 @@ def read(api: Api, fields: Mapping[str, Any]) -> Asked:
         raise InvalidRequest(
             "stream_options", f"must be an object of booleans, got {shown(options)}"
         )
-    return Asked(
+    return AnswerRequest(
         api,
         fields.get("model"),
         streams,

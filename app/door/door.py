@@ -23,11 +23,11 @@ from app.door.forwarding import Outgoing, Parser
 from app.door.lifecycle import Lifecycle
 from app.door.members import headers_back
 from app.door.migration import Migrating
-from app.door.missing import Missing
+from app.door.missing import MissingWorkers
 from app.door.opening import Opening
 from app.door.record import Usage
 from app.door.stream import TAIL_BYTES, Whole, usage_in
-from app.door.transfer.leases import KvLease, KvLeases, LeaseEnded, Tainted
+from app.door.transfer.leases import KvLease, KvLeases, LeaseEnded, TaintedTarget
 from app.door.transfer.outcomes import PairTransfers
 from app.door.transfer.sglang import Meetings, handover_of
 from app.door.transfer.sources import (
@@ -100,7 +100,7 @@ class Door:
         self.sources = Sources(upstream, kv_lease_s)
         self.meetings = Meetings(upstream)
         self.patience = patience
-        self.missing = Missing(upstream)
+        self.missing = MissingWorkers(upstream)
         self.words = EngineWords()
         self.any_worker = AnyWorker(upstream, patience.between_s, self.words)
         self.leases = KvLeases()
@@ -177,7 +177,7 @@ class _Carriage:
             try:
                 handover = await self._ask_source(decision, deadline_s)
                 begun = await self._sure(decision, handover, deadline_s)
-            except (LeaseEnded, RefusedWithSource, Tainted) as error:
+            except (LeaseEnded, RefusedWithSource, TaintedTarget) as error:
                 failure = self._goes_elsewhere(error, decision)
                 continue
             except SourceFailed as error:
@@ -335,7 +335,7 @@ class _Carriage:
 
     async def _sure(self, decision: Decision, handover: Handover, deadline_s: float) -> _Begun:
         """As `_try`, if the worker has fetched, now and before, nothing of other prompts. Raises
-        LeaseEnded and Tainted besides."""
+        LeaseEnded and TaintedTarget besides."""
         leases, worker = self.door.leases, decision.worker
         lease, sent_s = self._lease(decision, handover), asyncio.get_running_loop().time()
         begun = awaited = None
@@ -351,7 +351,7 @@ class _Carriage:
             if begun.failure is None and begun.answer.status == 200:
                 await leases.confirm(worker.key, sent_s, lease)
                 if self.life.admitted.model.router.fleet.is_tainted(worker.key):
-                    raise Tainted("may hold KV that is not its prompt's")
+                    raise TaintedTarget("may hold KV that is not its prompt's")
         except BaseException:
             if begun is not None:
                 begun.answer.abort()

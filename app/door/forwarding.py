@@ -10,7 +10,7 @@ import numpy as np
 
 from app.core.worker_report import WorkerInfo
 from app.door import members
-from app.door.asked import DEFAULT_COMPLETION_TOKENS, PROMPTS, Api, Asked
+from app.door.asked import DEFAULT_COMPLETION_TOKENS, PROMPTS, AnswerRequest, Api
 from app.door.engines import TRANSFER, ids_field
 from app.door.members import Headers
 from app.door.migration import Migrating
@@ -47,7 +47,7 @@ class Outgoing:
     """
 
     body: JsonBody
-    asked: Asked
+    asked: AnswerRequest
     ids: PromptIds
     model: str
     can_migrate: bool = False

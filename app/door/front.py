@@ -18,7 +18,7 @@ from app.door.lifecycle import Lifecycle
 from app.door.metrics import Outcomes
 from app.door.models import Model, Models
 from app.door.prompts import PromptIds, Prompts
-from app.door.record import Admitted, RequestRecord
+from app.door.record import Admission, RequestRecord
 from app.door.tracing import Trace, Tracing
 from app.door.upstream import Upstream
 from app.http.supervisor import attempted, supervised
@@ -143,7 +143,7 @@ class FrontDoor:
         request.exclude = model.others
         request.output_tokens = max(1, asked.output_room)
         request.context_tokens = _context(model, ids, asked.output_room)
-        admitted = Admitted(request, model, prompt, ids.tokens_from, ids.media)
+        admitted = Admission(request, model, prompt, ids.tokens_from, ids.media)
         return Lifecycle(admitted, record, trace)
 
 

@@ -12,7 +12,7 @@ from app.core.failures import Failure, Whose
 from app.core.hashing import token_bytes
 from app.core.worker_report import WorkerInfo
 from app.door.after_failure import takes_no_more
-from app.door.record import Admitted, Failed, RequestRecord, Stage, Usage
+from app.door.record import Admission, FailedTry, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
 from app.policy.answers import Answer
 from app.policy.decision import Decision
@@ -29,7 +29,7 @@ class Lifecycle:
     record: of the request; all that follows is noted in it.
     """
 
-    def __init__(self, admitted: Admitted, record: RequestRecord, trace: Trace) -> None:
+    def __init__(self, admitted: Admission, record: RequestRecord, trace: Trace) -> None:
         self.record = record
         record.admitted = self.admitted = admitted
         self.trace = trace
@@ -92,7 +92,7 @@ class Lifecycle:
         source = self.decision.source
         assert source is not None
         of_source = failure and replace(failure, whose=Whose.SOURCE)
-        await self._leave(Failed(str(source.worker.key), "failed", cause, words), of_source)
+        await self._leave(FailedTry(str(source.worker.key), "failed", cause, words), of_source)
 
     def goes_alone(self, why: str, *, elsewhere: bool) -> None:
         """The next decision is for one worker, which computes the prompt itself; elsewhere: for
@@ -109,7 +109,7 @@ class Lifecycle:
     async def worker_failed(self, failure: Failure | None, cause: str, words: str) -> None:
         """The worker gave no answer, or none that counts: the next decision is for another.
 
-        failure: to be counted against it; None: nothing is. cause, words: as in Failed. Where
+        failure: to be counted against it; None: nothing is. cause, words: as in FailedTry. Where
         its source may be at fault just as well, the next decision is for other sources, too, if
         there are any.
         """
@@ -118,7 +118,7 @@ class Lifecycle:
             self._doubted |= {str(source.worker.key)}
         is_full = failure is not None and takes_no_more(failure)
         result = "full" if is_full else "failed"
-        await self._leave(Failed(str(self.decision.worker.key), result, cause, words), failure)
+        await self._leave(FailedTry(str(self.decision.worker.key), result, cause, words), failure)
 
     def asks_again(self) -> None:
         """The worker that failed it last may have it once more, as there is no other."""
@@ -138,7 +138,7 @@ class Lifecycle:
             blamed += [(one, half) for one in (decision.incarnation, inc) if one is not None]
         await self._router.pardon(blamed)
 
-    async def _leave(self, failed: Failed, failure: Failure | None) -> None:
+    async def _leave(self, failed: FailedTry, failure: Failure | None) -> None:
         self.trace.try_ends("worker_failed")
         decision, self._held = self.decision, None
         exclude = self._request.exclude | self._doubted | {failed.worker}

@@ -32,7 +32,7 @@ ONLY_ROUTERS = frozenset(
 )
 """Members by which a client could read what others cached, choose its engine, overtake others, use
 an adapter that it may not ask for, or run a template or code of its own."""
-_LIKE_THOSE = re.compile(
+_LIKE_ROUTERS_ONLY = re.compile(
     r"transfer|bootstrap|embeds|dp_rank|priority|processor|(\A|_)lora|chat_template\Z"
 )
 """Names of what engines may have for routers in another release."""
@@ -48,7 +48,9 @@ _INSIDE: Mapping[str, frozenset[str]] = {
 def check(body: JsonBody) -> None:
     """Raises InvalidRequest if a member of the body may not go on to an engine."""
     for name, member in body.members.items():
-        if name in ONLY_ROUTERS or (name not in _INSIDE and _LIKE_THOSE.search(name.lower())):
+        if name in ONLY_ROUTERS or (
+            name not in _INSIDE and _LIKE_ROUTERS_ONLY.search(name.lower())
+        ):
             if (text := bytes(member)) != b"null":
                 raise InvalidRequest(cut(name), f"may only be set by a router, got {_shown(text)}")
         elif name in _INSIDE:
@@ -85,8 +87,14 @@ _TO_ENGINES = frozenset(
     )
 )
 """Engines obey some headers (X-Vllm-Priority, X-Data-Parallel-Rank), so that only these go on."""
-_SAYS_WHO = b"x-stainless-"
-_NOT_BACK = _HOP_BY_HOP | {b"content-length", b"server", b"date", b"x-request-id", b"set-cookie"}
+_CLIENT_LIBRARY_HEADERS = b"x-stainless-"
+_DROPPED_OF_ANSWERS = _HOP_BY_HOP | {
+    b"content-length",
+    b"server",
+    b"date",
+    b"x-request-id",
+    b"set-cookie",
+}
 _OURS = b"x-kvroute-"
 
 _NONE: frozenset[bytes] = frozenset()
@@ -101,14 +109,14 @@ def headers_on(headers: Headers) -> list[tuple[bytes, bytes]]:
     return [
         (name, value)
         for name, value in headers
-        if (name in _TO_ENGINES or name.startswith(_SAYS_WHO)) and name not in named
+        if (name in _TO_ENGINES or name.startswith(_CLIENT_LIBRARY_HEADERS)) and name not in named
     ]
 
 
 def headers_back(headers: Headers) -> list[tuple[bytes, bytes]]:
     """Those of an engine's headers, in lower case, that its client gets."""
     headers = list(headers)
-    named = _named_by_connection(headers) | _NOT_BACK
+    named = _named_by_connection(headers) | _DROPPED_OF_ANSWERS
     return [
         (name, value) for name, value in headers if name not in named and not name.startswith(_OURS)
     ]

@@ -10,8 +10,8 @@ from app.core.outcomes import ANSWERED, OK, kind_of
 from app.door.access_log import AccessLog
 from app.door.alarm import Alarm
 from app.door.last_errors import LastErrors
-from app.door.record import STAGES, Admitted, RequestRecord, Stage, Usage
-from app.http.metrics import Children, Family, Sampled, Scraped, Table, counter, histogram
+from app.door.record import STAGES, Admission, RequestRecord, Stage, Usage
+from app.http.metrics import Children, Family, Sampled, ScrapeCollector, Table, counter, histogram
 from app.policy.trust import Trust
 
 SECONDS = (
@@ -168,7 +168,7 @@ class Outcomes:
             for model, is_apart in apart().items():
                 yield TOKENIZER_APART, (model,), float(is_apart)
 
-        registry.register(Scraped([TOKENIZER_APART], tokenizers))
+        registry.register(ScrapeCollector([TOKENIZER_APART], tokenizers))
         self._requests = Children(metrics.requests)
         self._retries = Children(metrics.retries)
         self._migrations = Children(metrics.migrations)
@@ -209,7 +209,7 @@ class Outcomes:
         if record.failures or record.outcome != OK:
             self._last_errors.ended(record)
 
-    def _count_admitted(self, model: str, admitted: Admitted, record: RequestRecord) -> None:
+    def _count_admitted(self, model: str, admitted: Admission, record: RequestRecord) -> None:
         self._tokens_from(model, admitted.tokens_from).inc()
         if record.failures:
             self._retries(model).inc(len(record.failures))

@@ -11,7 +11,7 @@ import orjson
 
 from app.core.worker_report import WorkerInfo
 from app.door import after_failure
-from app.door.asked import Api, Asked
+from app.door.asked import AnswerRequest, Api
 from app.door.engines import ids_field, returns_ids
 from app.door.prompts import PromptIds
 from app.door.stream import Events, Stream, events_in, fields_of, tells_error, usage_in
@@ -42,7 +42,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def can_migrate(
-    asked: Asked, fields: Mapping[str, Any], ids: PromptIds, workers: Iterable[WorkerInfo]
+    asked: AnswerRequest, fields: Mapping[str, Any], ids: PromptIds, workers: Iterable[WorkerInfo]
 ) -> bool:
     """Whether the answer to a request with the members `fields` can go on at another of `workers`
     than the one where it began."""

@@ -34,7 +34,7 @@ def _is_gone() -> UpstreamBroken:
     return UpstreamBroken("is gone: its lease has run out, and it does not answer", cause="gone")
 
 
-class Missing:
+class MissingWorkers:
     """Looks after requests that wait for a worker, while `run` runs."""
 
     def __init__(self, upstream: Upstream) -> None:

@@ -24,7 +24,7 @@ from app.door.errors import ModelUnavailable, UnknownModel
 from app.door.session_places import SessionPlaces, point_of
 from app.http.supervisor import supervised
 from app.policy.decision import RouteRequest
-from app.policy.spread import Groups, Standing, owner_of, pick, spread, standings
+from app.policy.spread import Availability, Groups, owner_of, pick, spread, standings
 from app.router.router import Router
 from app.router.routers import Routers
 from app.state.models import Claims
@@ -98,7 +98,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedName:
     """One name, and who answers for it. models: by namespace, and weights: of each. is_shared:
     whether there is, or will be, more than one."""
 
@@ -133,7 +133,7 @@ class Models:
         self.aliases = aliases
         self.groups = groups
         self._routers = routers
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedName] = {}
         self._asleep: dict[str, Router] = {}
         """Those that have no live worker, and who starts one for a request."""
         self._owners: dict[str, str] = {}
@@ -173,7 +173,7 @@ class Models:
         self._look()
         return sorted(self._asleep)
 
-    def named(self, name: object) -> tuple[str, Served]:
+    def named(self, name: object) -> tuple[str, ServedName]:
         """The name behind a name or alias, and who answers for it; None: the only one. Raises
         InvalidRequest if there is another; UnknownModel; ModelUnavailable if no worker of it is
         alive."""
@@ -224,12 +224,12 @@ class Models:
         served = self._served.get(model.name)
         return served is not None and served.is_shared
 
-    def _chosen(self, name: str, served: Served, without: Collection[str], point: float) -> str:
+    def _chosen(self, name: str, served: ServedName, without: Collection[str], point: float) -> str:
         if not (weights := served.among(without)):
             raise ModelUnavailable(name, self._why_not(served))
         return pick(weights, point)
 
-    def _why_not(self, served: Served) -> str:
+    def _why_not(self, served: ServedName) -> str:
         given = ", ".join(f"{name}={weight:g}" for name, weight in served.weights.items())
         return f"in a namespace that gets its requests (namespace_weights has {given})"
 
@@ -309,14 +309,14 @@ class Models:
         self._seen = seen
         if claims is not self._claims:
             self._claims, self._known = claims, {*claims}
-        everywhere: dict[str, dict[str, Standing]] = {}
+        everywhere: dict[str, dict[str, Availability]] = {}
         for namespace, router in by_namespace.items():
             for name, standing in _standings(router).items():
                 everywhere.setdefault(name, {})[namespace] = standing
         for name, namespaces in claims.items():
             for namespace in namespaces:
                 if namespace in by_namespace and by_namespace[namespace].fleet.is_asleep:
-                    everywhere.setdefault(name, {}).setdefault(namespace, Standing.SLEEPS)
+                    everywhere.setdefault(name, {}).setdefault(namespace, Availability.SLEEPS)
         self._known |= everywhere.keys()
         self._served, self._asleep, self._owners = {}, {}, {}
         for name, standing_of in everywhere.items():
@@ -324,11 +324,11 @@ class Models:
             order = [*claims.get(name, ()), *standing_of]
             self._owners[name] = owner_of(order, standing_of) or ""
             weights = spread(order, standing_of, self.groups)
-            awake = {n: w for n, w in weights.items() if standing_of[n] is not Standing.SLEEPS}
+            awake = {n: w for n, w in weights.items() if standing_of[n] is not Availability.SLEEPS}
             if awake:
                 models = {n: _model(by_namespace[n], name) for n in awake}
                 is_shared = len(self._weights_of(name)) > 1
-                self._served[name] = Served(models, awake, is_shared)
+                self._served[name] = ServedName(models, awake, is_shared)
             elif weights:
                 self._asleep[name] = by_namespace[next(iter(weights))]
 
@@ -343,10 +343,10 @@ def _state(router: Router) -> object:
     return view.infos, paused, lapsed, fleet.is_missing, fleet.is_asleep
 
 
-def _standings(router: Router) -> dict[str, Standing]:
+def _standings(router: Router) -> dict[str, Availability]:
     view = router.fleet.last_view
     found = standings(view) if view is not None else {}
-    return dict.fromkeys(found, Standing.LEAVES) if router.fleet.is_missing else found
+    return dict.fromkeys(found, Availability.LEAVES) if router.fleet.is_missing else found
 
 
 def _model(router: Router, name: str) -> Model:

@@ -27,7 +27,7 @@ from app.door.engine_tokens import EngineTokens
 from app.door.engines import ids_field
 from app.door.errors import ContextTooLong, NotTokenized
 from app.door.models import Model
-from app.door.tokenizers import NOT_LOADED, Loaded, Tokenizers
+from app.door.tokenizers import NOT_LOADED, LoadedTokenizer, Tokenizers
 from app.door.upstream import Upstream
 from app.http.json_body import Fields
 from app.http.supervisor import Beside
@@ -92,7 +92,7 @@ class _Rendering:
     """
 
     model: Model | None = None
-    tokenizers: list[Loaded] = field(default_factory=list)
+    tokenizers: list[LoadedTokenizer] = field(default_factory=list)
     renderer: Renderer | None = None
     why_not: str = NOT_LOADED
     is_other: bool = False
@@ -230,7 +230,7 @@ class Prompts:
 
     def _choose(self, model: Model, rendering: _Rendering) -> None:
         """Take the first tokenizer that is there, and is that of all workers of the model."""
-        looked_at: list[Loaded] = []
+        looked_at: list[LoadedTokenizer] = []
         renderer, why_not = None, NOT_LOADED
         for source in self._sources_of(model):
             loaded = self._tokenizers.at(source)
@@ -306,7 +306,7 @@ class Prompts:
             log.info("model %s is tokenized here again: the ids are its engine's", model.name)
 
 
-def _why_not(loaded: Loaded, model: Model) -> str:
+def _why_not(loaded: LoadedTokenizer, model: Model) -> str:
     """Why a tokenizer is not that of a model; "": it is, as far as is known."""
     if loaded.renderer is None:
         return loaded.why_not

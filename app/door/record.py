@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from app.core.outcomes import told_apart
-from app.door.asked import Asked
+from app.door.asked import AnswerRequest
 from app.door.models import Model
 from app.policy.decision import Decision, RouteRequest
 from app.router.prompt import Prompt
@@ -59,7 +59,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Admitted:
+class Admission:
     """A request that has been let in.
 
     request: who asks, and the length of the prompt, estimated without one. prompt: None if its
@@ -78,7 +78,7 @@ class Admitted:
         return self.request.isl_tokens
 
 
-class Failed(NamedTuple):
+class FailedTry(NamedTuple):
     """A worker that a request was taken away from. result: failed, or full. cause: from a closed
     list, for metrics. words: what went wrong, in the engine's own words if it said so; "": it
     did not, or not in words that logs may have."""
@@ -107,11 +107,11 @@ class RequestRecord:
     came_at: datetime = field(default_factory=partial(datetime.now, UTC))
     key_name: str = ""
     request_id: str = ""
-    asked: Asked | None = None
+    asked: AnswerRequest | None = None
     request: RouteRequest | None = None
     model: Model | None = None
     unavailable: str = ""
-    admitted: Admitted | None = None
+    admitted: Admission | None = None
     tries: int = 0
     decision: Decision | None = None
     any_worker: str = ""
@@ -123,7 +123,7 @@ class RequestRecord:
     error: str = ""
     status: int = 0
     """What the client was answered with; 0: nothing, so far."""
-    failures: list[Failed] = field(default_factory=list)
+    failures: list[FailedTry] = field(default_factory=list)
     """In turn."""
     migrations: int = 0
     """How often another worker went on with its answer."""
@@ -162,7 +162,7 @@ class RequestRecord:
         self.spent_s[was or self._stage] += now_s - (self._since_s or self.began_s)
         self._stage, self._since_s = stage, now_s
 
-    def worker_failed(self, failed: Failed) -> None:
+    def worker_failed(self, failed: FailedTry) -> None:
         """Another one is decided on from now on."""
         self.failures.append(failed)
         self.enter(Stage.DECIDE, was=Stage.FAILED if self._stage is Stage.FIRST_TOKEN else None)

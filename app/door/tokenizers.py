@@ -34,7 +34,7 @@ NOT_LOADED = "not loaded yet"
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Loaded:
+class LoadedTokenizer:
     """A tokenizer, by where it is said to be. why_not: why there is none."""
 
     folder: _Folder | None = None
@@ -69,16 +69,16 @@ class Tokenizers:
 
     def __init__(self, beside: Beside) -> None:
         self._beside = beside
-        self._by_source: WeakValueDictionary[str, Loaded] = WeakValueDictionary()
+        self._by_source: WeakValueDictionary[str, LoadedTokenizer] = WeakValueDictionary()
         self._by_folder: WeakValueDictionary[Path, _Folder] = WeakValueDictionary()
         self._one_at_a_time = asyncio.Lock()
 
-    def at(self, source: str) -> Loaded:
+    def at(self, source: str) -> LoadedTokenizer:
         """That of a folder, or of a name in the local Hugging Face cache. The first call for it has
         it loaded, and so has one some time after a failure."""
         loaded = self._by_source.get(source)
         if loaded is None:
-            loaded = self._by_source[source] = Loaded()
+            loaded = self._by_source[source] = LoadedTokenizer()
         if loaded.folder is None:
             self.look_again(source)
         return loaded
@@ -90,7 +90,7 @@ class Tokenizers:
             loaded.begun_s = time.monotonic()
             loaded.loading = self._beside("tokenizer", partial(self._load, source, loaded))
 
-    async def _load(self, source: str, loaded: Loaded) -> None:
+    async def _load(self, source: str, loaded: LoadedTokenizer) -> None:
         try:
             async with self._one_at_a_time, asyncio.timeout(LOAD_S):
                 loaded.folder = await self._of_folder(source)

@@ -45,7 +45,7 @@ class Trace(Protocol):
         """The request has ended before it was admitted."""
 
 
-class Untraced:
+class PassedOnTrace:
     """Headers of trace context go on as they came."""
 
     def __init__(self, headers: Mapping[bytes, bytes]) -> None:
@@ -73,7 +73,7 @@ class Untraced:
 _NOTHING = nullcontext()
 
 
-class Traced:
+class SpanTrace:
     """Spans: the request's own; in it tokens, each decide and each try."""
 
     def __init__(self, tracer: Any, api: str, headers: Mapping[bytes, bytes]) -> None:
@@ -167,8 +167,8 @@ class Tracing:
 
     def begin(self, api: str, headers: Mapping[bytes, bytes]) -> Trace:
         if self._tracer is None:
-            return Untraced(headers)
-        return Traced(self._tracer, api, headers)
+            return PassedOnTrace(headers)
+        return SpanTrace(self._tracer, api, headers)
 
     def close(self) -> None:
         """Send what is left. Takes until that is out, or the exporter gives it up."""

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from app.core.errors import ConfigError
 from app.core.settings.router import RouterSettings
 from app.edge.services import Services, check
-from app.edge.watched_files import Settling, check_there
+from app.edge.watched_files import WholeFiles, check_there
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class LiveSettings:
         self._replica = replica
         self._path = path
         self._read = read
-        self._settling = Settling()
+        self._settling = WholeFiles()
 
     def reload(self) -> None:
         """Read the file again. Raises ConfigError for what would be refused at a start, or would

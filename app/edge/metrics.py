@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from app.edge.keys import Keys
 from app.edge.watched_files import WatchedFiles
-from app.http.metrics import Family, Sampled, Scraped
+from app.http.metrics import Family, Sampled, ScrapeCollector
 
 FILES_REFUSED = Family(
     "kvroute_files_refused",
@@ -32,4 +32,4 @@ def show_files(registry: CollectorRegistry, watched: Sequence[WatchedFiles], key
             yield FILES_REFUSED, (files.what,), float(bool(files.problem))
         yield NO_KEY_LEFT, (), float(keys.is_locked)
 
-    registry.register(Scraped([FILES_REFUSED, NO_KEY_LEFT], samples))
+    registry.register(ScrapeCollector([FILES_REFUSED, NO_KEY_LEFT], samples))

@@ -93,7 +93,7 @@ class _Exchange:
 
     client: Client
     body: JsonBody
-    generation: asked.Asked
+    generation: asked.AnswerRequest
     asks: RouteRequest
     trace: Trace
     life: Lifecycle | None = None
@@ -224,7 +224,7 @@ async def one_model(client: Client) -> None:
 
 
 async def _awake(
-    client: Client, generation: asked.Asked, fields: Fields, asks: RouteRequest
+    client: Client, generation: asked.AnswerRequest, fields: Fields, asks: RouteRequest
 ) -> Model:
     """As Models.find_for; a request for a model that sleeps waits until it is awake, if it is one
     that would be answered then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.console.kept import Kept
+from app.console.kept import CachedAnswer
 from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
 from app.door.front import FrontDoor
 from app.policy.view import View
@@ -23,7 +23,7 @@ class Readiness:
     def __init__(self, routers: Routers, door: FrontDoor) -> None:
         self._routers = routers
         self._door = door
-        self._looked = Kept(self._look, KEPT_S)
+        self._looked = CachedAnswer(self._look, KEPT_S)
 
     async def now(self) -> State:
         """Whether it can be served in any of them, as it was half a second ago at most."""

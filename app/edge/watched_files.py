@@ -40,7 +40,7 @@ def check_there(path: str) -> None:
         raise ConfigError(f"{path}: is gone, or can be read but once")
 
 
-class Settling:
+class WholeFiles:
     """Tells, from one look to the next, which files have been written whole."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def _ends(path: str) -> bool:
 
 async def written(path: str) -> None:
     """Return once a file has been written whole. Raises ConfigError if that takes too long."""
-    settling = Settling()
+    settling = WholeFiles()
     for _ in range(LOOKS_AT_START):
         if settling.is_whole(path):
             return
@@ -105,7 +105,7 @@ class WatchedFiles:
     async def run(self) -> None:
         """Take over what they say whenever it has changed, until cancelled."""
         self._taken = [stamp and (0,) for stamp in self._stamps()]
-        settling, is_due = Settling(), False
+        settling, is_due = WholeFiles(), False
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S):

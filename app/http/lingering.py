@@ -16,7 +16,7 @@ class Receiving(Protocol):
     def linger(self) -> None: ...
 
 
-class Lingering:
+class LingeringTransport:
     """A transport whose `close` lets the client read the answer first, though it still sends."""
 
     def __init__(self, transport: asyncio.Transport, protocol: Receiving) -> None:

@@ -114,7 +114,7 @@ Sampled = tuple[Family, Sequence[str], Any]
 """A metric, the values of its labels, and its value: a number, or the labels of an info."""
 
 
-class Scraped(Collector):
+class ScrapeCollector(Collector):
     """Metrics that are read when they are scraped. read: each of their samples."""
 
     def __init__(self, families: Iterable[Family], read: Callable[[], Iterable[Sampled]]) -> None:

@@ -24,7 +24,7 @@ from uvicorn.server import ServerState
 from app.core.rate_limit import RateLimit
 from app.http.body import error_body
 from app.http.held import HELD, HeldBodies, HeldBody
-from app.http.lingering import Lingering
+from app.http.lingering import LingeringTransport
 from app.http.watch import ON_GONE
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Protocol(HttpToolsProtocol):
         self._watched: tuple[Any, Callable[[], object]] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        lingering: Any = Lingering(transport, self)
+        lingering: Any = LingeringTransport(transport, self)
         super().connection_made(lingering)
         self._held.belong_to(self.client[0] if self.client else "")
         self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._end_late)

@@ -69,7 +69,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _PathRequest:
     """A path below /v1, and what is asked of it."""
 
     path: str
@@ -160,14 +160,14 @@ class Cluster:
     def example(self) -> str:
         """A command that gets an answer. Of an engine, it is tried: not each has a template for
         chats."""
-        chat = _Request("chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        chat = _PathRequest("chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
         text, ids = (
-            _Request("completions", {"prompt": "hi"}),
-            _Request("completions", {"prompt": [1, 2, 3]}),
+            _PathRequest("completions", {"prompt": "hi"}),
+            _PathRequest("completions", {"prompt": [1, 2, 3]}),
         )
         if not self._engines:
             return self._curl(chat if self.takes_text else ids, self.model)
-        listed = self._ask(_Request("models"))
+        listed = self._ask(_PathRequest("models"))
         if not listed or not listed["data"]:
             raise ClusterError("the engines list no model any more")
         model = listed["data"][0]["id"]
@@ -175,7 +175,7 @@ class Cluster:
         answered = (one for one in (chat, text) if self._ask(one, short) is not None)
         return self._curl(next(answered, ids), model)
 
-    def _curl(self, asked: _Request, model: str) -> str:
+    def _curl(self, asked: _PathRequest, model: str) -> str:
         body = json.dumps({"model": model, **asked.body})
         key = ' -H "Authorization: Bearer $KEY"' if self._has_keys else ""
         return f"curl -s {self.balancer_url}/v1/{asked.path}{key} -d {shlex.quote(body)}"
@@ -184,7 +184,7 @@ class Cluster:
     def _has_keys(self) -> bool:
         return bool(self._router.api_key or self._router.api_key_file)
 
-    def _ask(self, asked: _Request, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    def _ask(self, asked: _PathRequest, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """Of a replica, a GET without a body; None: it does not answer with 200."""
         request = urllib.request.Request(  # noqa: S310 - our own http URL
             f"{self.balancer_url}/v1/{asked.path}",

@@ -13,7 +13,7 @@ from app.core.keys import Keyspace
 from app.core.settings.kinds import parse_sharing
 from app.core.worker_report import WorkerInfo
 from app.ops import workers
-from app.policy.spread import Groups, Standing, owner_of, spread
+from app.policy.spread import Availability, Groups, owner_of, spread
 from app.state import models, replicas
 from app.state.client import RedisClient
 
@@ -21,7 +21,11 @@ MOST = 64
 """Namespaces that are looked at: each takes some round trips."""
 SHOWN = 5
 """Names that are listed of those that are spread alike."""
-_STANDINGS = {"live": Standing.SERVES, "ill": Standing.STAYS, "draining": Standing.LEAVES}
+_STANDINGS = {
+    "live": Availability.SERVES,
+    "ill": Availability.STAYS,
+    "draining": Availability.LEAVES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ async def names_of(redis: RedisClient, namespace: str, infos: Iterable[WorkerInf
     claims = await models.directory(redis)
     served = {name for info in infos for name in (*info.models, *info.adapters)}
     claims = {name: (*claims.get(name, ()), namespace) for name in sorted(served)}
-    standings = {name: {namespace: Standing.SERVES} for name in claims}
+    standings = {name: {namespace: Availability.SERVES} for name in claims}
     told: dict[str, str] = {}
     involved = dict.fromkeys((namespace, *chain(*claims.values())))
     for one in islice(involved, MOST):
@@ -67,7 +71,7 @@ async def names_of(redis: RedisClient, namespace: str, infos: Iterable[WorkerInf
 
 
 def _note(
-    standings: dict[str, dict[str, Standing]], namespace: str, status: workers.WorkerStatus
+    standings: dict[str, dict[str, Availability]], namespace: str, status: workers.WorkerStatus
 ) -> None:
     standing = _STANDINGS.get(status.state)
     if status.info is None or standing is None:

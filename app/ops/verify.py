@@ -32,12 +32,12 @@ from app.state.reading import (
     BUCKET_BITS,
     STEP_TIMEOUT_S,
     Control,
-    Promised,
+    ReservationRecords,
     bucket_bits_of,
     buckets,
     contents,
     read_control,
-    read_promised,
+    read_reservations,
     read_together,
     readable,
     scan,
@@ -142,7 +142,7 @@ async def _look(
     keyspace = _Usable(keyspace.namespace, unusable=unusable)
     found += await _look_at_planner(redis, keyspace)
     control = await read_control(redis, keyspace)
-    promised = await read_promised(redis, keyspace, control.writers)
+    promised = await read_reservations(redis, keyspace, control.writers)
     num_shards = number_in(control.meta, b"shards") or MAX_SHARDS
     for inc in incarnations - control.writers.keys():
         found.append(("requests of an incarnation that has ended", readable(inc)))
@@ -268,7 +268,7 @@ async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str,
     return found
 
 
-def _unreadable(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
+def _unreadable(c: Control, promised: ReservationRecords) -> Iterator[tuple[str, str]]:
     """(what, where) for every value that no part of kvroute would write."""
     block_size = number_in(c.meta, b"block_size")
     for name in (b"version", b"block_size", b"shards", b"incarnations"):
@@ -297,7 +297,7 @@ def _unreadable(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
             yield "a reservation that lasts longer than any router asks for", readable(request)
 
 
-def _contradictions(c: Control, promised: Promised) -> Iterator[tuple[str, str]]:
+def _contradictions(c: Control, promised: ReservationRecords) -> Iterator[tuple[str, str]]:
     """(what, where) for every contradiction outside the index."""
     for inc in c.leases.keys() ^ c.writers.keys():
         yield "an incarnation with a lease but no writer, or the reverse", readable(inc)

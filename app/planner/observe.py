@@ -16,8 +16,8 @@ from app.core.worker_report import DEFAULT_SPEED, Role, Speed, WorkerInfo
 from app.planner.rules.replay import recorded_request
 from app.planner.rules.state import (
     USUAL_STARTUP_S,
-    Came,
     FleetState,
+    Latencies,
     PastRequest,
     Phase,
     Proposal,
@@ -27,7 +27,7 @@ from app.planner.rules.state import (
 )
 from app.planner.rules.victims import Held, unique_values
 from app.policy.record import DecisionRecord
-from app.policy.view import Measured
+from app.policy.view import Measurement
 from app.router.fleet import Fleet
 from app.simulation.profiles import USUAL, profile_of
 from app.state import decisions, endings, reservations
@@ -106,7 +106,7 @@ class Observer:
         self.somebody_waits = snapshot.somebody_waits and (
             bool(infos) or await self._longest_wait_s() >= WAKES_AFTER_S
         )
-        found: dict[str, list[tuple[WorkerInfo, Load | None, Measured, bool]]] = {}
+        found: dict[str, list[tuple[WorkerInfo, Load | None, Measurement, bool]]] = {}
         for inc, info in infos.items():
             measured = self._fleet.measured(inc)
             failing = snapshot.failing.get(inc)
@@ -129,7 +129,7 @@ class Observer:
     def _take(
         self,
         name: str,
-        ranks: list[tuple[WorkerInfo, Load | None, Measured, bool]],
+        ranks: list[tuple[WorkerInfo, Load | None, Measurement, bool]],
         snapshot: Snapshot,
     ) -> None:
         keys, info = sorted(info.key for info, *_ in ranks), ranks[0][0]
@@ -241,7 +241,7 @@ class Observer:
         name = record.worker.rpartition(":")[0]
         worker = self.workers_seen.get(name)
         output_tokens = (worker.speed if worker else DEFAULT_SPEED).mean_output_tokens
-        came: Came | None = None
+        came: Latencies | None = None
         if ended is not None:
             ended_ms, ending = ended
             output_tokens = ending.output_tokens
@@ -249,7 +249,7 @@ class Observer:
             # More than that it cannot have been, whoever said so.
             if ending.ttft_ms is not None and ending.ttft_ms <= took_ms + TOLD_LATE_MS:
                 rest_s = max(0, took_ms - ending.ttft_ms) / 1000
-                came = Came(ending.ttft_ms / 1000, rest_s / max(1, output_tokens - 1))
+                came = Latencies(ending.ttft_ms / 1000, rest_s / max(1, output_tokens - 1))
         request = recorded_request(
             record.request_id,
             record.blocks,
@@ -321,7 +321,7 @@ def mean_speed(speeds: Iterable[Speed]) -> Speed:
     )
 
 
-def _load(load: Load, measured: Measured, now_ms: int) -> WorkerLoad:
+def _load(load: Load, measured: Measurement, now_ms: int) -> WorkerLoad:
     prefilling = load.requests - load.decoding
     return WorkerLoad(
         prefill_queue=max(0.0, prefilling - 1.0),

@@ -30,7 +30,7 @@ from app.policy.health import avoided, avoiding, late, unheard, without_avoided
 from app.policy.lengths import fitting
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
-from app.policy.transfer import Form, Owed, Roles, Route, awaited_s, owed, routes_with_source
+from app.policy.transfer import Demand, Form, Roles, Route, awaited_s, demands, routes_with_source
 from app.policy.trust import Trust
 from app.policy.view import View
 
@@ -397,12 +397,12 @@ def _wish(
     seconds = choice.costs.terms.get("prefill_s")
     if seconds is None:
         seconds = predicted_prefill_s(candidates, size)
-    of_target, of_source = owed(route, candidates, size, seconds)
+    of_target, of_source = demands(route, candidates, size, seconds)
     source = None if of_source is None else _promise(query, view, route.source, of_source)
     return _promise(query, view, route.target, of_target, source)
 
 
-def _promise(query: Query, view: View, at: int, what: Owed, source: Wish | None = None) -> Wish:
+def _promise(query: Query, view: View, at: int, what: Demand, source: Wish | None = None) -> Wish:
     reservation = Reservation(
         query.request.request_id,
         prefill_tokens=what.prefill_tokens,

@@ -16,7 +16,7 @@ Groups = Sequence[Mapping[str, float]]
 """Namespaces that share their names, and the weight of each; no namespace is in two groups."""
 
 
-class Standing(IntEnum):
+class Availability(IntEnum):
     """What a namespace has for a name. The more it has, the larger."""
 
     LEAVES = 1
@@ -29,30 +29,30 @@ class Standing(IntEnum):
     """Workers that take requests."""
 
 
-def standings(view: View) -> dict[str, Standing]:
+def standings(view: View) -> dict[str, Availability]:
     """Of a namespace, for each name that its workers serve."""
-    found: dict[str, Standing] = {}
+    found: dict[str, Availability] = {}
 
-    def note(info: WorkerInfo, standing: Standing) -> None:
+    def note(info: WorkerInfo, standing: Availability) -> None:
         for name in (*info.models, *info.adapters):
             found[name] = max(found.get(name, standing), standing)
 
     for info in view.infos:
-        note(info, Standing.SERVES)
+        note(info, Availability.SERVES)
     for inc, info in view.paused.items():
-        note(info, Standing.LEAVES if view.failing[inc].drains else Standing.STAYS)
+        note(info, Availability.LEAVES if view.failing[inc].drains else Availability.STAYS)
     return found
 
 
-def owner_of(claims: Sequence[str], standings: Mapping[str, Standing]) -> str | None:
+def owner_of(claims: Sequence[str], standings: Mapping[str, Availability]) -> str | None:
     """The namespace that a name belongs to; None: none has workers for it. As `spread`."""
     there = [name for name in claims if name in standings]
-    staying = [name for name in there if standings[name] is not Standing.LEAVES]
+    staying = [name for name in there if standings[name] is not Availability.LEAVES]
     return next(iter(staying or there), None)
 
 
 def spread(
-    claims: Sequence[str], standings: Mapping[str, Standing], groups: Groups
+    claims: Sequence[str], standings: Mapping[str, Availability], groups: Groups
 ) -> dict[str, float]:
     """Namespace -> weight of each that gets requests for a name; those with weight 0 get none but
     of sessions that are there. Empty: none has workers.
@@ -69,7 +69,7 @@ def spread(
     return {
         name: weight
         for name, weight in weights.items()
-        if standings[name] is (most if weight else Standing.SERVES)
+        if standings[name] is (most if weight else Availability.SERVES)
     }
 
 

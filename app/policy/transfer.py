@@ -106,7 +106,7 @@ def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
     )
 
 
-class Owed(NamedTuple):
+class Demand(NamedTuple):
     """What a request is promised of one worker."""
 
     prefill_tokens: int
@@ -317,9 +317,9 @@ def _fetch(
     )
 
 
-def owed(
+def demands(
     route: Route, candidates: Candidates, size: RequestSize, prefill_s: Floats
-) -> tuple[Owed, Owed | None]:
+) -> tuple[Demand, Demand | None]:
     """What the target owes, and what the source does; None: the target computes the prompt itself.
 
     prefill_s: as predicted of each worker, (workers,).
@@ -330,10 +330,10 @@ def owed(
         sending_s = _sending_s(candidates, target, gained * size.block_size)
         free_s = float(candidates.sending_s[source] + candidates.transfer_s[target])
         tokens = _uncached(size, route.held)
-        rest = Owed(tokens, route.rest_s, size.isl_blocks, receiving_s=free_s + sending_s)
-        return rest, Owed(0, 0.0, route.held, sending_s)
+        rest = Demand(tokens, route.rest_s, size.isl_blocks, receiving_s=free_s + sending_s)
+        return rest, Demand(0, 0.0, route.held, sending_s)
     tokens = _uncached(size, candidates.overlap_at(source))
-    computing = Owed(tokens, float(prefill_s[source]), size.isl_blocks)
+    computing = Demand(tokens, float(prefill_s[source]), size.isl_blocks)
     if route.form is Form.LOCAL:
         return computing, None
     last_s = float(
@@ -343,7 +343,7 @@ def owed(
     lacking = size.isl_tokens - candidates.overlap_at(target) * size.block_size
     computing = computing._replace(sending_s=_sending_s(candidates, target, lacking))
     # Engines always compute the last token themselves.
-    return Owed(1, last_s, size.isl_blocks), computing
+    return Demand(1, last_s, size.isl_blocks), computing
 
 
 def _uncached(size: RequestSize, overlap: float) -> int:

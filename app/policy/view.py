@@ -127,7 +127,7 @@ def measured_rows(metrics: ForwardPassMetrics, speed: Speed) -> tuple[float, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """What a worker last published, and when, by the Redis clock."""
 
     metrics: ForwardPassMetrics
@@ -140,7 +140,7 @@ class Measured:
         return now_ms - self.at_ms > STALE_AFTER_INTERVALS * 1000 * metrics_interval_s(workers)
 
 
-UNMEASURED = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
+UNMEASURED = Measurement(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
 
 
 class Contexts:
@@ -155,7 +155,7 @@ class Contexts:
 class Workers:
     """What is known about the live workers apart from their load; many views share it."""
 
-    def __init__(self, workers: Sequence[tuple[Incarnation, WorkerInfo, Measured]]) -> None:
+    def __init__(self, workers: Sequence[tuple[Incarnation, WorkerInfo, Measurement]]) -> None:
         self.incarnations = [inc for inc, _, _ in workers]
         self.infos = [info for _, info, _ in workers]
         self.measured = [measured for _, _, measured in workers]
@@ -196,7 +196,7 @@ class Workers:
             places = self._places[many] = np.array(found, np.intp)
         return places
 
-    def with_measured(self, measured: Mapping[Incarnation, Measured]) -> Workers:
+    def with_measured(self, measured: Mapping[Incarnation, Measurement]) -> Workers:
         """The same workers, of which some have been measured anew."""
         workers = copy(self)
         workers.measured, workers.rows = self.measured.copy(), self.rows.copy()

@@ -9,14 +9,14 @@ from app.core.loads import Reservation
 from app.core.types import WorkerKey
 from app.policy.decision import Decision
 from app.policy.view import View
-from app.state.reservations import Extended, Extension
+from app.state.reservations import Extension, ExtensionOutcome
 
 EXTEND_S = 3.0
 """How often each is extended: one that takes less time costs Redis nothing more."""
 
 
 @dataclass(slots=True)
-class _Request:
+class _CarriedRequest:
     """due_s: when to extend what is reserved for it, monotonic."""
 
     reservation: Reservation
@@ -30,7 +30,7 @@ class Carried:
     """Requests by the id of what is reserved for them, those that are due first."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _CarriedRequest] = {}
 
     def __contains__(self, reservation_id: str) -> bool:
         return reservation_id in self._requests
@@ -42,7 +42,7 @@ class Carried:
         """A request is carried to where it was decided to go, if anything is reserved there."""
         if decision.reservation is not None:
             worker = decision.worker
-            self._requests[decision.reservation_id] = _Request(
+            self._requests[decision.reservation_id] = _CarriedRequest(
                 decision.reservation, worker.key, worker.address, now_s + EXTEND_S
             )
 
@@ -69,11 +69,11 @@ class Carried:
         return due
 
     def extended(
-        self, extensions: Sequence[Extension], outcomes: Sequence[Extended], now_s: float
+        self, extensions: Sequence[Extension], outcomes: Sequence[ExtensionOutcome], now_s: float
     ) -> None:
         """Redis has answered. What could be neither extended nor reserved again remains due."""
         for extension, outcome in zip(extensions, outcomes, strict=True):
-            if outcome is not Extended.NEITHER:
+            if outcome is not ExtensionOutcome.NEITHER:
                 one = self._requests.pop(extension.reservation_id, None)
                 if one is not None:
                     one.due_s = now_s + EXTEND_S

@@ -16,7 +16,7 @@ from app.core.errors import (
     Superseded,
     WrongVersion,
 )
-from app.core.loads import Refused, Snapshot
+from app.core.loads import Refusal, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.rate_limit import RateLimit
 from app.http.supervisor import supervised
@@ -283,7 +283,7 @@ class Decider:
             now_ms=view.now_ms,
         )
 
-    async def _reserve(self, plans: list[Planned], *, final: bool) -> list[Refused | None]:
+    async def _reserve(self, plans: list[Planned], *, final: bool) -> list[Refusal | None]:
         wishes = [plan.wish.as_they_are() if final else plan.wish for _, plan in plans]
         return await self._replica.runner.one(
             reservations.reserve(
@@ -296,7 +296,7 @@ class Decider:
         )
 
     def _answer_reserved(
-        self, plans: list[Planned], replies: list[Refused | None]
+        self, plans: list[Planned], replies: list[Refusal | None]
     ) -> tuple[list[Pending], Snapshot | None]:
         """Answer what was reserved; returns the rest, and fresh loads, if they are known."""
         left: list[Pending] = []

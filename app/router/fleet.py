@@ -29,7 +29,7 @@ from app.core.types import Incarnation, WorkerKey
 from app.core.worker_report import Role, Speed, WorkerInfo, process_of
 from app.policy.kv_lease import LeaseBooks, Transfers
 from app.policy.pair_failures import Pair
-from app.policy.view import UNMEASURED, Measured, View, Workers
+from app.policy.view import UNMEASURED, Measurement, View, Workers
 from app.state.connect import deadline
 from app.state.streams import id_ms, pages_backwards
 
@@ -69,12 +69,12 @@ class Fleet:
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._texts: dict[Incarnation, int] = {}
         """The hash of what each of them was read from: the text is half of what is kept of it."""
-        self._measured: dict[Incarnation, Measured] = {}
+        self._measured: dict[Incarnation, Measurement] = {}
         self.seen_s = 0.0
         """When the last view was made, monotonic seconds."""
         self._taught: dict[Incarnation, Speed] = {}
         """Of those whose agents cannot learn it."""
-        self._unshown: dict[Incarnation, Measured] = {}
+        self._unshown: dict[Incarnation, Measurement] = {}
         """What no view shows yet of what was measured."""
         self._newest_ms: int | None = None
         """The time of the last entry read from the metrics stream."""
@@ -416,7 +416,7 @@ class Fleet:
         measured = replace(self.measured(incarnation), speed=speed)
         self._measured[incarnation] = self._unshown[incarnation] = measured
 
-    def measured(self, incarnation: Incarnation) -> Measured:
+    def measured(self, incarnation: Incarnation) -> Measurement:
         return self._measured.get(incarnation, UNMEASURED)
 
     async def follow(self, every: int = 1) -> None:
@@ -477,7 +477,7 @@ class Fleet:
         """Keep what an entry says; False: it makes no sense."""
         try:
             incarnation = Incarnation(int(fields[b"incarnation"]))
-            measured = Measured(*worker_report.decode(fields), at_ms)
+            measured = Measurement(*worker_report.decode(fields), at_ms)
         except (KeyError, ValueError) as error:
             worker = fields.get(b"worker", b"").decode(errors="replace")
             log.warning("ignoring a metrics entry of %s: %s", worker, error)

@@ -22,7 +22,7 @@ BYTES_PER_HASH = 40
 
 
 @dataclass(slots=True, eq=False)
-class Marked:
+class MarkedPrompt:
     """A prompt. tokens: little-endian u32. seed: of local hashes. marks: a digest of each prefix by
     which it is found, the shortest first. chain: of its full blocks, once known; not changed."""
 
@@ -36,7 +36,7 @@ class Marked:
     def num_bytes(self) -> int:
         return len(self.tokens) + BYTES_PER_HASH * len(self.chain)
 
-    def begins_as(self, other: Marked, num_blocks: int) -> bool:
+    def begins_as(self, other: MarkedPrompt, num_blocks: int) -> bool:
         """Digests can be made to collide."""
         return (
             self.block_size == other.block_size
@@ -45,27 +45,27 @@ class Marked:
         )
 
 
-def marked(tokens: bytes, block_size: int, seed: int) -> Marked:
+def marked(tokens: bytes, block_size: int, seed: int) -> MarkedPrompt:
     stride = 4 * block_size * BLOCKS_PER_MARK
     digest = xxh3_64(seed=seed)
     marks = []
     for end in range(stride, len(tokens) + 1, stride):
         digest.update(tokens[end - stride : end])
         marks.append(digest.intdigest())
-    return Marked(tokens, block_size, seed, marks, [])
+    return MarkedPrompt(tokens, block_size, seed, marks, [])
 
 
 class KnownChains:
     """Keeps MAX_BYTES of prompts' tokens and chains, the latest used ones."""
 
     def __init__(self) -> None:
-        self._at: dict[int, Marked] = {}
+        self._at: dict[int, MarkedPrompt] = {}
         """By mark, the latest prompt that begins so."""
-        self._kept: OrderedDict[int, Marked] = OrderedDict()
+        self._kept: OrderedDict[int, MarkedPrompt] = OrderedDict()
         """By their id(), the least lately used first."""
         self._num_bytes = 0
 
-    def prefix(self, prompt: Marked) -> list[SequenceHash]:
+    def prefix(self, prompt: MarkedPrompt) -> list[SequenceHash]:
         """The longest chain known of what it begins with."""
         for number in range(len(prompt.marks), 0, -1):
             known = self._at.get(prompt.marks[number - 1])
@@ -75,7 +75,7 @@ class KnownChains:
                 return known.chain[:num_blocks]
         return []
 
-    def keep(self, prompt: Marked) -> None:
+    def keep(self, prompt: MarkedPrompt) -> None:
         """From now on, find its chain."""
         if prompt.num_bytes > MAX_BYTES // 8:
             return
@@ -85,7 +85,7 @@ class KnownChains:
         while self._num_bytes > MAX_BYTES:
             self._forget(self._kept.popitem(last=False)[1])
 
-    def _forget(self, prompt: Marked) -> None:
+    def _forget(self, prompt: MarkedPrompt) -> None:
         self._num_bytes -= prompt.num_bytes
         for mark in prompt.marks:
             if self._at.get(mark) is prompt:

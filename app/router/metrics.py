@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import GPU, METRICS, Item, WorkerInfo
-from app.http.metrics import Family, Sampled, Scraped, Table, counter, gauge, histogram
+from app.http.metrics import Family, Sampled, ScrapeCollector, Table, counter, gauge, histogram
 from app.http.supervisor import TASK_FAILURES
 from app.policy.view import View
 from app.router.reuse import Reuse
@@ -293,7 +293,9 @@ class Telemetry(Table):
         self.reuse = Reuse(self.registry)
         self.view: View | None = None
         """Whose workers are shown."""
-        self.registry.register(Scraped(WORKER_FAMILIES.values(), lambda: _samples(self.view)))
+        self.registry.register(
+            ScrapeCollector(WORKER_FAMILIES.values(), lambda: _samples(self.view))
+        )
 
     def count_blocks(self, worker: str, isl: int, overlap: TierOverlap) -> None:
         """Count a prompt of `isl` blocks, routed to a worker that held `overlap` of them."""

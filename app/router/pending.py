@@ -15,7 +15,7 @@ class Pending:
 
     query: Query
     answer: asyncio.Future[Decision]
-    queued: Queued | None = None
+    queued: QueuePlace | None = None
     """Its place in the queue, if it had to wait."""
     for_any: bool = False
     """Whether it asks for nothing but that there be a worker, and waits for one."""
@@ -47,7 +47,7 @@ class Pending:
 
 
 @dataclass(slots=True, eq=False)
-class Queued:
+class QueuePlace:
     """A request's place in the queue.
 
     weight: of its flow. tenant, priority: as labelled in metrics. since_s: by time.perf_counter.

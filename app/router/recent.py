@@ -16,7 +16,7 @@ MAX_KEPT = 128
 """Beyond that the oldest are forgotten: a replica that ends so many in a second waits for none."""
 
 
-class _Answered(NamedTuple):
+class _RecentAnswer(NamedTuple):
     incarnation: Incarnation
     chain: list[SequenceHash]
     at_s: float
@@ -26,8 +26,8 @@ class Recent:
     """Times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._answered: deque[_Answered] = deque()
-        self._by_root: dict[SequenceHash, deque[_Answered]] = {}
+        self._answered: deque[_RecentAnswer] = deque()
+        self._by_root: dict[SequenceHash, deque[_RecentAnswer]] = {}
         """The same, by their first block."""
 
     def add(self, incarnation: Incarnation, chain: list[SequenceHash], now_s: float) -> None:
@@ -36,7 +36,7 @@ class Recent:
             return
         if len(self._answered) == MAX_KEPT:
             self._forget_first()
-        answered = _Answered(incarnation, chain, now_s)
+        answered = _RecentAnswer(incarnation, chain, now_s)
         self._answered.append(answered)
         self._by_root.setdefault(chain[0], deque()).append(answered)
 

@@ -22,7 +22,7 @@ from app.router.maintenance import Maintenance
 from app.router.replica import Replica
 from app.state import reservations
 from app.state.endings import Ending
-from app.state.reservations import Extended, Extension, PrefillComplete, Release
+from app.state.reservations import Extension, ExtensionOutcome, PrefillComplete, Release
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ class Reports:
     def _note_extended(
         self,
         extensions: list[list[Extension]],
-        replies: list[list[Extended] | RedisUnavailable],
+        replies: list[list[ExtensionOutcome] | RedisUnavailable],
     ) -> None:
         now_s = asyncio.get_running_loop().time()
         for some, outcomes in zip(extensions, replies, strict=True):
@@ -300,7 +300,7 @@ class Reports:
                 log.debug("%d reservations not extended: %s", len(some), outcomes)
                 continue
             self._carried.extended(some, outcomes, now_s)
-            made = outcomes.count(Extended.RESERVED_AGAIN)
+            made = outcomes.count(ExtensionOutcome.RESERVED_AGAIN)
             self._replica.telemetry.reservations_of("made_again").inc(made)
 
     def _call(self, reports: list[_Report]) -> Call[list[str | None]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry
 
 from app.core.sketch import ChainSketch
-from app.http.metrics import OTHER, Family, Sampled, Scraped
+from app.http.metrics import OTHER, Family, Sampled, ScrapeCollector
 from app.policy.decision import Decision, Query, Step
 from app.policy.plan import Plan
 from app.policy.reuse import (
@@ -53,7 +53,7 @@ class Reuse:
         self.began_s = time.monotonic()
         self._before = deque([(self.began_s, dict[str, Counts]())])
         """The counts of each minute of the last hour, and of one before it."""
-        registry.register(Scraped([TOKENS, LOST], self._samples))
+        registry.register(ScrapeCollector([TOKENS, LOST], self._samples))
 
     def decided(self, query: Query, plan: Plan) -> None:
         """Find what was lost on the way to a worker."""

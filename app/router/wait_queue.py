@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from app.core.shares import Shares
-from app.router.pending import Queued
+from app.router.pending import QueuePlace
 
 _Place = tuple[str, str]
 """A holder, and one of its flows."""
@@ -21,21 +21,21 @@ class WaitQueue:
 
     def __init__(self, capacity: int) -> None:
         self._shares = Shares(capacity)
-        self._flows: dict[_Place, dict[str, Queued]] = {}
-        self._by_name: dict[str, Queued] = {}
+        self._flows: dict[_Place, dict[str, QueuePlace]] = {}
+        self._by_name: dict[str, QueuePlace] = {}
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def __iter__(self) -> Iterator[Queued]:
+    def __iter__(self) -> Iterator[QueuePlace]:
         yield from list(self._by_name.values())
 
-    def get(self, flow: str, name: str) -> Queued | None:
+    def get(self, flow: str, name: str) -> QueuePlace | None:
         """The request with this ticket, if it is here."""
         queued = self._by_name.get(name)
         return queued if queued is not None and queued.ticket.flow == flow else None
 
-    def enter(self, queued: Queued) -> Queued | None:
+    def enter(self, queued: QueuePlace) -> QueuePlace | None:
         """Add a request. Returns the one that had to make room for it, which may be itself."""
         place = _place_of(queued)
         self._flows.setdefault(place, {})[queued.ticket.name] = queued
@@ -52,7 +52,7 @@ class WaitQueue:
         self.remove(gone)
         return gone
 
-    def remove(self, queued: Queued) -> None:
+    def remove(self, queued: QueuePlace) -> None:
         """Remove a request; harmless if it is not here."""
         place, name = _place_of(queued), queued.ticket.name
         if self._by_name.get(name) is not queued:
@@ -63,9 +63,9 @@ class WaitQueue:
             del self._flows[place]
 
 
-def _place_of(queued: Queued) -> _Place:
+def _place_of(queued: QueuePlace) -> _Place:
     return queued.holder, queued.ticket.flow
 
 
-def _crowding(requests: dict[str, Queued]) -> float:
+def _crowding(requests: dict[str, QueuePlace]) -> float:
     return len(requests) / next(iter(requests.values())).weight

@@ -24,7 +24,7 @@ from app.core.errors import (
     WrongVersion,
 )
 from app.core.settings.kinds import PRIORITIES, parse_weights
-from app.router.pending import Pending, Queued
+from app.router.pending import Pending, QueuePlace
 from app.router.replica import Replica
 from app.router.wait_queue import WaitQueue
 from app.state import reservations, waiting
@@ -100,7 +100,7 @@ class Waiting:
         """
         tenant, priority = pending.request.tenant, pending.request.priority
         weight = self._weights.get(tenant, 1.0) * SHARES[priority]
-        pending.queued = queued = Queued(
+        pending.queued = queued = QueuePlace(
             pending,
             ticket=waiting.ticket(
                 f"{priority}:{tenant}",
@@ -138,7 +138,7 @@ class Waiting:
         for queued in self._queue:
             self._turn_away_as_stopped(queued)
 
-    def _turn_away_as_stopped(self, queued: Queued) -> None:
+    def _turn_away_as_stopped(self, queued: QueuePlace) -> None:
         self._end(queued, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
 
     async def __aenter__(self) -> Waiting:
@@ -158,7 +158,7 @@ class Waiting:
     async def next_turns(self) -> list[Pending]:
         """The requests to decide now; waits until it is time to look.
 
-        Each counts as being decided until `deciding` of its Queued is set to False.
+        Each counts as being decided until `deciding` of its QueuePlace is set to False.
         """
         await asyncio.sleep(self._pause_s)
         polls = self._queue or self._left
@@ -175,7 +175,7 @@ class Waiting:
             queued.deciding = True
         return [queued.pending for queued in due]
 
-    async def _step(self) -> list[Queued]:
+    async def _step(self) -> list[QueuePlace]:
         """Bring the queue up to date; returns those whose turn it is."""
         self._refuse_late()
         now_s = time.perf_counter()
@@ -215,7 +215,7 @@ class Waiting:
             return []
         return await self._first(turns_at_once(openings, len(view.infos)))
 
-    async def _first(self, openings: int) -> list[Queued]:
+    async def _first(self, openings: int) -> list[QueuePlace]:
         """Those of our requests that are among the first `openings` in the queue."""
         due = []
         for flow, name in await self._runner.one(
@@ -229,7 +229,7 @@ class Waiting:
                 due.append(queued)
         return due
 
-    def _without_redis(self) -> list[Queued]:
+    def _without_redis(self) -> list[QueuePlace]:
         """All that wait: they are decided as others are then; those that must still wait stay in
         the queue."""
         if not self._queue:
@@ -247,12 +247,12 @@ class Waiting:
                     error = NoWorkers(f"no worker has started within {self._timeout_s:g} s")
                 self._end(queued, "timed_out", error)
 
-    def _end(self, queued: Queued, outcome: str, error: Exception) -> None:
+    def _end(self, queued: QueuePlace, outcome: str, error: Exception) -> None:
         if not queued.pending.answer.done():
             queued.outcome = outcome
             queued.pending.fail(error)
 
-    def _leave(self, queued: Queued) -> None:
+    def _leave(self, queued: QueuePlace) -> None:
         answer = queued.pending.answer
         had_turn = not answer.cancelled() and answer.exception() is None
         ended = "routed" if had_turn else "gone" if answer.cancelled() else "failed"

@@ -16,12 +16,12 @@ from app.policy.choose import Choice, choose
 from app.policy.cost import Candidates, Floats, RequestSize, predicted_prefill_s
 from app.policy.transfer import (
     OWN_TRANSFER,
+    Demand,
     Form,
-    Owed,
     Roles,
     Route,
     awaited_s,
-    owed,
+    demands,
     routes_with_source,
 )
 from app.simulation.books import Books, Promise
@@ -101,7 +101,9 @@ class Decider:
         )
         flight.replica.decisions += 1
         route = self._route(choice, candidates, size, roles, published)
-        of_target, of_source = owed(route, candidates, size, predicted_prefill_s(candidates, size))
+        of_target, of_source = demands(
+            route, candidates, size, predicted_prefill_s(candidates, size)
+        )
         # Those of a split count once they have arrived, as in app.router.history.
         target = self._share(
             route.target, request, of_target, loads, counts_blocks=route.form is not Form.SPLIT
@@ -182,7 +184,7 @@ class Decider:
         return min([local, *routes], key=lambda route: route.cost)
 
     def _share(
-        self, at: int, request: SimRequest, what: Owed, loads: list[Load], *, counts_blocks: bool
+        self, at: int, request: SimRequest, what: Demand, loads: list[Load], *, counts_blocks: bool
     ) -> Share:
         place = self._live[at]
         reservation = Reservation(

@@ -19,7 +19,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError
 
 from app.state.client import MAX_REDIRECTS, Address, RedisClient, first_answer
-from app.state.exchange import FairPool, Node, did_not_run, exchange
+from app.state.exchange import FairPool, Node, did_not_run, round_trip
 
 KEYLESS = frozenset({"INFO", "PING", "TIME"})
 
@@ -28,7 +28,7 @@ class ClusterClient(RedisClient):
     """All nodes of a Redis Cluster, each with its own connections.
 
     A command with one key goes where the key is, provided that it is the first argument or the
-    first stream of an XREAD. INFO, PING and TIME go to any node. Pipelines are sent by `exchange`
+    first stream of an XREAD. INFO, PING and TIME go to any node. Pipelines are sent by `round_trip`
     to one node.
     seeds: nodes to ask first for the list of nodes. options: of the connections to each.
     patience_s: when asking for the slots, how long one node is waited for before another is.
@@ -92,7 +92,7 @@ class ClusterClient(RedisClient):
                 await self.refresh()
             node = self.node_of(key)
             for _ in range(MAX_REDIRECTS + 1):
-                [reply] = await exchange(node, [args])
+                [reply] = await round_trip(node, [args])
                 if not did_not_run(reply):
                     break
                 nodes = await self.redirect(node, {key: reply})
@@ -110,7 +110,7 @@ class ClusterClient(RedisClient):
         return parse(reply, **options) if parse else reply
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> NoReturn:
-        raise TypeError("a pipeline has one node: use exchange()")
+        raise TypeError("a pipeline has one node: use round_trip()")
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         self.stale = True

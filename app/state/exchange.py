@@ -48,7 +48,7 @@ def did_not_run(reply: Any) -> bool:
     )
 
 
-async def exchange(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
+async def round_trip(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
     """The raw replies to one pipeline, one per command, with errors as values.
 
     Raises RedisError or OSError if the connection fails after sending; some of the commands may

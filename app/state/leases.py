@@ -105,7 +105,7 @@ def activate(
     return call("activate", keyspace, *args, parse=bool)
 
 
-class Renewed(NamedTuple):
+class Renewal(NamedTuple):
     """num_leases: how many incarnations have one; 0: it is not renewed, so register again. drains:
     whether the worker is out of service. is_out: whether it is as its engine is ill. tainted:
     whether it is as its engine is tainted; see `taint`."""
@@ -131,7 +131,7 @@ def renew(
     thorough: bool = True,
     drains: bool = False,
     tainted: bool = False,
-) -> Call[Renewed]:
+) -> Call[Renewal]:
     """Extend a lease, or revive a lapsed one, and restore what Redis has lost of the worker. One
     whose engine is ill, as `info` says, stays lapsed, unless too many others are.
 
@@ -140,8 +140,8 @@ def renew(
     another number of shards, or the namespace another version.
     """
 
-    def parse(reply: list[int]) -> Renewed:
-        return Renewed(reply[0], *map(bool, reply[1:]))
+    def parse(reply: list[int]) -> Renewal:
+        return Renewal(reply[0], *map(bool, reply[1:]))
 
     return call(
         "renew",

@@ -84,7 +84,7 @@ async def read_control(redis: RedisClient, keyspace: Keyspace) -> Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Promised:
+class ReservationRecords:
     """Everything that is reserved. reservations, expiry: read in parts, so a request that comes or
     goes meanwhile may be in one only. on: what each incarnation has, from one moment."""
 
@@ -101,9 +101,9 @@ class OnWorker(NamedTuple):
     prefills: list[bytes]
 
 
-async def read_promised(
+async def read_reservations(
     redis: RedisClient, keyspace: Keyspace, incarnations: Iterable[bytes]
-) -> Promised:
+) -> ReservationRecords:
     """Reads what is reserved in parts: all of 50,000 requests would keep Redis busy for 0.1 s."""
     node = redis.node_of(keyspace["meta"]).client
     reservations: dict[bytes, bytes] = {}
@@ -115,7 +115,7 @@ async def read_promised(
     on: dict[bytes, OnWorker] = {}
     for inc in incarnations:
         on[inc] = OnWorker(*await read_together(node, partial(_queue_promised, keyspace, inc)))
-    return Promised(reservations, expiry, on)
+    return ReservationRecords(reservations, expiry, on)
 
 
 def _queue_promised(keyspace: Keyspace, inc: bytes, pipe: Pipeline) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from app.core.errors import NamespaceMissing, WrongVersion
 from app.core.failures import AWAY, Failing, parse_away, parse_failing
 from app.core.keys import DATA_VERSION, Keyspace
-from app.core.loads import Load, Refused, Reservation, Snapshot, Wish
+from app.core.loads import Load, Refusal, Reservation, Snapshot, Wish
 from app.core.types import Incarnation, parse_incarnation
 from app.state.columns import Columns, parse_load
 from app.state.records import ExtendRow, PrefillCompleteRow, ReleaseRow, ReserveRow
@@ -58,7 +58,7 @@ def reserve(
     ttl_ms: int,
     prefill_ttl_ms: int | None = None,
     columns: Columns | None = None,
-) -> Call[list[Refused | None]]:
+) -> Call[list[Refusal | None]]:
     """Promise capacity to each wish in turn, unless its worker has changed; None: promised.
 
     Ends after ttl_ms. If no first token is reported, it ends prefill_ttl_ms and four times the
@@ -68,12 +68,12 @@ def reserve(
     """
     known = columns or Columns()
 
-    def parse(reply: list[Any]) -> list[Refused | None]:
+    def parse(reply: list[Any]) -> list[Refusal | None]:
         outcomes, *rows = reply
         if not rows:
             return [None] * len(outcomes)
         fresh = known.take(rows[0])
-        return [None if why == 1 else Refused(why.decode(), fresh) for why in outcomes]
+        return [None if why == 1 else Refusal(why.decode(), fresh) for why in outcomes]
 
     args: list[int | str] = [ttl_ms, ttl_ms if prefill_ttl_ms is None else prefill_ttl_ms]
     args += (CARRIED_MS, known.ask())
@@ -113,7 +113,7 @@ class Extension:
     decoding: bool
 
 
-class Extended(IntEnum):
+class ExtensionOutcome(IntEnum):
     """What came of an extension. NEITHER: its worker is not routed to, or another try has it."""
 
     NEITHER = 0
@@ -121,11 +121,11 @@ class Extended(IntEnum):
     RESERVED_AGAIN = 2
 
 
-def extend(keyspace: Keyspace, extensions: Sequence[Extension]) -> Call[list[Extended]]:
+def extend(keyspace: Keyspace, extensions: Sequence[Extension]) -> Call[list[ExtensionOutcome]]:
     """Keep reservations for CARRIED_MS from now on; make those again that Redis has lost."""
 
-    def parse(reply: list[int]) -> list[Extended]:
-        return [Extended(outcome) for outcome in reply]
+    def parse(reply: list[int]) -> list[ExtensionOutcome]:
+        return [ExtensionOutcome(outcome) for outcome in reply]
 
     args: list[int | str] = [CARRIED_MS]
     for one in extensions:

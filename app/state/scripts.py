@@ -20,7 +20,7 @@ from app.core.errors import KvrouteError, RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
 from app.state.client import MAX_REDIRECTS, RedisClient
 from app.state.connect import deadline
-from app.state.exchange import Node, did_not_run, exchange
+from app.state.exchange import Node, did_not_run, round_trip
 from app.state.records import FIELDS
 
 T = TypeVar("T")
@@ -206,11 +206,11 @@ class ScriptRunner:
         return replies
 
     async def _send(self, node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
-        return await exchange(node, [c.words() for c in calls])
+        return await round_trip(node, [c.words() for c in calls])
 
     async def _load(self, node: Node, names: Iterable[str]) -> None:
         texts = [load_script(name).text for name in names]
-        for reply in await exchange(node, [("SCRIPT LOAD", text) for text in texts]):
+        for reply in await round_trip(node, [("SCRIPT LOAD", text) for text in texts]):
             if isinstance(reply, Exception):
                 raise reply
 

@@ -113,7 +113,7 @@ def rule_of(preprocessor: Mapping[str, Any], config: Mapping[str, Any]) -> Rule 
     most = preprocessor.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280)
     if not all(map(_is_count, (*factor, least, most))):
         return None
-    return _Resized(factor[0] * factor[1], least, most)
+    return _ResizeRule(factor[0] * factor[1], least, most)
 
 
 def _is_count(value: object) -> bool:
@@ -121,7 +121,7 @@ def _is_count(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Resized:
+class _ResizeRule:
     """Of Qwen2-VL and its successors: an image becomes one of whole squares of `factor` pixels a
     side, between `least` and `most` pixels in all, and each square a token."""
 

@@ -34,7 +34,7 @@ PROBE_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
-class Answer:
+class HostileAnswer:
     status: int
     body: bytes = b""
     complete: bool = False
@@ -61,14 +61,14 @@ class Answers:
     """Reads what comes back on one connection; raises what is not HTTP."""
 
     def __init__(self) -> None:
-        self.seen: list[Answer] = []
+        self.seen: list[HostileAnswer] = []
         self._parser = httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
     def on_headers_complete(self) -> None:
-        self.seen.append(Answer(self._parser.get_status_code()))
+        self.seen.append(HostileAnswer(self._parser.get_status_code()))
 
     def on_body(self, body: bytes) -> None:
         self.seen[-1].body += body
@@ -79,7 +79,9 @@ class Answers:
             self.seen.pop()
 
 
-async def exchange(address: tuple[str, int], sent: Hostile, patience_s: float) -> list[Answer]:
+async def exchange(
+    address: tuple[str, int], sent: Hostile, patience_s: float
+) -> list[HostileAnswer]:
     """What a connection is answered. Raises HttpParserError if that is not HTTP."""
     answers = Answers()
     reader, writer = await asyncio.open_connection(*address)
@@ -215,7 +217,7 @@ class Attack:
             begin = b"".join(sent.parts)[:200]
             self.problems.append(f"{target.name}: {sent.kind}, {what}: {each}; sent {begin!r}")
 
-    def _wrong(self, target: Target, sent: Hostile, answers: list[Answer]) -> Iterator[str]:
+    def _wrong(self, target: Target, sent: Hostile, answers: list[HostileAnswer]) -> Iterator[str]:
         if sent.ending in ("read", "half-close") and not answers:
             yield "no answer"
         for answer in answers:

@@ -11,7 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from tests.attack.engine import RESET
-from workers.kv.transfer.frames import MAX_BLOCKS, MAX_FRAME_BYTES, VERSION, Wanted, wanted_frame
+from workers.kv.transfer.frames import (
+    MAX_BLOCKS,
+    MAX_FRAME_BYTES,
+    VERSION,
+    BlocksRequest,
+    wanted_frame,
+)
 
 PROBE_INTERVAL_S, PROBE_TIMEOUT_S = 0.1, 5.0
 PATIENCE_S = 10.0
@@ -150,7 +156,7 @@ def _framed(body: bytes, length: int | None = None) -> bytes:
 
 
 def _asking(transfer_id: str, key: str, blocks: int = 1) -> bytes:
-    return wanted_frame(Wanted(transfer_id, range(blocks), KIND), key)
+    return wanted_frame(BlocksRequest(transfer_id, range(blocks), KIND), key)
 
 
 def _with(**fields: object) -> bytes:

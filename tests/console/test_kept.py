@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from app.console import kept
-from app.console.kept import Kept, KeptAnswers
+from app.console.kept import CachedAnswer, KeptAnswers
 from app.core.errors import RedisUnavailable
 
 
@@ -81,7 +81,7 @@ async def test_an_error_is_not_kept() -> None:
             raise result
         return result
 
-    value = Kept(make, 60.0)
+    value = CachedAnswer(make, 60.0)
     with pytest.raises(RedisUnavailable):
         await value.now()
     assert [await value.now(), await value.now()] == [1, 1]

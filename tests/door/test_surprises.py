@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.console.sampler import Sampler
-from app.door.missing import Missing
+from app.door.missing import MissingWorkers
 from app.door.models import Models
 from app.edge.watched_files import WatchedFiles
 from app.http import supervisor
@@ -27,7 +27,7 @@ from tests.eventually import eventually
 TASKS = {
     "keys": (WatchedFiles, "run"),
     "console": (Sampler, "run"),
-    "missing": (Missing, "run"),
+    "missing": (MissingWorkers, "run"),
     "directory": (Routers, "_follow_directory"),
     "models": (Models, "_follow_workers"),
     "turns": (Waiting, "next_turns"),

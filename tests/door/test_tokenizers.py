@@ -17,7 +17,7 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from app.door import prompts, tokenizers
-from app.door.tokenizers import Loaded, Tokenizers
+from app.door.tokenizers import LoadedTokenizer, Tokenizers
 from app.local.redis_server import EmbeddedRedis
 from app.tokens import Renderer, load
 from tests.door.conftest import completing, models, replica
@@ -55,8 +55,8 @@ async def kept() -> AsyncIterator[Tokenizers]:
         yield Tokenizers(beside)
 
 
-async def settled(tokenizers: Tokenizers, *sources: str) -> list[Loaded]:
-    async def look() -> list[Loaded]:
+async def settled(tokenizers: Tokenizers, *sources: str) -> list[LoadedTokenizer]:
+    async def look() -> list[LoadedTokenizer]:
         return [tokenizers.at(source) for source in sources]
 
     loaded = await look()  # kept, while it is waited for

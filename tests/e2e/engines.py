@@ -114,7 +114,7 @@ async def agent_here(
         await asyncio.gather(serving, return_exceptions=True)
 
 
-class Prompts:
+class SharedPrompts:
     """Prompts that share prefixes, seeded."""
 
     def __init__(self, seed: int, longest: int = 300) -> None:

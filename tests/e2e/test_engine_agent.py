@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from app.local.redis_server import EmbeddedRedis
-from tests.e2e.engines import Process, Prompts, agent, complete, engine, overlap
+from tests.e2e.engines import Process, SharedPrompts, agent, complete, engine, overlap
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 
@@ -37,7 +37,7 @@ async def until_serving(router: httpx.AsyncClient, *expected: str) -> None:
 
 
 async def check(
-    router: httpx.AsyncClient, engine: httpx.AsyncClient, prompts: Prompts, number: int
+    router: httpx.AsyncClient, engine: httpx.AsyncClient, prompts: SharedPrompts, number: int
 ) -> None:
     """At rest, what the router says of each prompt is what the engine then reuses."""
     for _ in range(number):
@@ -65,7 +65,7 @@ async def until_known(router: httpx.AsyncClient, prompt: list[int]) -> None:
 async def test_overlap_is_what_the_engine_reuses_over_restarts_of_either(
     one_redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    url, prompts = one_redis_server.url, Prompts(1)
+    url, prompts = one_redis_server.url, SharedPrompts(1)
     async with started_replica(url) as router:
         with engine(kv_pool_tokens=4096) as first:
             port = first.url.rpartition(":")[2]

@@ -193,7 +193,7 @@ async def test_a_key_cut_off_counts_once_its_file_has_been_the_same_for_a_while(
     monkeypatch.setattr(watched_files, "SETTLED_S", 3600.0)
     looks: list[bool] = []
 
-    class CountingLooks(watched_files.Settling):
+    class CountingLooks(watched_files.WholeFiles):
         def is_whole(self, path: str) -> bool:
             looks.append(super().is_whole(path))
             return looks[-1]
@@ -206,7 +206,7 @@ async def test_a_key_cut_off_counts_once_its_file_has_been_the_same_for_a_while(
 
         await eventually(since, lambda found: found.count(False) >= 3)
 
-    monkeypatch.setattr(watched_files, "Settling", CountingLooks)
+    monkeypatch.setattr(watched_files, "WholeFiles", CountingLooks)
     file = tmp_path / "keys"
     file.write_text("one first\n")
     async with replica(one_redis_server.url, api_key_file=str(file)) as client:

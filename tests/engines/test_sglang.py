@@ -48,7 +48,7 @@ def sglang(http_port: int, events_port: int, replay_port: int) -> Iterator[subpr
             process.kill()
 
 
-class Prompts:
+class SglangPrompts:
     """Prompts that share prefixes, and salts, seeded."""
 
     def __init__(self, seed: int) -> None:
@@ -76,7 +76,7 @@ async def test_overlap_is_what_sglang_finds_after_evictions_resets_and_kills(
     one_redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     ports = [free_port() for _ in range(3)]
-    url, prompts = f"http://127.0.0.1:{ports[0]}", Prompts(1)
+    url, prompts = f"http://127.0.0.1:{ports[0]}", SglangPrompts(1)
     async with (
         started_replica(one_redis_server.url) as router,
         httpx.AsyncClient(base_url=url, timeout=300) as engine,

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SentPrompt:
     tokens: tuple[int, ...]
     model: str
     salt: str | None
@@ -57,7 +57,7 @@ class Asked:
         return asked | {"ignore_eos": True} | ({"cache_salt": self.salt} if self.salt else {})
 
 
-class Prompts:
+class VllmPrompts:
     """Prompts that share prefixes, with adapters and salts, seeded."""
 
     def __init__(self, seed: int) -> None:
@@ -67,13 +67,13 @@ class Prompts:
             for _ in range(12)
         ]
 
-    def next(self) -> Asked:
+    def next(self) -> SentPrompt:
         choice = self._random
         begun = choice.choice(self._prefixes)
         kept = begun[: choice.choice([len(begun), len(begun), choice.randrange(len(begun))])]
         more = [choice.randrange(5, 400) for _ in range(choice.choice([1, 17, 40, 100]))]
         model = ADAPTER if choice.random() < 0.2 else MODEL
-        return Asked((*kept, *more), model, choice.choice(SALTS))
+        return SentPrompt((*kept, *more), model, choice.choice(SALTS))
 
 
 class Fleet:
@@ -87,7 +87,7 @@ class Fleet:
         self._http = http
         self._urls = {name: engine.url for name, engine in zip("ab", engines, strict=True)}
 
-    async def send(self, number: int, asked: Asked) -> None:
+    async def send(self, number: int, asked: SentPrompt) -> None:
         """As a client would: another worker takes the place of one that fails."""
         router = self._routers[number % len(self._routers)]
         exclude: list[str] = []
@@ -109,7 +109,7 @@ class Fleet:
                 await router.delete(release)
                 return
 
-    async def complete(self, url: str, asked: Asked, within_s: float = ANSWER_S) -> int:
+    async def complete(self, url: str, asked: SentPrompt, within_s: float = ANSWER_S) -> int:
         """How many tokens the engine says were cached."""
         path = f"{url}/v1/completions"
         answer = await self._http.post(path, json=asked.for_engine, timeout=within_s)
@@ -117,7 +117,7 @@ class Fleet:
         details = answer.json()["usage"]["prompt_tokens_details"] or {}
         return int(details.get("cached_tokens") or 0)
 
-    async def overlap(self, name: str, asked: Asked) -> int:
+    async def overlap(self, name: str, asked: SentPrompt) -> int:
         """Blocks, as the second replica states them, once two looks agree."""
         last = await self._look(name, asked)
         while True:
@@ -128,14 +128,14 @@ class Fleet:
                 return now
             last = now
 
-    async def _look(self, name: str, asked: Asked) -> int | None:
+    async def _look(self, name: str, asked: SentPrompt) -> int | None:
         """None: on a busy machine the worker may be away for a moment."""
         body = asked.for_router | {"reserve": False, "explain": True}
         answer = (await self._routers[1].post("/v1/route", json=body)).json()
         found = [c for c in answer.get("candidates", ()) if c["worker_id"] == name]
         return sum(found[0]["overlap_blocks"].values()) if found else None
 
-    async def load_another_adapter(self, folder: Path, held: Asked) -> None:
+    async def load_another_adapter(self, folder: Path, held: SentPrompt) -> None:
         """Under the name of the one before, at both engines. held: a prompt of that one's."""
         blocks = len(held.tokens) // BLOCK
         await eventually(
@@ -153,7 +153,7 @@ class Fleet:
         """How often the first engine was asked for its adapters."""
         return self.engines[0].num_logged("GET /v1/models")
 
-    async def differences(self, prompts: Prompts, sample: int = SAMPLE) -> list[str]:
+    async def differences(self, prompts: VllmPrompts, sample: int = SAMPLE) -> list[str]:
         """Where routers and engines disagree over a sample."""
         found = []
         for number in range(sample):
@@ -195,7 +195,7 @@ async def fleet(redis_url: str, folder: Path, stack: ExitStack) -> AsyncIterator
 async def test_overlap_is_what_vllm_reports_after_evictions_kills_a_reset_and_a_sleep(
     one_redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    url, prompts = one_redis_server.url, Prompts(3)
+    url, prompts = one_redis_server.url, VllmPrompts(3)
     with ExitStack() as stack:
         async with fleet(url, tmp_path, stack) as served:
             beside: list[Process] = [
@@ -228,8 +228,8 @@ async def test_overlap_is_what_vllm_reports_after_evictions_kills_a_reset_and_a_
                 for number in range(REQUESTS):
                     tasks.create_task(one(number))
             await served.serving("a", "b")
-            assert await served.differences(Prompts(3)) == []
-            held = Asked(tuple(range(5, 5 + 4 * BLOCK)), ADAPTER, None)
+            assert await served.differences(VllmPrompts(3)) == []
+            held = SentPrompt(tuple(range(5, 5 + 4 * BLOCK)), ADAPTER, None)
             await served.complete(served.engines[0].url, held)
             await served.load_another_adapter(tmp_path / "other-adapter", held)
-            assert await served.differences(Prompts(3), 60) == []
+            assert await served.differences(VllmPrompts(3), 60) == []

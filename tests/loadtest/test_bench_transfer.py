@@ -25,8 +25,8 @@ async def test_the_target_answers_alone_and_with_what_the_source_hands_on() -> N
 class _GoneSource:
     """Keeps something where nobody listens."""
 
-    def answer(self, prompt: bytes, form: str = "") -> bench_transfer.Answer:
-        return bench_transfer.Answer(0.0, [], 0, Source("127.0.0.1", 1, "gone", 256))
+    def answer(self, prompt: bytes, form: str = "") -> bench_transfer.TransferAnswer:
+        return bench_transfer.TransferAnswer(0.0, [], 0, Source("127.0.0.1", 1, "gone", 256))
 
 
 async def test_a_prompt_that_was_computed_instead_of_fetched_ends_the_benchmark() -> None:

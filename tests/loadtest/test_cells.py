@@ -15,7 +15,7 @@ from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 from loadtest.cells import CellSimulation, Door, first_blocks, first_turn, main, simulate
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
-from loadtest.virtual import Prompts, Simulation
+from loadtest.virtual import Simulation, TracePrompts
 
 RNG = np.random.default_rng(0)
 
@@ -25,7 +25,7 @@ def request(index: int, blocks: tuple[int, ...], think_s: float = 0.0) -> TraceR
 
 
 def chosen(door: Door, session: Session, under_way: list[int], turn: int = 0) -> int:
-    made: SimRequest = Prompts(256).of(session.turns[turn])
+    made: SimRequest = TracePrompts(256).of(session.turns[turn])
     return door.choose(session, made, under_way, RNG)
 
 
@@ -64,10 +64,10 @@ def test_one_cell_is_the_fleet_itself_and_two_know_nothing_of_each_other() -> No
     trace = read_trace(DEMO_TRACE).cut(requests=150)
     setting = Setting(num_workers=4)
     alone = Simulation("latency", setting).run(trace)
-    assert CellSimulation("latency", setting, Prompts(256), 1, Door()).run(trace) == alone
+    assert CellSimulation("latency", setting, TracePrompts(256), 1, Door()).run(trace) == alone
     prompt = tuple(range(20))
     hot = Trace("hot", tuple(Session(60.0 * n, (request(n, prompt),)) for n in range(8)))
-    cells = CellSimulation("latency", setting, Prompts(256), 2, Door(bound=1.0))
+    cells = CellSimulation("latency", setting, TracePrompts(256), 2, Door(bound=1.0))
     cached = [outcome.cached_tokens for outcome in cells.run(hot)]
     # Each computes the prompt once, all but the block whose last token is always computed.
     assert sorted(cached) == [0, 0, *[19 * 256] * 6]

@@ -7,7 +7,7 @@ from app.simulation.setting import Setting
 from loadtest.client import Outcome
 from loadtest.ideal import ideal
 from loadtest.traces import DEMO_TRACE, Session, Trace, read_trace
-from loadtest.virtual import Prompts, Simulation
+from loadtest.virtual import Simulation, TracePrompts
 from tests.loadtest.test_virtual import open_loop, request
 
 
@@ -26,7 +26,7 @@ def test_no_request_waits() -> None:
         *(request(i, blocks) for i, blocks in enumerate([(7, 8), (9,), (7, 8)])), every_s=0.0
     )
     setting = Setting(num_workers=1)
-    first, other, again = ideal(setting, trace, Prompts(setting.block_size))
+    first, other, again = ideal(setting, trace, TracePrompts(setting.block_size))
     assert [outcome.cached_tokens for outcome in (first, other, again)] == [0, 0, 7 * 256]
     for asked in (first, other):
         alone = Trace("alone", (trace.sessions[int(asked.request_id)],))
@@ -41,7 +41,7 @@ def test_the_memories_of_all_workers_are_one() -> None:
     # Two prompts of 256,000 tokens, where a device and a host tier hold 400,000 each.
     a, b = range(250), range(250, 500)
     trace = open_loop(*(request(i, tuple(blocks)) for i, blocks in enumerate((a, b, a))), every_s=0)
-    prompts = Prompts(256)
+    prompts = TracePrompts(256)
     one, two, with_host = (
         ideal(Setting(num_workers=workers, host_pool_tokens=host), trace, prompts)[2].cached_tokens
         for workers, host in ((1, 0), (2, 0), (1, 400_000))
@@ -52,7 +52,9 @@ def test_the_memories_of_all_workers_are_one() -> None:
 def test_the_worker_is_as_fast_as_the_fastest_profile() -> None:
     trace = open_loop(request(0, (1, 2)), every_s=0.0)
     slow, fast, either = (
-        ideal(Setting(profiles=tuple(PROFILES[name] for name in names)), trace, Prompts(256))[0]
+        ideal(Setting(profiles=tuple(PROFILES[name] for name in names)), trace, TracePrompts(256))[
+            0
+        ]
         for names in (("70b-4xh100",), ("8b-1xh100",), ("70b-4xh100", "8b-1xh100"))
     )
     assert ttft_s(either) == ttft_s(fast) < ttft_s(slow)
@@ -62,7 +64,7 @@ def test_the_worker_is_as_fast_as_the_fastest_profile() -> None:
 def test_no_policy_does_better_while_memory_suffices() -> None:
     trace = read_trace(DEMO_TRACE).cut(0.0, None, 300)
     setting = Setting(num_workers=16, host_pool_tokens=100_000)
-    prompts = Prompts(setting.block_size)
+    prompts = TracePrompts(setting.block_size)
     best = ideal(setting, trace, prompts)
     for policy in ("latency", "random"):
         found = Simulation(policy, setting, prompts).run(trace)
@@ -75,7 +77,7 @@ def test_no_policy_does_better_while_memory_suffices() -> None:
 
 def test_a_turn_follows_the_answer_before_it_by_its_think_time() -> None:
     turns = (request(0, (1,)), request(1, (1, 2), think_s=5.0))
-    first, second = ideal(Setting(), Trace("made up", (Session(2.0, turns),)), Prompts(256))
+    first, second = ideal(Setting(), Trace("made up", (Session(2.0, turns),)), TracePrompts(256))
     assert first.arrival_s == 2.0
     assert first.end_s is not None
     assert second.arrival_s == pytest.approx(first.end_s + 5.0)

@@ -10,9 +10,9 @@ from app.core.worker_report import Role
 from app.planner.rules.state import Reason, Rules
 from app.simulation.link import Link
 from app.simulation.setting import Setting
-from loadtest.scaling import Played, Scaled, Scaling
+from loadtest.scaling import PlayedTrace, Scaled, Scaling
 from loadtest.traces import Session, Trace, TraceRequest
-from loadtest.virtual import Prompts
+from loadtest.virtual import TracePrompts
 
 END_S = 1200.0
 RULES = Rules(window_s=90.0, lead_s=30.0)
@@ -42,10 +42,10 @@ def play(
     num_workers: int = 1,
     victim: str = "unique_value",
     sizes: Callable[[float], int] | None = None,
-) -> Played:
+) -> PlayedTrace:
     scaling = Scaling(policy, RULES, victim, startup_s=30.0, sizes=sizes)
     setting = Setting(num_workers=num_workers)
-    return Scaled(scaling, setting, "latency", Prompts(256), END_S).run(trace or rush())
+    return Scaled(scaling, setting, "latency", TracePrompts(256), END_S).run(trace or rush())
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_two_pools_grow_in_a_rush_and_lose_nothing() -> None:
     scaling = Scaling("slo", RULES, startup_s=30.0)
     roles = (Role.PREFILL, Role.DECODE)
     setting = Setting(num_workers=2, roles=roles, link=Link(12.5e9))
-    played = Scaled(scaling, setting, "latency", Prompts(256), END_S).run(rush())
+    played = Scaled(scaling, setting, "latency", TracePrompts(256), END_S).run(rush())
     sizes = [proposal.desired_pools for proposal in played.proposals]
     assert all(pools is not None and pools.prefill and pools.decode for pools in sizes)
     assert max(pools.size for pools in sizes if pools is not None) > 2

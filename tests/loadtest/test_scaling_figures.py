@@ -5,7 +5,7 @@ import pytest
 from app.planner.rules.state import Prediction, Proposal, Reason, Rules
 from app.simulation.profiles import USUAL
 from loadtest.client import FailureKind, Outcome
-from loadtest.scaling import Played
+from loadtest.scaling import PlayedTrace
 from loadtest.scaling_figures import ScalingFigures, figures_of
 
 
@@ -30,7 +30,7 @@ def change(at_s: float, size: int, desired: int, attainment: float | None = None
 
 
 def figures(proposals: list[Proposal], outcomes: list[Outcome]) -> ScalingFigures:
-    played = Played(outcomes, proposals, worker_s=7200.0, recomputed_s=5.0)
+    played = PlayedTrace(outcomes, proposals, worker_s=7200.0, recomputed_s=5.0)
     return figures_of("slo", "newest", played, USUAL, Rules(window_s=100.0))
 
 

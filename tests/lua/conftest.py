@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from app.core.chains import GROUP_BLOCKS
 from app.core.failures import REPORTED, Failure
 from app.core.keys import Keyspace
-from app.core.loads import Load, Refused, Reservation, Snapshot, Wish
+from app.core.loads import Load, Refusal, Reservation, Snapshot, Wish
 from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.core.worker_report import WorkerInfo
@@ -215,7 +215,7 @@ class Namespace:
         prefill_ttl_ms: int | None = None,
         retry: bool = False,
         source: Wish | None = None,
-    ) -> Refused | None:
+    ) -> Refusal | None:
         reservation = Reservation(request_id, tokens, us, blocks, attempt, retry)
         wish = Wish(inc, reservation, max_requests, seen_total, source)
         (refused,) = await self.reserve_all(wish, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
@@ -223,7 +223,7 @@ class Namespace:
 
     async def reserve_all(
         self, *wishes: Wish, ttl_ms: int = LONG_MS, prefill_ttl_ms: int | None = None
-    ) -> list[Refused | None]:
+    ) -> list[Refusal | None]:
         return await self.do(
             reservations.reserve(self.keys, wishes, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
         )

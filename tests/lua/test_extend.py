@@ -7,10 +7,10 @@ import pytest
 from app.core.loads import Load, Reservation, Wish
 from app.core.types import Incarnation
 from app.state import reservations
-from app.state.reservations import CARRIED_MS, Extended, Extension
+from app.state.reservations import CARRIED_MS, Extension, ExtensionOutcome
 from tests.lua.conftest import Namespace
 
-NEITHER, EXTENDED, AGAIN = Extended
+NEITHER, EXTENDED, AGAIN = ExtensionOutcome
 
 
 async def extend(
@@ -20,7 +20,7 @@ async def extend(
     attempt: str = "1000-aa",
     *,
     decoding: bool = False,
-) -> Extended:
+) -> ExtensionOutcome:
     promised = Reservation(request_id, 100, 5000, 7, attempt, carried=True)
     extension = Extension(f"{request_id}~{attempt[-2:]}", promised, inc, decoding)
     (outcome,) = await space.do(reservations.extend(space.keys, [extension]))

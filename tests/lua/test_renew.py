@@ -29,9 +29,9 @@ async def test_a_renewal_tells_how_many_incarnations_have_a_lease(space: Namespa
     a, b = await space.worker("a"), await space.worker("b", ttl_ms=1)
     await space.until_lease_lapses(b)
     nonces = (space.keys, info("a"), a, "nonce-a")
-    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == leases.Renewed(2)
+    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == leases.Renewal(2)
     await space.retire_lapsed()
-    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == leases.Renewed(1)
+    assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == leases.Renewal(1)
 
 
 async def test_a_lapsed_lease_is_revived_with_its_reservations(space: Namespace) -> None:

@@ -16,7 +16,7 @@ MAX_REQUESTS = 3
 
 
 @dataclass
-class Held:
+class HeldReservation:
     worker: Incarnation
     tokens: int
     us: int
@@ -31,11 +31,15 @@ class Model:
     """What the scripts should do, apart from times."""
 
     totals: dict[Incarnation, int]
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, HeldReservation] = field(default_factory=dict)
     """In the order in which they were reserved."""
 
     def reserve(
-        self, request_id: str, held: Held, seen: int | None, source: Held | None = None
+        self,
+        request_id: str,
+        held: HeldReservation,
+        seen: int | None,
+        source: HeldReservation | None = None,
     ) -> str:
         self.release(request_id)
         if source is not None:
@@ -107,12 +111,12 @@ class Model:
         )
 
 
-def some_of(inc: Incarnation, rng: random.Random) -> Held:
+def some_of(inc: Incarnation, rng: random.Random) -> HeldReservation:
     us = rng.choice((0, rng.randrange(100_000)))
-    return Held(inc, rng.randrange(1, 1000), us, rng.randrange(1, 50))
+    return HeldReservation(inc, rng.randrange(1, 1000), us, rng.randrange(1, 50))
 
 
-def wish(source: Held) -> Wish:
+def wish(source: HeldReservation) -> Wish:
     reservation = Reservation("", source.tokens, source.us, source.blocks)
     return Wish(source.worker, reservation, MAX_REQUESTS, seen_total=None)
 
@@ -126,7 +130,7 @@ async def step(space: Namespace, model: Model, rng: random.Random) -> None:
         case "reserve":
             inc, other = rng.sample(list(model.totals), 2)
             held = some_of(inc, rng)
-            source = rng.choice([None, some_of(other, rng), Held(other, 0, 0, 9, "h")])
+            source = rng.choice([None, some_of(other, rng), HeldReservation(other, 0, 0, 9, "h")])
             seen = rng.choice([None, None, model.totals[inc], model.totals[inc] - 1])
             if seen == -1:
                 seen = None

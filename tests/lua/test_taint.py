@@ -53,7 +53,7 @@ async def test_its_agent_hears_of_it_with_the_next_renewal(space: Namespace) -> 
     inc = await alive(space, "a")
     await taint(space, space.infos[inc])
     call = leases.renew(space.keys, space.infos[inc], inc, "nonce-a", ttl_ms=1000)
-    assert await space.do(call) == leases.Renewed(1, drains=False, tainted=True)
+    assert await space.do(call) == leases.Renewal(1, drains=False, tainted=True)
 
 
 @pytest.mark.parametrize("life", ["2000.5", "1000.5+7"])

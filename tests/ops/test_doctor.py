@@ -22,7 +22,7 @@ from app.local.redis_server import EmbeddedRedis, free_port
 from app.ops import checks
 from app.state import index
 from tests.door.conftest import completing, replica, until_serving
-from tests.e2e.engines import Process, Prompts, agent, complete, engine
+from tests.e2e.engines import Process, SharedPrompts, agent, complete, engine
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE
@@ -357,7 +357,7 @@ async def test_an_agent_that_hears_nothing_while_its_engine_computes_says_so(
     deaf = [f"--events-endpoint={nowhere}"]
     with engine() as one, agent(one.url, url, tmp_path, more=deaf) as beside:
         await until_healthy(beside)
-        prompts = Prompts(1)
+        prompts = SharedPrompts(1)
 
         async def silent() -> bool:
             async with httpx.AsyncClient(base_url=one.url) as http:

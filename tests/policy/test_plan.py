@@ -18,7 +18,7 @@ from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.trust import Trust
-from app.policy.view import Measured, View, Workers
+from app.policy.view import Measurement, View, Workers
 from tests.policy.test_view import ONE, THREE, TWO, info
 
 SPEED = Speed(
@@ -35,7 +35,7 @@ SPEED = Speed(
 
 def view_of(*loads: Load, max_requests: int = 4, now_ms: int = 5000) -> View:
     """Workers a, b, c with these loads, a thousand blocks of 16 tokens each."""
-    measured = Measured(ForwardPassMetrics(kv_total_blocks=1000), SPEED, NO_READINGS, at_ms=0)
+    measured = Measurement(ForwardPassMetrics(kv_total_blocks=1000), SPEED, NO_READINGS, at_ms=0)
     incarnations = [ONE, TWO, THREE][: len(loads)]
     workers = [
         (inc, info(name, max_requests), measured)

@@ -15,7 +15,7 @@ from app.core.types import Incarnation, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.choose import choose
 from app.policy.cost import Candidates, RequestSize
-from app.policy.view import Measured, View, Workers
+from app.policy.view import Measurement, View, Workers
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 10_000
 NOW_MS = 1_000_000
@@ -37,7 +37,7 @@ def view_of(
         info = WorkerInfo(
             WorkerKey(f"w{number}"), "http://w:1", BLOCK_SIZE, NUM_BLOCKS, max_requests
         )
-        measured = Measured(metrics, DEFAULT_SPEED, NO_READINGS, NOW_MS - age_ms)
+        measured = Measurement(metrics, DEFAULT_SPEED, NO_READINGS, NOW_MS - age_ms)
         known.append((Incarnation(number), info, measured))
     loads = {inc: load for (inc, _, _), (_, load) in zip(known, workers, strict=True)}
     return View(Snapshot(NOW_MS, Loads.of(loads)), Workers(known))

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from app.policy.spread import Groups, Standing, pick, spread
+from app.policy.spread import Availability, Groups, pick, spread
 
-LEAVES, SLEEPS, STAYS, SERVES = Standing
+LEAVES, SLEEPS, STAYS, SERVES = Availability
 SHARED: Groups = ({"old": 9.0, "new": 1.0}, {"blue": 0.0, "green": 1.0})
 
 
@@ -52,7 +52,7 @@ SHARED: Groups = ({"old": 9.0, "new": 1.0}, {"blue": 0.0, "green": 1.0})
     ],
 )
 def test_requests_go_to_those_that_may_have_them(
-    claims: tuple[str, ...], standings: dict[str, Standing], expected: dict[str, float]
+    claims: tuple[str, ...], standings: dict[str, Availability], expected: dict[str, float]
 ) -> None:
     assert spread(claims, standings, SHARED) == expected
 

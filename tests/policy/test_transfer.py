@@ -15,7 +15,7 @@ from app.core.types import TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Role, Speed, WorkerInfo
 from app.policy.plan import Plan
 from app.policy.transfer import Form, roles_of
-from app.policy.view import Measured, View, Workers
+from app.policy.view import Measurement, View, Workers
 from tests.policy.test_plan import SPEED, plan, query, worker
 from tests.policy.test_view import ONE, THREE, TWO, info
 
@@ -33,7 +33,7 @@ def able(name: str, role: Role, way: str = "nixl", max_requests: int = 8) -> Wor
 
 def fleet(*infos: WorkerInfo, loads: list[Load] | None = None, speed: Speed = LINK) -> View:
     """Workers with these loads, a thousand blocks of 16 tokens each."""
-    measured = Measured(ForwardPassMetrics(kv_total_blocks=1000), speed, NO_READINGS, at_ms=0)
+    measured = Measurement(ForwardPassMetrics(kv_total_blocks=1000), speed, NO_READINGS, at_ms=0)
     incarnations = [ONE, TWO, THREE][: len(infos)]
     known = [(inc, one, measured) for inc, one in zip(incarnations, infos, strict=True)]
     given = loads or [Load() for _ in infos]

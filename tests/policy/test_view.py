@@ -13,7 +13,7 @@ from app.core.resume import Resume
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.cost import Candidates
-from app.policy.view import UNMEASURED, Measured, View, Workers, load_statistics
+from app.policy.view import UNMEASURED, Measurement, View, Workers, load_statistics
 
 ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
 
@@ -28,8 +28,8 @@ def info(worker_id: str, max_requests: int = 256) -> WorkerInfo:
     )
 
 
-def measured(metrics: ForwardPassMetrics, at_ms: int = 0) -> Measured:
-    return Measured(metrics, DEFAULT_SPEED, NO_READINGS, at_ms)
+def measured(metrics: ForwardPassMetrics, at_ms: int = 0) -> Measurement:
+    return Measurement(metrics, DEFAULT_SPEED, NO_READINGS, at_ms)
 
 
 def column(candidates: Candidates, position: int) -> dict[str, float]:

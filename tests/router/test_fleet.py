@@ -19,7 +19,7 @@ from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import POLICIES
-from app.policy.view import Measured
+from app.policy.view import Measurement
 from app.router import fleet as fleets
 from app.router.fleet import Fleet
 from app.state import leases, reservations
@@ -64,10 +64,10 @@ async def following(fleet: Fleet) -> AsyncIterator[None]:
             await task
 
 
-async def learned(fleet: Fleet, inc: Incarnation, waiting: int) -> Measured:
+async def learned(fleet: Fleet, inc: Incarnation, waiting: int) -> Measurement:
     """What the fleet has learnt of `inc`, once that includes `waiting` requests."""
 
-    async def look() -> Measured:
+    async def look() -> Measurement:
         return fleet.measured(inc)
 
     return await eventually(look, lambda m: m.metrics.num_requests_waiting == waiting)
@@ -558,7 +558,7 @@ async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_begin
 
 
 def test_measurements_older_than_a_second_are_stale() -> None:
-    measured = Measured(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=10_000)
+    measured = Measurement(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=10_000)
     assert not measured.is_stale(11_000, workers=256)
     assert measured.is_stale(11_001, workers=256)
     # They publish every 0.4 s each.

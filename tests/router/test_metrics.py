@@ -10,7 +10,7 @@ from app.core.worker_report import (
     ForwardPassMetrics,
     GpuReadings,
 )
-from app.policy.view import Measured, View, Workers
+from app.policy.view import Measurement, View, Workers
 from app.router.metrics import WORKER_FAMILIES, Telemetry
 from tests.lua.conftest import info
 
@@ -82,7 +82,7 @@ def gauges_of(readings: GpuReadings, now_ms: int) -> dict[str, float]:
         kv_transfers=3,
         kv_transfers_failed=1,
     )
-    measured = Measured(metrics, DEFAULT_SPEED, readings, at_ms=0)
+    measured = Measurement(metrics, DEFAULT_SPEED, readings, at_ms=0)
     inc = Incarnation(1)
     telemetry = Telemetry()
     telemetry.view = View(

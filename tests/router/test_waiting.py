@@ -18,7 +18,7 @@ from app.core.errors import AllWorkersBusy, NoWorkers
 from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import Decision, Query, RouteRequest
 from app.router import waiting
-from app.router.pending import Pending, Queued
+from app.router.pending import Pending, QueuePlace
 from app.router.wait_queue import WaitQueue
 from app.state import waiting as state_of_waiting
 from app.state.connect import connect
@@ -520,7 +520,7 @@ class TestTrouble:
         steps = 0
         step = waiting.Waiting._step
 
-        async def counted(self: waiting.Waiting) -> list[Queued]:
+        async def counted(self: waiting.Waiting) -> list[QueuePlace]:
             nonlocal steps
             steps += 1
             return await step(self)
@@ -614,13 +614,13 @@ class TestTrouble:
 # The queue of one replica, without Redis
 
 
-def queued(flow: str, number: int, weight: float) -> Queued:
+def queued(flow: str, number: int, weight: float) -> QueuePlace:
     ticket = state_of_waiting.ticket(
         flow, "x", number, tokens=1, weight=weight, picky=False, since_ms=number
     )
     answer: Any = None
     pending = Pending(Query(request(str(number)), "a"), answer)
-    return Queued(pending, ticket, weight, flow, "normal", float(number))
+    return QueuePlace(pending, ticket, weight, flow, "normal", float(number))
 
 
 FLOWS = {"a": 1.0, "b": 1.0, "c": 4.0, "d": 0.25}
@@ -632,7 +632,7 @@ FLOWS = {"a": 1.0, "b": 1.0, "c": 4.0, "d": 0.25}
 )
 def test_a_wait_queue_holds_what_a_list_would(capacity: int, steps: list[tuple[str, bool]]) -> None:
     queue = WaitQueue(capacity)
-    model: list[Queued] = []
+    model: list[QueuePlace] = []
     for number, (flow, enters) in enumerate(steps):
         if enters or not model:
             one = queued(flow, number, FLOWS[flow])
@@ -666,7 +666,7 @@ def test_a_higher_priority_has_a_larger_share() -> None:
     assert waiting.SHARES["normal"] == 1.0
 
 
-def of_holder(holder: str, flow: str, number: int) -> Queued:
+def of_holder(holder: str, flow: str, number: int) -> QueuePlace:
     one = queued(flow, number, 1.0)
     one.pending.request.holder = holder
     return one

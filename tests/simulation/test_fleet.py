@@ -20,7 +20,7 @@ def request(name: str, *, blocks: int = 4, output_tokens: int = 10, first: int =
     return SimRequest(name, chain, (), 256 * blocks, output_tokens)
 
 
-class Played:
+class PlayedFleet:
     """A fleet, and the answers that its requests got."""
 
     def __init__(self, setting: Setting, policy: str = "least_loaded") -> None:
@@ -43,7 +43,7 @@ def burst(size: int, prefix: str, **how: int) -> list[SimRequest]:
 
 
 def test_a_worker_gets_requests_only_once_it_has_started() -> None:
-    played = Played(Setting(num_workers=1))
+    played = PlayedFleet(Setting(num_workers=1))
     played.fleet.at(10.0, lambda _: played.fleet.join(USUAL, startup_s=60.0))
     played.ask(69.0, *burst(4, "early"))
     played.ask(71.0, *burst(4, "late"))
@@ -56,7 +56,7 @@ def test_a_worker_gets_requests_only_once_it_has_started() -> None:
 
 
 def test_a_worker_that_joins_has_an_empty_cache() -> None:
-    played = Played(Setting(num_workers=1), "latency")
+    played = PlayedFleet(Setting(num_workers=1), "latency")
     played.ask(0.0, request("first"))
     played.fleet.at(20.0, lambda _: played.fleet.join(USUAL))
     played.ask(30.0, request("again"))
@@ -67,7 +67,7 @@ def test_a_worker_that_joins_has_an_empty_cache() -> None:
 
 
 def test_a_worker_that_drains_answers_what_it_has_and_gets_nothing_more() -> None:
-    played = Played(Setting(num_workers=2))
+    played = PlayedFleet(Setting(num_workers=2))
     played.ask(0.0, *burst(4, "before", output_tokens=200))
     played.fleet.at(1.0, lambda _: played.fleet.drain(1))
     played.ask(1.0, *burst(4, "after"))
@@ -84,7 +84,7 @@ def test_a_worker_that_drains_answers_what_it_has_and_gets_nothing_more() -> Non
 
 
 def test_a_request_decided_just_before_the_drain_is_decided_again() -> None:
-    played = Played(Setting(num_workers=2, trip_s=0.5))
+    played = PlayedFleet(Setting(num_workers=2, trip_s=0.5))
     played.ask(1.0, *burst(2, "r"))
     played.fleet.at(1.2, lambda _: played.fleet.drain(1))
     played.fleet.run()
@@ -94,7 +94,7 @@ def test_a_request_decided_just_before_the_drain_is_decided_again() -> None:
 
 @pytest.mark.parametrize("status", [Status.STARTING, Status.LIVE])
 def test_a_worker_without_requests_leaves_at_once(status: Status) -> None:
-    fleet = Played(Setting(num_workers=1)).fleet
+    fleet = PlayedFleet(Setting(num_workers=1)).fleet
     place = fleet.join(USUAL, startup_s=30.0 if status is Status.STARTING else 0.0)
     assert fleet.workers[place].status is status
     fleet.at(5.0, lambda _: fleet.drain(place))
@@ -104,7 +104,7 @@ def test_a_worker_without_requests_leaves_at_once(status: Status) -> None:
 
 @pytest.mark.parametrize("sharing", list(Sharing))
 def test_a_crash_loses_only_answers_that_have_begun(sharing: Sharing) -> None:
-    played = Played(Setting(num_workers=2, replicas=2, sharing=sharing), "round_robin")
+    played = PlayedFleet(Setting(num_workers=2, replicas=2, sharing=sharing), "round_robin")
     # A prompt of 25,600 tokens prefills for over two seconds. Each replica goes round the workers.
     for n, one in enumerate(burst(4, "long", blocks=100)):
         played.ask(0.01 * n, one)
@@ -127,7 +127,7 @@ def test_a_crash_loses_only_answers_that_have_begun(sharing: Sharing) -> None:
 @pytest.mark.parametrize("slowed_s", [0.0, 2.0])
 def test_a_slower_worker_takes_longer_from_its_next_step_on(slowed_s: float) -> None:
     def end_s(slowness: float) -> float:
-        played = Played(Setting(num_workers=1))
+        played = PlayedFleet(Setting(num_workers=1))
         played.ask(0.0, request("r", output_tokens=200))
         played.fleet.at(slowed_s, lambda _: played.fleet.slow(0, slowness))
         played.fleet.run()
@@ -141,7 +141,7 @@ def test_a_slower_worker_takes_longer_from_its_next_step_on(slowed_s: float) -> 
 
 
 def test_routers_learn_that_a_worker_has_become_slower() -> None:
-    played = Played(Setting(num_workers=2), "latency")
+    played = PlayedFleet(Setting(num_workers=2), "latency")
     played.fleet.slow(1, 4.0)
     for second in range(300):
         played.ask(float(second), request(f"r{second}", first=1000 * second, blocks=8))
@@ -153,7 +153,7 @@ def test_routers_learn_that_a_worker_has_become_slower() -> None:
 def test_blocks_counts_once_what_requests_in_flight_share() -> None:
     shared = [request(f"shared{i}", blocks=100, output_tokens=2000) for i in range(3)]
     alone = request("alone", blocks=150, first=1000, output_tokens=2000)
-    played = Played(Setting(num_workers=2), "blocks")
+    played = PlayedFleet(Setting(num_workers=2), "blocks")
     for place, one in ((0, shared[0]), (1, alone)):
         played.fleet.warm(place, one)
     played.ask(1.0, *shared, alone)

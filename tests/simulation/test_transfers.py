@@ -17,7 +17,7 @@ from app.simulation.link import Link
 from app.simulation.profiles import USUAL
 from app.simulation.sequence import Received
 from app.simulation.setting import Setting
-from tests.simulation.test_fleet import Played, request
+from tests.simulation.test_fleet import PlayedFleet, request
 
 LINK = Link(bytes_per_s=USUAL.kv_bytes_per_token * 1000.0, first_s=0.5)
 """A thousand tokens a second, the first after half a second."""
@@ -26,7 +26,7 @@ PAIR = Setting(num_workers=2, link=LINK, roles=(Role.PREFILL, Role.DECODE), spli
 
 def alone_s(blocks: int, output_tokens: int) -> tuple[float, float]:
     """When the first token comes and the request ends, on one worker alone."""
-    played = Played(Setting(num_workers=1), "latency")
+    played = PlayedFleet(Setting(num_workers=1), "latency")
     played.ask(0.0, request("r", blocks=blocks, output_tokens=output_tokens))
     played.fleet.run()
     answer = played.answers["r"]
@@ -35,14 +35,14 @@ def alone_s(blocks: int, output_tokens: int) -> tuple[float, float]:
     return answer.first_token_s, answer.end_s
 
 
-def first_token_s(played: Played, name: str) -> float:
+def first_token_s(played: PlayedFleet, name: str) -> float:
     when_s = played.answers[name].first_token_s
     assert when_s is not None
     return when_s
 
 
 def test_a_split_prompt_is_computed_travels_and_is_decoded() -> None:
-    played = Played(PAIR, "latency")
+    played = PlayedFleet(PAIR, "latency")
     played.ask(0.0, request("r", blocks=8))
     played.fleet.run()
     answer = played.answers["r"]
@@ -58,7 +58,7 @@ def test_a_split_prompt_is_computed_travels_and_is_decoded() -> None:
 
 
 def test_only_what_the_target_lacks_travels() -> None:
-    played = Played(PAIR, "latency")
+    played = PlayedFleet(PAIR, "latency")
     played.fleet.warm(1, request("r", blocks=4))
     played.ask(0.0, request("r", blocks=8))
     played.fleet.run()
@@ -70,7 +70,7 @@ def test_only_what_the_target_lacks_travels() -> None:
 
 
 def test_transfers_of_one_source_share_its_link() -> None:
-    played = Played(PAIR, "latency")
+    played = PlayedFleet(PAIR, "latency")
     played.ask(0.0, request("a", blocks=4), request("b", blocks=4, first=100))
     played.fleet.run()
     # Both are computed in one step, and travel one after the other.
@@ -79,7 +79,7 @@ def test_transfers_of_one_source_share_its_link() -> None:
 
 
 def test_the_source_owes_its_prefill_until_computed_and_its_blocks_until_the_first_token() -> None:
-    played = Played(PAIR, "latency")
+    played = PlayedFleet(PAIR, "latency")
     played.ask(0.0, request("r", blocks=8, output_tokens=100))
     (books,) = (replica.books for replica in played.fleet.replicas)
     played.fleet.run(until_s=0.1)
@@ -100,7 +100,7 @@ def test_the_source_owes_its_prefill_until_computed_and_its_blocks_until_the_fir
 
 def test_a_prefix_is_fetched_from_a_busy_worker_and_the_rest_computed() -> None:
     fast = replace(LINK, bytes_per_s=USUAL.kv_bytes_per_token * 1e6, first_s=0.001)
-    played = Played(Setting(num_workers=2, link=fast), "latency")
+    played = PlayedFleet(Setting(num_workers=2, link=fast), "latency")
     played.fleet.warm(0, request("long", blocks=40))
     played.ask(0.0, *(request(f"busy{i}", blocks=100, first=1000 + 200 * i) for i in range(4)))
     played.ask(0.1, request("r", blocks=41))
@@ -118,7 +118,7 @@ def test_a_prefix_that_many_ask_for_spreads_from_its_one_holder() -> None:
     link on which they take a third of that."""
 
     def p99_s(link: Link | None) -> float:
-        played = Played(Setting(link=link, count_in_flight=True), "latency")
+        played = PlayedFleet(Setting(link=link, count_in_flight=True), "latency")
         played.fleet.warm(0, request("hot", blocks=32))
         for i in range(200):
             prompt = request(f"r{i}", blocks=33, output_tokens=100)
@@ -134,7 +134,7 @@ def test_a_prefix_that_many_ask_for_spreads_from_its_one_holder() -> None:
 
 
 def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are() -> None:
-    played = Played(PAIR, "latency")
+    played = PlayedFleet(PAIR, "latency")
     for i in range(20):
         played.ask(float(i), request(f"r{i}", first=100 * i, output_tokens=50))
     played.fleet.run()
@@ -144,7 +144,7 @@ def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are() -> Non
 
 
 def test_blocks_that_travel_are_not_counted_on_before_they_arrive() -> None:
-    played = Played(replace(PAIR, count_in_flight=True), "latency")
+    played = PlayedFleet(replace(PAIR, count_in_flight=True), "latency")
     asked = request("r", blocks=8)
     played.ask(0.0, asked)
     (books,) = (replica.books for replica in played.fleet.replicas)
@@ -156,7 +156,7 @@ def test_blocks_that_travel_are_not_counted_on_before_they_arrive() -> None:
 
 def test_a_request_waits_for_a_prefix_that_is_on_its_way() -> None:
     """Eight of nine blocks come after 2.5 s, in which it could have computed them."""
-    played = Played(Setting(num_workers=1), "latency")
+    played = PlayedFleet(Setting(num_workers=1), "latency")
     asked, (worker,) = request("r", blocks=9), played.fleet.workers
     worker.coming = dict.fromkeys(asked.blocks[:8], 2.5)
     played.fleet.at(2.5, lambda _: worker.engine.take_in(asked.blocks[:8]))
@@ -201,7 +201,7 @@ def test_a_request_whose_source_or_target_crashes_is_decided_again(
     crashed: int, when_s: float
 ) -> None:
     both = replace(PAIR, num_workers=4, roles=(Role.PREFILL, Role.DECODE) * 2)
-    played = Played(both, "latency")
+    played = PlayedFleet(both, "latency")
     # The rest of the fleet comes to be used only after the crash.
     played.ask(0.0, request("r", blocks=8))
     played.fleet.run(until_s=when_s)
@@ -218,7 +218,7 @@ def test_a_request_whose_source_or_target_crashes_is_decided_again(
 
 
 def test_a_fleet_of_prefill_workers_answers_nothing() -> None:
-    played = Played(replace(PAIR, num_workers=1), "latency")
+    played = PlayedFleet(replace(PAIR, num_workers=1), "latency")
     played.ask(0.0, request("r"))
     played.fleet.run()
     assert played.answers["r"].loss is Loss.NO_WORKERS

@@ -27,7 +27,7 @@ async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
             if what == "control":
                 return await reading.read_control(redis, KEYS)
             if what == "promised":
-                return await reading.read_promised(redis, KEYS, [b"1"])
+                return await reading.read_reservations(redis, KEYS, [b"1"])
             if what == "contents":
                 return await reading.contents(redis, [b"a"])
             return [keys async for _, keys in reading.scan(redis, "*")]

@@ -265,7 +265,7 @@ class Agent:
             else:
                 self._publisher.interrupt(IncarnationLost(f"incarnation {leased[0]} lapsed"))
 
-    def _renew(self, inc: Incarnation, thorough: bool) -> Call[leases.Renewed]:
+    def _renew(self, inc: Incarnation, thorough: bool) -> Call[leases.Renewal]:
         return leases.renew(
             self._keyspace,
             replace(self.info, publishing=self._publishing, ill=self.ill),

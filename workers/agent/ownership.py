@@ -96,17 +96,17 @@ class _Node:
             return True
         return self.wanted is not None and self.back != self.published_back
 
-    def as_published(self, tier: Tier) -> _Published:
+    def as_published(self, tier: Tier) -> _ShownBlock:
         assert self.root is not None
         assert self.leader is not None
-        return _Published(tier, self.published_back, self.depth, self.root, self.leader)
+        return _ShownBlock(tier, self.published_back, self.depth, self.root, self.leader)
 
 
 _FASTEST = (None, *(next(t for t in Tier if held >> t & 1) for held in range(1, 1 << len(Tier))))
 """Fastest tier, indexed by the bits of `_Node.held`."""
 
 
-class _Published(NamedTuple):
+class _ShownBlock(NamedTuple):
     """How Redis shows a block."""
 
     tier: Tier
@@ -140,7 +140,7 @@ class Ownership:
         self._lookahead = 0
         self._recomputed = 0
         self._nodes: dict[SequenceHash, _Node] = {}
-        self._gone: dict[SequenceHash, _Published] = {}
+        self._gone: dict[SequenceHash, _ShownBlock] = {}
         """Published blocks that no longer have a node."""
         self._pending: list[_Pieces] = [{}]
         """By shard."""
@@ -365,7 +365,7 @@ class Ownership:
         if node.published is not None:
             self._gone[block] = node.as_published(node.published)
 
-    def _published(self, block: SequenceHash) -> _Published | None:
+    def _published(self, block: SequenceHash) -> _ShownBlock | None:
         node = self._nodes.get(block)
         if node is None:
             return self._gone.get(block)

@@ -8,7 +8,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from app.http.metrics import Family, Sampled, Scraped
+from app.http.metrics import Family, Sampled, ScrapeCollector
 from workers.bridge.follower import STATES, EngineFollower
 from workers.bridge.rank import Rank
 from workers.tasks import FAILURES
@@ -163,5 +163,5 @@ def _of_rank(rank: Rank, name: str) -> Iterator[Sampled]:
 def registry_of(follower: EngineFollower) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(FAILURES)
-    registry.register(Scraped(FAMILIES, partial(_samples, follower)))
+    registry.register(ScrapeCollector(FAMILIES, partial(_samples, follower)))
     return registry

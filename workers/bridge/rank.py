@@ -21,10 +21,10 @@ from workers.agent.agent import Agent, AgentSettings
 from workers.bridge import saved
 from workers.bridge.events.blocks import EngineBlocks
 from workers.bridge.events.silence import Silence
-from workers.bridge.events.stream import EventStream, Fresh, Resumed
+from workers.bridge.events.stream import EventStream, Fresh, Resumption
 from workers.bridge.events.wire import Batch
 from workers.bridge.facts import EngineFacts, EngineLoad, EventSource
-from workers.bridge.saved import Saved
+from workers.bridge.saved import SavedIndex
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Rank:
                     # The first is no loss.
                     self.losses.streams += self.stream.counters.batches > 0
                     self._forget(joined_late=item.joined_late)
-                case Resumed():
+                case Resumption():
                     assert self._known is not None
                     self.joined_late = self._known.joined_late
                     self.blocks = self._new_blocks(joined_late=self.joined_late)
@@ -233,7 +233,7 @@ class Rank:
             await self._save()
             pause_s = max(SAVE_S, (time.monotonic() - begin) / SAVE_SHARE)
 
-    def _load(self) -> Saved | None:
+    def _load(self) -> SavedIndex | None:
         if self._path is None:
             return None
         try:
@@ -251,7 +251,7 @@ class Rank:
         if snapshot is None:
             return
         try:
-            known = Saved(position, snapshot, self.joined_late)
+            known = SavedIndex(position, snapshot, self.joined_late)
             await asyncio.to_thread(saved.save, self._path, self._form, known)
         except OSError as error:
             log.warning("%s: what is known cannot be kept: %s", self.info.key, error)

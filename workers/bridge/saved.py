@@ -42,7 +42,7 @@ class _File(msgspec.Struct, array_like=True):
     rows: list[_Row]
 
 
-class Saved(NamedTuple):
+class SavedIndex(NamedTuple):
     position: Position
     snapshot: HeldBlocks
     joined_late: bool
@@ -52,7 +52,7 @@ _DECODER = msgspec.msgpack.Decoder(_File)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def save(path: Path, form: list[str], saved: Saved) -> None:
+def save(path: Path, form: list[str], saved: SavedIndex) -> None:
     """form: what must be the same for the file to be of use. Raises OSError."""
     group, rows = saved.snapshot
     text = _ENCODER.encode(
@@ -88,7 +88,7 @@ def save(path: Path, form: list[str], saved: Saved) -> None:
             raise
 
 
-def load(path: Path, form: list[str]) -> Saved | None:
+def load(path: Path, form: list[str]) -> SavedIndex | None:
     """None if there is no such file, or none that can be used. Raises OSError."""
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -106,7 +106,7 @@ def load(path: Path, form: list[str]) -> Saved | None:
     if file.form != form:
         return None
     snapshot = HeldBlocks(file.group, [_restored(row) for row in file.rows])
-    return Saved(file.position, snapshot, file.joined_late)
+    return SavedIndex(file.position, snapshot, file.joined_late)
 
 
 def _restored(

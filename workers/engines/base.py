@@ -194,7 +194,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Hosted:
+class HostedEngine:
     """An engine, ready to start once it has a publisher for its cache events.
 
     num_blocks: slots of each tier. close: to be called when the engine has ended. gpu: index of the

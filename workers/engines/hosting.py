@@ -13,7 +13,7 @@ from app.core.worker_report import DEFAULT_SPEED
 from app.simulation.engine import SimEngine
 from app.simulation.link import Link, Sending
 from app.simulation.profiles import PROFILES
-from workers.engines.base import Engine, Hosted
+from workers.engines.base import Engine, HostedEngine
 from workers.engines.sim.exchange import SimExchange
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
@@ -21,7 +21,7 @@ from workers.kv.cache import EventSink
 from workers.kv.transfer.link import open_link
 
 
-def host(settings: WorkerSettings) -> Hosted:
+def host(settings: WorkerSettings) -> HostedEngine:
     """Blocks for as long as reading a checkpoint takes. Raises ConfigError for a bad setting."""
     if settings.engine == "torch":
         with extra("torch"):
@@ -31,7 +31,7 @@ def host(settings: WorkerSettings) -> Hosted:
     return _simulated(settings)
 
 
-def _simulated(settings: WorkerSettings) -> Hosted:
+def _simulated(settings: WorkerSettings) -> HostedEngine:
     if settings.profile not in PROFILES:
         raise ConfigError(f"profile: needs one of {', '.join(PROFILES)}, got {settings.profile!r}")
     engine = SimEngine(
@@ -53,7 +53,7 @@ def _simulated(settings: WorkerSettings) -> Hosted:
         Tier.DEVICE: engine.pool.num_blocks,
         Tier.HOST: settings.host_pool_tokens // settings.block_size,
     }
-    return Hosted(
+    return HostedEngine(
         settings.profile,
         num_blocks,
         start,

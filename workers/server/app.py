@@ -30,17 +30,17 @@ from app.http.json_body import JsonBody
 from app.http.watch import watched
 from app.simulation.steps import PromptTooLargeError
 from workers.engines.base import EngineStoppedError, QueueFullError
-from workers.engines.openai.answer import Answer, Form, WholeForm
+from workers.engines.openai.answer import AnswerChoices, Form, WholeForm
 from workers.engines.openai.completions import STOPPING, CompletionForm
 from workers.engines.openai.members import (
     GENERATION,
     MAX_CHOICES,
-    Generated,
+    GenerationOptions,
     check_members,
     generated,
 )
 from workers.engines.openai.transfers import KEEP_S, PARAMS, params_of
-from workers.engines.openai.writers import Served, check_travels, written
+from workers.engines.openai.writers import ServedEngine, check_travels, written
 from workers.metrics import registry_of
 from workers.server.texts import encoded
 
@@ -64,7 +64,7 @@ _REFUSED = (
 
 
 def create_app(
-    served: Served,
+    served: ServedEngine,
     *,
     registry: CollectorRegistry | None = None,
     key: str = "",
@@ -131,7 +131,7 @@ class _Guard:
         await self._app(scope, receive, send)
 
 
-async def respond(request: Request, answer: Answer[Form], *, streams: bool) -> Response:
+async def respond(request: Request, answer: AnswerChoices[Form], *, streams: bool) -> Response:
     """The answer, streamed if that is asked for.
 
     Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
@@ -139,23 +139,27 @@ async def respond(request: Request, answer: Answer[Form], *, streams: bool) -> R
     return _Stream(answer) if streams else await respond_whole(request, answer)
 
 
-async def handed_on(served: Served, prompts: Sequence[bytes], asked: Generated) -> Response:
+async def handed_on(
+    served: ServedEngine, prompts: Sequence[bytes], asked: GenerationOptions
+) -> Response:
     """Keeps what is held of a prompt for another worker, and says where. Raises InvalidRequest."""
     check_travels(served, asked, len(prompts))
     kept = await served.engine.hand_on(prompts[0], KEEP_S, asked.salt)
     return json_response({PARAMS: params_of(kept, kept.num_tokens)} if kept else {})
 
 
-def _completion(served: Served, prompts: list[bytes], asked: Generated) -> Answer[Form]:
+def _completion(
+    served: ServedEngine, prompts: list[bytes], asked: GenerationOptions
+) -> AnswerChoices[Form]:
     """Submitted. Raises InvalidRequest, naming the field and its value, and as Engine.complete."""
     request_id = asked.request_id or f"cmpl-{new_id()}"
     limit = asked.max_tokens or DEFAULT_MAX_TOKENS
     writers = written(served, prompts, asked, request_id, limit=limit)
     form = CompletionForm(request_id, served.names[0], choices=len(writers))
-    return Answer(writers, form, per_prompt=asked.choices)
+    return AnswerChoices(writers, form, per_prompt=asked.choices)
 
 
-async def _read(request: Request, served: Served) -> tuple[Mapping[str, object], list[bytes]]:
+async def _read(request: Request, served: ServedEngine) -> tuple[Mapping[str, object], list[bytes]]:
     """The members of a body, and the prompts in it."""
     is_raw = (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS)
     if is_raw:
@@ -183,7 +187,7 @@ def texts_of(fields: Mapping[str, object], name: str) -> list[object]:
     return texts
 
 
-async def ids_of(prompt: object, served: Served, field: str = "prompt") -> bytes:
+async def ids_of(prompt: object, served: ServedEngine, field: str = "prompt") -> bytes:
     """A prompt, little-endian u32. Raises InvalidRequest."""
     if isinstance(prompt, str):
         if served.tokenizer is None:
@@ -225,7 +229,7 @@ def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
 class _Stream(StreamingResponse):
     """Cancels the request however the exchange with the client ends."""
 
-    def __init__(self, answer: Answer[Form]) -> None:
+    def __init__(self, answer: AnswerChoices[Form]) -> None:
         super().__init__(answer.events(), media_type="text/event-stream")
         self._answer = answer
 
@@ -236,7 +240,7 @@ class _Stream(StreamingResponse):
             self._answer.cancel()
 
 
-async def respond_whole(request: Request, answer: Answer[WholeForm]) -> Response:
+async def respond_whole(request: Request, answer: AnswerChoices[WholeForm]) -> Response:
     """Computed before anything is sent, so that the status reflects the outcome."""
     try:
         async with watched(request.scope):

@@ -18,7 +18,7 @@ from app.http.json_body import JsonBody
 from app.simulation.steps import PromptTooLargeError
 from app.tokens import Overloaded, Renderer, TooManyTokens, Unrenderable, load
 from workers.engines.base import QueueFullError, Tokenizer
-from workers.engines.openai.answer import Answer, Form, now_s
+from workers.engines.openai.answer import AnswerChoices, Form, now_s
 from workers.engines.openai.chats import (
     chat_of,
     chat_of_input,
@@ -29,12 +29,12 @@ from workers.engines.openai.chats import (
 )
 from workers.engines.openai.completions import ChatForm
 from workers.engines.openai.embeddings import EmbeddingForm
-from workers.engines.openai.members import Generated, generated
+from workers.engines.openai.members import GenerationOptions, generated
 from workers.engines.openai.messages import MessageForm
 from workers.engines.openai.responses import ResponseForm
 from workers.engines.openai.scripts import Script, check_unscripted, script_of
 from workers.engines.openai.transfers import PARAMS
-from workers.engines.openai.writers import NATURAL_TOKENS, Served, written
+from workers.engines.openai.writers import NATURAL_TOKENS, ServedEngine, written
 from workers.server.app import handed_on, ids_of, respond, respond_whole, texts_of
 from workers.server.texts import apart, decoded, encoded
 
@@ -43,10 +43,10 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 AT_ONCE_BYTES = 32 * 1024
 DEFAULT_MAX_TOKENS = 128
 
-FormOf = Callable[[str, Generated, Script | None], Form]
+FormOf = Callable[[str, GenerationOptions, Script | None], Form]
 
 
-def add_chat(app: FastAPI, served: Served, source: str) -> None:
+def add_chat(app: FastAPI, served: ServedEngine, source: str) -> None:
     """Add the paths of chats, embeddings, models and tokens to `app`.
 
     source: the folder of the model's tokenizer and chat template; "": there is none, and chats come
@@ -83,14 +83,14 @@ def add_chat(app: FastAPI, served: Served, source: str) -> None:
 class _Chats:
     """renderer: None: prompts come as token ids."""
 
-    def __init__(self, served: Served, renderer: Renderer | None) -> None:
+    def __init__(self, served: ServedEngine, renderer: Renderer | None) -> None:
         self._served = served
         self._renderer = renderer
 
     async def complete(self, request: Request) -> Response:
         fields = await self._fields(request)
 
-        def form(request_id: str, asked: Generated, script: Script | None) -> ChatForm:
+        def form(request_id: str, asked: GenerationOptions, script: Script | None) -> ChatForm:
             return ChatForm(
                 request_id,
                 fields["model"],
@@ -107,7 +107,7 @@ class _Chats:
         if fields.get("max_tokens") is None:
             raise InvalidRequest("max_tokens", "is missing")
 
-        def form(request_id: str, _: Generated, script: Script | None) -> MessageForm:
+        def form(request_id: str, _: GenerationOptions, script: Script | None) -> MessageForm:
             return MessageForm(request_id, fields["model"], call=script.call if script else None)
 
         names = {"prompt": "messages"}
@@ -116,7 +116,7 @@ class _Chats:
     async def response(self, request: Request) -> Response:
         fields = await self._fields(request)
 
-        def form(request_id: str, _: Generated, script: Script | None) -> ResponseForm:
+        def form(request_id: str, _: GenerationOptions, script: Script | None) -> ResponseForm:
             return ResponseForm(
                 request_id, fields["model"], fields, call=script.call if script else None
             )
@@ -164,7 +164,7 @@ class _Chats:
         except PromptTooLargeError as error:
             error.field = names.get(error.field, error.field)
             raise
-        answer = Answer(writers, form, per_prompt=asked.choices)
+        answer = AnswerChoices(writers, form, per_prompt=asked.choices)
         return await respond(request, answer, streams=asked.stream)
 
     async def embed(self, request: Request) -> Response:
@@ -174,7 +174,7 @@ class _Chats:
         form = EmbeddingForm(fields, prompts)
         asked = generated({"cache_salt": fields.get("cache_salt")})
         writers = written(self._served, prompts, asked, new_id(), limit=1)
-        return await respond_whole(request, Answer(writers, form))
+        return await respond_whole(request, AnswerChoices(writers, form))
 
     async def count(self, request: Request) -> Response:
         fields = await self._fields(request)

@@ -19,7 +19,7 @@ TOKENS = tuple(float(10**power * digit) for power in range(6) for digit in (1, 2
 
 
 @dataclass(slots=True)
-class _Request:
+class _MeasuredRequest:
     """Times are monotonic seconds."""
 
     prompt_tokens: int
@@ -44,8 +44,8 @@ class RequestMetrics:
         self._registry = registry
         self._labels = labels
         self._now = now
-        self._requests: dict[str, _Request] = {}
-        self._left: dict[str, _Request] = {}
+        self._requests: dict[str, _MeasuredRequest] = {}
+        self._left: dict[str, _MeasuredRequest] = {}
         """Since the last step; in it they may have produced tokens."""
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found when looked up.")
@@ -73,7 +73,7 @@ class RequestMetrics:
         )
 
     def arrived(self, request_id: str, prompt_tokens: int) -> None:
-        self._requests[request_id] = _Request(prompt_tokens, self._now())
+        self._requests[request_id] = _MeasuredRequest(prompt_tokens, self._now())
 
     def left(self, request_id: str) -> None:
         """Finished or cancelled, maybe in the step under way."""
@@ -105,12 +105,12 @@ class RequestMetrics:
             self._finish(self._of(finished.request_id), finished)
         self._left.clear()
 
-    def _of(self, request_id: str) -> _Request:
+    def _of(self, request_id: str) -> _MeasuredRequest:
         # The id of a request that left during the step may be in use again by now. If it left just
         # before the step, its successor is mistaken for it, and counts only from the next step on.
         return self._left.get(request_id) or self._requests[request_id]
 
-    def _finish(self, request: _Request, finished: Finished) -> None:
+    def _finish(self, request: _MeasuredRequest, finished: Finished) -> None:
         self._success.labels(*self._labels.values(), finished.finish_reason).inc()
         if request.begun_s is None or request.first_s is None or request.last_s is None:
             return

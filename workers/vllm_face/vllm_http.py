@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from app.core.settings.worker import WorkerSettings
 from app.core.types import Tier
 from app.http.body import json_response
-from workers.engines.base import Engine, Hosted
-from workers.engines.openai.writers import Served
+from workers.engines.base import Engine, HostedEngine
+from workers.engines.openai.writers import ServedEngine
 from workers.server.app import create_app
 from workers.server.chats import add_chat
 from workers.vllm_face.event_socket import EventSocket
@@ -22,7 +22,7 @@ SPOKEN_VERSION = "0.33.0"
 """Of vLLM's interfaces and events."""
 
 
-def labels_of(settings: WorkerSettings, hosted: Hosted) -> dict[str, str]:
+def labels_of(settings: WorkerSettings, hosted: HostedEngine) -> dict[str, str]:
     """Those of all of vLLM's metrics."""
     return {"model_name": hosted.model, "engine": str(settings.dp_rank)}
 
@@ -30,7 +30,7 @@ def labels_of(settings: WorkerSettings, hosted: Hosted) -> dict[str, str]:
 def create_vllm_app(
     engine: Engine,
     settings: WorkerSettings,
-    hosted: Hosted,
+    hosted: HostedEngine,
     events: EventSocket,
     registry: CollectorRegistry,
 ) -> FastAPI:
@@ -41,7 +41,7 @@ def create_vllm_app(
     )
     ProcessCollector(registry=registry)
     names = settings.model_names(hosted.model)
-    served = Served(engine, names, hosted.tokenizer, hosted.invents, salts=False)
+    served = ServedEngine(engine, names, hosted.tokenizer, hosted.invents, salts=False)
     app = create_app(
         served, registry=registry, key=settings.worker_key, metrics_key=settings.metrics_key
     )
@@ -62,7 +62,7 @@ def create_vllm_app(
     return app
 
 
-def _cache_config(settings: WorkerSettings, hosted: Hosted) -> dict[str, str]:
+def _cache_config(settings: WorkerSettings, hosted: HostedEngine) -> dict[str, str]:
     """The labels of vllm:cache_config_info that say what our engines know."""
     block_size, num_blocks = settings.block_size, hosted.num_blocks[Tier.DEVICE]
     config = {

@@ -10,8 +10,8 @@ from app.core.settings.kinds import (
     PORT,
     POSITIVE,
     SECONDS,
+    Integers,
     OneOf,
-    Whole,
     setting,
 )
 from app.core.settings.worker import MemberSettings
@@ -85,7 +85,7 @@ class EngineAgentSettings(MemberSettings):
         None,
         "Tokens per block of the index, a divisor of the engine's; unset: the namespace's, or if "
         "that is new, the engine's.",
-        Whole(1, 4096),
+        Integers(1, 4096),
     )
     engine_block_size: int | None = setting(
         None, "Tokens per block of the engine; unset: ask the engine.", POSITIVE
@@ -94,7 +94,7 @@ class EngineAgentSettings(MemberSettings):
         None, "Tokens that the KV cache of each rank holds; unset: ask the engine.", POSITIVE
     )
     data_parallel_size: int | None = setting(
-        None, "Data-parallel ranks of the engine; unset: ask the engine.", Whole(1, 65535)
+        None, "Data-parallel ranks of the engine; unset: ask the engine.", Integers(1, 65535)
     )
     stall_s: float = setting(
         30.0,

@@ -23,7 +23,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Integers:
     """Whole numbers, both ends included."""
 
     least: int
@@ -60,7 +60,7 @@ class PolicyName:
     """A name in the table of policies, app/policy/cost.py."""
 
 
-Kind = Whole | Real | OneOf | Text | PolicyName | type[bool] | None
+Kind = Integers | Real | OneOf | Text | PolicyName | type[bool] | None
 """Which values a field takes; None: any of its default's type."""
 
 
@@ -166,11 +166,11 @@ MOST = 10**12
 """The largest count: exact as a double, which is what Lua counts in."""
 LONGEST_S = 10 * 365 * 24 * 3600
 
-PORT = Whole(0, 65535)
-SEED = Whole(0, 2**64 - 1)
-COUNT = Whole(0, MOST)
-POSITIVE = Whole(1, MOST)
-PROCESSES = Whole(1, 1024)
+PORT = Integers(0, 65535)
+SEED = Integers(0, 2**64 - 1)
+COUNT = Integers(0, MOST)
+POSITIVE = Integers(1, MOST)
+PROCESSES = Integers(1, 1024)
 SECONDS = Real(0, LONGEST_S)
 # Redis counts milliseconds: what rounds to none of them would expire at once.
 POSITIVE_SECONDS = Real(0.001, LONGEST_S)

@@ -12,10 +12,10 @@ from app.core.settings.kinds import (
     PROCESSES,
     SECONDS,
     CommonSettings,
+    Integers,
     OneOf,
     PolicyName,
     Real,
-    Whole,
     setting,
 )
 
@@ -58,7 +58,7 @@ class PlannerSettings(CommonSettings):
     min_workers: int = setting(
         1,
         "Minimum number of workers; 0: the last one leaves too, and the next request starts one.",
-        Whole(0, 1024),
+        Integers(0, 1024),
         often=True,
     )
     idle_s: float = setting(

@@ -15,10 +15,10 @@ from app.core.settings.kinds import (
     SECONDS,
     SEED,
     WEIGHTS,
+    Integers,
     OneOf,
     PolicyName,
     Real,
-    Whole,
     setting,
 )
 
@@ -46,7 +46,7 @@ class RouterSettings(DoorSettings):
     redis_timeout_ms: int = setting(
         250,
         "Milliseconds to wait for Redis; after that, requests are routed by the last loads seen.",
-        Whole(1, 600_000),
+        Integers(1, 600_000),
         heading="Redis",
     )
     read_from: str = setting(
@@ -111,7 +111,7 @@ class RouterSettings(DoorSettings):
         0,
         "Requests that may wait at this replica while no worker can take them; 0: they are refused "
         "(429).",
-        Whole(0, 4096),
+        Integers(0, 4096),
         heading="Waiting",
         often=True,
     )
@@ -162,7 +162,7 @@ class RouterSettings(DoorSettings):
     shared_fd: int | None = setting(
         None,
         "An inherited listening socket to serve as well, shared with other replicas.",
-        Whole(0, 2**31 - 1),
+        Integers(0, 2**31 - 1),
         heading=COMMON,
     )
 

@@ -16,8 +16,8 @@ from app.core.settings.kinds import (
     POSITIVE_SECONDS,
     SECONDS,
     CommonSettings,
+    Integers,
     OneOf,
-    Whole,
     base_url,
     setting,
 )
@@ -40,7 +40,7 @@ class MemberSettings(CommonSettings):
     max_requests: int = setting(
         256,
         "Requests that may be reserved on the worker at once; then it is full.",
-        Whole(1, 1_000_000),
+        Integers(1, 1_000_000),
     )
     lease_ttl_s: float = setting(
         3.0, "How long the worker is routed to after its last heartbeat.", POSITIVE_SECONDS
@@ -56,7 +56,7 @@ class MemberSettings(CommonSettings):
     index_shards: int = setting(
         1,
         "Shards of the namespace's index, set by the first worker to register.",
-        Whole(1, 1024),
+        Integers(1, 1024),
     )
 
     def resolved_id(self) -> str:
@@ -77,7 +77,7 @@ class WorkerSettings(MemberSettings):
     port: int = setting(
         8081, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON, often=True
     )
-    dp_rank: int = setting(0, "Data-parallel rank.", Whole(0, 65535), heading="Worker")
+    dp_rank: int = setting(0, "Data-parallel rank.", Integers(0, 65535), heading="Worker")
     address: str = setting(
         "",
         "Base URL at which clients reach the worker; unset: http://<host>:<port>, with the host "
@@ -86,7 +86,7 @@ class WorkerSettings(MemberSettings):
         often=True,
     )
     # At most what fits into the pool of any worker whose pool size is not given.
-    block_size: int = setting(16, "Tokens per KV block.", Whole(1, 4096), heading="Engine")
+    block_size: int = setting(16, "Tokens per KV block.", Integers(1, 4096), heading="Engine")
     engine: str = setting(
         "sim", "sim: simulated; torch: computes a Llama model.", OneOf(("sim", "torch")), often=True
     )
@@ -155,13 +155,13 @@ class WorkerSettings(MemberSettings):
     threads: int | None = setting(
         None,
         "Threads the torch engine computes with on a CPU; unset: all cores.",
-        Whole(1, 1024),
+        Integers(1, 1024),
     )
     tp_size: int = setting(
         1,
         "Shards that the torch engine's KV heads are split into, each with pools of its own; on as "
         "many GPUs, if there are and --device names none.",
-        Whole(1, 1024),
+        Integers(1, 1024),
     )
     prefill_chunk: int = setting(
         256,

@@ -52,7 +52,7 @@ class LeaseEnded(UpstreamError):
     cause = "lease_ended"
 
 
-class Tainted(UpstreamError):
+class TaintedTarget(UpstreamError):
     """What the worker has fetched for others may be in its answer."""
 
     cause = "tainted"
@@ -247,7 +247,8 @@ class KvLeases:
         """Of an answer that begins now: returns once it is sure that its target has fetched nothing
         late, for this request or another.
 
-        sent_s: when the request was sent, by the event loop's clock. Raises LeaseEnded, Tainted.
+        sent_s: when the request was sent, by the event loop's clock. Raises LeaseEnded,
+        TaintedTarget.
         """
         if lease is not None and not lease.is_sure:
             found = await self._fetched(lease)
@@ -257,7 +258,7 @@ class KvLeases:
             if doubts and not doubts[0].is_sure:
                 found = await self._fetched(doubts[0])
                 if found is Fetches.LATE:
-                    raise Tainted(FETCHED_LATE)
+                    raise TaintedTarget(FETCHED_LATE)
             while doubts and doubts[0].sent_s <= sent_s:
                 doubts.popleft()
         # What this answer begins with may be what another one is being judged for.

@@ -21,7 +21,7 @@ MOST_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
-class Awaited:
+class PendingTransfers:
     """Of a target: what its engine had counted before some requests were sent there.
 
     pending: those that have not begun to be answered. ended_ms: when the last of them did, by the
@@ -49,10 +49,12 @@ class PairTransfers:
     """Looks what became of transfers, while `run` runs: of some requests to a target at a time."""
 
     def __init__(self) -> None:
-        self._awaited: dict[tuple[Router, WorkerKey], Awaited] = {}
+        self._awaited: dict[tuple[Router, WorkerKey], PendingTransfers] = {}
         self._pairs: defaultdict[Router, PairFailures] = defaultdict(PairFailures)
 
-    def sent(self, router: Router, source: WorkerInfo, target: WorkerInfo) -> Awaited | None:
+    def sent(
+        self, router: Router, source: WorkerInfo, target: WorkerInfo
+    ) -> PendingTransfers | None:
         """A target is about to be told to fetch. None: nobody looks what becomes of that."""
         key = router, target.key
         awaited = self._awaited.get(key)
@@ -61,7 +63,7 @@ class PairTransfers:
             if before is None:
                 return None
             now_s = asyncio.get_running_loop().time()
-            awaited = self._awaited[key] = Awaited(router, target, before, now_s)
+            awaited = self._awaited[key] = PendingTransfers(router, target, before, now_s)
         if awaited.has_begun:
             return None
         awaited.sources.add(source.key)
@@ -81,7 +83,7 @@ class PairTransfers:
                 if pairs.are_well:
                     del self._pairs[router]
 
-    def _is_over(self, awaited: Awaited, now_s: float) -> bool:
+    def _is_over(self, awaited: PendingTransfers, now_s: float) -> bool:
         now = awaited.router.fleet.transfers(awaited.target)
         if now is None or awaited.ended_ms is None or not now.is_of(awaited.ended_ms):
             return now_s > awaited.since_s + MOST_S
@@ -89,7 +91,7 @@ class PairTransfers:
             self._note(awaited, now, now_s)
         return True
 
-    def _note(self, awaited: Awaited, now: Transfers, now_s: float) -> None:
+    def _note(self, awaited: PendingTransfers, now: Transfers, now_s: float) -> None:
         failed = now.failed - awaited.before.failed
         arrived = now.arrived - awaited.before.arrived
         target, pairs = awaited.target.key, self._pairs[awaited.router]

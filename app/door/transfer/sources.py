@@ -23,7 +23,7 @@ import orjson
 from app.core.failures import Failure
 from app.core.worker_report import WorkerInfo
 from app.door import after_failure
-from app.door.asked import Api, Asked
+from app.door.asked import AnswerRequest, Api
 from app.door.forwarding import Outgoing
 from app.door.members import Headers
 from app.door.prompts import PromptIds
@@ -41,7 +41,7 @@ NIXL_PARAMS: Mapping[str, object] = {
     "do_remote_prefill": False,
 }
 MAX_ANSWER_BYTES = 1024 * 1024
-LATE = 0.5
+MOST_OF_LEASE = 0.5
 """A source that answers after so much of its lease leaves too little of that, if nobody says when
 it ends."""
 TOOK_TOO_LONG = "took too long to hand on what it computed"
@@ -87,7 +87,7 @@ class Handover:
 NOTHING = Handover()
 
 
-def may_have_source(asked: Asked, fields: Mapping[str, Any], ids: PromptIds) -> bool:
+def may_have_source(asked: AnswerRequest, fields: Mapping[str, Any], ids: PromptIds) -> bool:
     """Whether one prompt is asked for, whose tokens are known, and its answer alone. Engines that
     work on a request together do so on any."""
     return (
@@ -182,7 +182,7 @@ class Nixl:
         params = await call.handed_on(self._upstream, body, nixl_params)
         if params is None:
             return NOTHING
-        if before is None and asyncio.get_running_loop().time() - asked_s > LATE * lease_s:
+        if before is None and asyncio.get_running_loop().time() - asked_s > MOST_OF_LEASE * lease_s:
             raise SourceFailed(TOOK_TOO_LONG, None)
         return Handover(params, asked_s=asked_s, kept_s=lease_s, before=before)
 

@@ -38,7 +38,7 @@ Size = TypeVar("Size", int, Pools)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted(Generic[Size]):
+class Advice(Generic[Size]):
     """What a policy wants, within the rules or not: so many workers, or so many in each pool."""
 
     desired: Size
@@ -47,7 +47,7 @@ class Wanted(Generic[Size]):
     candidates: tuple[Prediction, ...] = ()
 
 
-Policy = Callable[[FleetState, Rules, Predict], Wanted[int]]
+Policy = Callable[[FleetState, Rules, Predict], Advice[int]]
 
 
 def propose(
@@ -58,7 +58,7 @@ def propose(
     At most one worker leaves at a time.
     """
     if (sleeps := asleep(state, rules)) is not None:
-        wish = Wanted(max(0, state.size - 1), sleeps)
+        wish = Advice(max(0, state.size - 1), sleeps)
     else:
         rules = while_awake(rules)
         wish = _bounded(_wish(name, state, rules, predict), state, rules)
@@ -75,14 +75,14 @@ def propose(
     )
 
 
-def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Wanted[int]:
+def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Advice[int]:
     size = state.size
     if size < rules.min_workers:
-        return Wanted(rules.min_workers, below_minimum(state))
+        return Advice(rules.min_workers, below_minimum(state))
     if size > rules.max_workers:
-        return Wanted(rules.max_workers, Reason.OVER_BUDGET)
+        return Advice(rules.max_workers, Reason.OVER_BUDGET)
     if (reason := held_by(state)) is not None:
-        return Wanted(size, reason)
+        return Advice(size, reason)
     return POLICIES[name](state, rules, predict)
 
 
@@ -102,13 +102,13 @@ def held_by(state: FleetState) -> Reason | None:
     return None
 
 
-def _bounded(wish: Wanted[int], state: FleetState, rules: Rules) -> Wanted[int]:
+def _bounded(wish: Advice[int], state: FleetState, rules: Rules) -> Advice[int]:
     if wish.desired > rules.max_workers:
         reason = wish.reason if state.size < rules.max_workers else Reason.AT_BUDGET
-        return Wanted(rules.max_workers, reason, wish.inputs, wish.candidates)
+        return Advice(rules.max_workers, reason, wish.inputs, wish.candidates)
     if wish.desired < rules.min_workers:
         reason = wish.reason if state.size > rules.min_workers else Reason.AT_MINIMUM
-        return Wanted(rules.min_workers, reason, wish.inputs, wish.candidates)
+        return Advice(rules.min_workers, reason, wish.inputs, wish.candidates)
     return wish
 
 
@@ -134,7 +134,7 @@ def in_grace(workers: Iterable[WorkerState], state: FleetState, rules: Rules) ->
     return any(w.since_s > since_s for w in workers if w.phase is Phase.LIVE)
 
 
-def threshold(state: FleetState, rules: Rules, _: Predict) -> Wanted[int]:
+def threshold(state: FleetState, rules: Rules, _: Predict) -> Advice[int]:
     """One more if the queue of prefills per worker or the KV load is high, one less if both are
     low; nothing while a change is under way.
 
@@ -147,19 +147,19 @@ def threshold(state: FleetState, rules: Rules, _: Predict) -> Wanted[int]:
     inputs = {"prefill_queue": queue, "kv_load": kv}
     size = state.size
     if state.is_changing:
-        return Wanted(size, Reason.CHANGE_UNDER_WAY, inputs)
+        return Advice(size, Reason.CHANGE_UNDER_WAY, inputs)
     if queue < rules.prefill_queue_down and kv < rules.kv_load_down:
         if in_grace(state.workers, state, rules):
-            return Wanted(size, Reason.GRACE, inputs)
-        return Wanted(size - 1, Reason.LOW_LOAD, inputs)
+            return Advice(size, Reason.GRACE, inputs)
+        return Advice(size - 1, Reason.LOW_LOAD, inputs)
     if queue > rules.prefill_queue_up:
-        return Wanted(size + 1, Reason.PREFILL_QUEUE, inputs)
+        return Advice(size + 1, Reason.PREFILL_QUEUE, inputs)
     if kv > rules.kv_load_up:
-        return Wanted(size + 1, Reason.KV_LOAD, inputs)
-    return Wanted(size, Reason.ENOUGH, inputs)
+        return Advice(size + 1, Reason.KV_LOAD, inputs)
+    return Advice(size, Reason.ENOUGH, inputs)
 
 
-def waiting(state: FleetState, rules: Rules, _: Predict) -> Wanted[int]:
+def waiting(state: FleetState, rules: Rules, _: Predict) -> Advice[int]:
     """A worker for every five waiting requests; down only to what the cool-down has needed.
 
     After the KEDA examples of vLLM's production stack, which scale on num_requests_waiting.
@@ -169,7 +169,7 @@ def waiting(state: FleetState, rules: Rules, _: Predict) -> Wanted[int]:
     return _needed(state, needed, {"waiting": total}, Reason.WAITING, rules.cool_down_s)
 
 
-def ongoing(state: FleetState, rules: Rules, _: Predict) -> Wanted[int]:
+def ongoing(state: FleetState, rules: Rules, _: Predict) -> Advice[int]:
     """A worker for so many requests in flight; down only to what ten minutes have needed.
 
     After Ray Serve's autoscaling: target_ongoing_requests, downscale_delay_s.
@@ -181,21 +181,21 @@ def ongoing(state: FleetState, rules: Rules, _: Predict) -> Wanted[int]:
 
 def _needed(
     state: FleetState, needed: int, inputs: dict[str, float], reason: Reason, cool_down_s: float
-) -> Wanted[int]:
+) -> Advice[int]:
     """Up at once, down to the most that was needed within the cool-down."""
     since_s = state.now_s - cool_down_s
     lately = [int(p.inputs.get("needed", 0)) for p in state.proposals if p.at_s > since_s]
     inputs = inputs | {"needed": float(needed)}
     if needed >= state.size:
-        return Wanted(needed, reason if needed > state.size else Reason.ENOUGH, inputs)
+        return Advice(needed, reason if needed > state.size else Reason.ENOUGH, inputs)
     if state.is_changing:
-        return Wanted(state.size, Reason.CHANGE_UNDER_WAY, inputs)
+        return Advice(state.size, Reason.CHANGE_UNDER_WAY, inputs)
     if not lately or max(lately) >= state.size or state.proposals[0].at_s > since_s:
-        return Wanted(state.size, Reason.COOL_DOWN, inputs)
-    return Wanted(max(needed, *lately), reason, inputs)
+        return Advice(state.size, Reason.COOL_DOWN, inputs)
+    return Advice(max(needed, *lately), reason, inputs)
 
 
-def slo(state: FleetState, rules: Rules, predict: Predict) -> Wanted[int]:
+def slo(state: FleetState, rules: Rules, predict: Predict) -> Advice[int]:
     """The smallest fleet that would have kept the SLO over the recorded decisions.
 
     Up at once, by up to two workers; down to what was needed at every proposal for as many seconds
@@ -213,14 +213,14 @@ def slo(state: FleetState, rules: Rules, predict: Predict) -> Wanted[int]:
         if more.attainment < target:
             candidates += (predict(size + 2),)
         inputs["needed"] = float(candidates[-1].size)
-        return Wanted(candidates[-1].size, Reason.SLO_MISSED, inputs, candidates)
+        return Advice(candidates[-1].size, Reason.SLO_MISSED, inputs, candidates)
     if size <= rules.min_workers:
-        return Wanted(size, Reason.AT_MINIMUM, inputs, (now,))
+        return Advice(size, Reason.AT_MINIMUM, inputs, (now,))
     fewer = _fewer(size, rules, predict, target)
     needed = next((p.size for p in reversed(fewer) if p.attainment >= target), size)
     inputs["needed"], inputs["change_s"] = float(needed), change_s(state, rules)
     desired, reason = kept(state, rules, needed, inputs["change_s"])
-    return Wanted(desired, reason, inputs, (*reversed(fewer), now))
+    return Advice(desired, reason, inputs, (*reversed(fewer), now))
 
 
 def judged(state: FleetState, rules: Rules, now: Prediction) -> dict[str, float]:

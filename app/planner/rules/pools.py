@@ -10,8 +10,8 @@ from app.core.errors import KvrouteError
 from app.core.settings.planner import ScalingPolicy
 from app.core.worker_report import Role
 from app.planner.rules.policies import (
+    Advice,
     Victim,
-    Wanted,
     below_minimum,
     change_s,
     held_by,
@@ -43,7 +43,7 @@ class RolesNotPlanned(KvrouteError):
     """The policy knows nothing of roles, and some workers have one."""
 
 
-PoolPolicy = Callable[[FleetState, Rules, PredictPools], Wanted[Pools]]
+PoolPolicy = Callable[[FleetState, Rules, PredictPools], Advice[Pools]]
 
 
 def propose_pools(
@@ -75,11 +75,11 @@ def propose_pools(
     )
 
 
-def _wish(name: str, state: FleetState, rules: Rules, predict: PredictPools) -> Wanted[Pools]:
+def _wish(name: str, state: FleetState, rules: Rules, predict: PredictPools) -> Advice[Pools]:
     now = state.pools
     if (sleeps := asleep(state, rules)) is not None:
         fewer = now.but(prefill=-1) if now.prefill else now.but(decode=-min(1, now.decode))
-        return Wanted(fewer, sleeps)
+        return Advice(fewer, sleeps)
     if name not in POOL_POLICIES:
         raise RolesNotPlanned(
             f"scaling_policy {name} knows no roles, which workers here have: use "
@@ -88,15 +88,15 @@ def _wish(name: str, state: FleetState, rules: Rules, predict: PredictPools) -> 
     least = Pools(max(1, now.prefill), max(1, now.decode))
     least = least.but(decode=max(0, rules.min_workers - least.size))
     if least != now:
-        return Wanted(least, below_minimum(state))
+        return Advice(least, below_minimum(state))
     if now.size > max(2, rules.max_workers):
         fewer = now.but(prefill=-1) if now.prefill > now.decode else now.but(decode=-1)
-        return Wanted(fewer, Reason.OVER_BUDGET)
+        return Advice(fewer, Reason.OVER_BUDGET)
     reason = held_by(state)
     if reason is None and state.proposals and not _is_as_proposed(now, state.proposals[-1]):
         reason = Reason.FLEET_CHANGED
     if reason is not None:
-        return Wanted(now, reason)
+        return Advice(now, reason)
     wish = POOL_POLICIES[name](state, rules, predict)
     if wish.desired.size > max(now.size, rules.max_workers):
         return replace(wish, desired=now, reason=Reason.AT_BUDGET)
@@ -107,7 +107,7 @@ def _is_as_proposed(now: Pools, last: Proposal) -> bool:
     return last.pools is None or now in (last.pools, last.desired_pools)
 
 
-def threshold(state: FleetState, rules: Rules, _: PredictPools) -> Wanted[Pools]:
+def threshold(state: FleetState, rules: Rules, _: PredictPools) -> Advice[Pools]:
     """A worker that prefills by the queue of prefills for each, one that decodes by the KV load:
     nothing while a change is under way. Up first, and where both are short, one that decodes: who
     waits for KV there cannot be helped by prefills. Down if none is short, or to free budget.
@@ -118,27 +118,27 @@ def threshold(state: FleetState, rules: Rules, _: PredictPools) -> Wanted[Pools]
     queue, kv = prefill_queue(state.live_in(Role.PREFILL)), kv_load(decoding, rules)
     inputs = {"prefill_queue": queue, "kv_load": kv}
     if state.is_changing:
-        return Wanted(now, Reason.CHANGE_UNDER_WAY, inputs)
+        return Advice(now, Reason.CHANGE_UNDER_WAY, inputs)
     needs_prefill, needs_decode = queue > rules.prefill_queue_up, kv > rules.kv_load_up
     is_short = needs_prefill or needs_decode
     has_budget = now.size < rules.max_workers
     if is_short and has_budget:
         if needs_decode:
-            return Wanted(now.but(decode=1), Reason.KV_LOAD, inputs)
-        return Wanted(now.but(prefill=1), Reason.PREFILL_QUEUE, inputs)
+            return Advice(now.but(decode=1), Reason.KV_LOAD, inputs)
+        return Advice(now.but(prefill=1), Reason.PREFILL_QUEUE, inputs)
     may_shrink = now.size > max(2, rules.min_workers)
     has_spare_decode = may_shrink and now.decode > 1 and kv < rules.kv_load_down
     is_kept = has_spare_decode and in_grace(decoding, state, rules)
     if may_shrink and now.prefill > 1 and queue < rules.prefill_queue_down:
-        return Wanted(now.but(prefill=-1), Reason.LOW_LOAD, inputs)
+        return Advice(now.but(prefill=-1), Reason.LOW_LOAD, inputs)
     if has_spare_decode and not is_kept:
-        return Wanted(now.but(decode=-1), Reason.LOW_LOAD, inputs)
+        return Advice(now.but(decode=-1), Reason.LOW_LOAD, inputs)
     if is_short:
-        return Wanted(now, Reason.AT_BUDGET, inputs)
-    return Wanted(now, Reason.GRACE if is_kept else Reason.ENOUGH, inputs)
+        return Advice(now, Reason.AT_BUDGET, inputs)
+    return Advice(now, Reason.GRACE if is_kept else Reason.ENOUGH, inputs)
 
 
-def slo(state: FleetState, rules: Rules, predict: PredictPools) -> Wanted[Pools]:
+def slo(state: FleetState, rules: Rules, predict: PredictPools) -> Advice[Pools]:
     """One worker more, one less, or one in the other pool, by the recorded decisions.
 
     If the SLO is missed, a change of role that keeps it costs least; else one more where that helps
@@ -158,7 +158,7 @@ def slo(state: FleetState, rules: Rules, predict: PredictPools) -> Wanted[Pools]
         return _wanted(_best(enough), reason, inputs, candidates)
     if not fewer:
         reason = Reason.AT_MINIMUM
-    return Wanted(state.pools, reason, inputs, candidates)
+    return Advice(state.pools, reason, inputs, candidates)
 
 
 def _better(
@@ -167,7 +167,7 @@ def _better(
     predict: PredictPools,
     now: Prediction,
     inputs: dict[str, float],
-) -> Wanted[Pools]:
+) -> Advice[Pools]:
     """For a fleet that misses the SLO."""
     pools = state.pools
     inputs["needed"] = float(state.size)
@@ -183,7 +183,7 @@ def _better(
         return _wanted(_best(more), Reason.SLO_MISSED, inputs, (*candidates, *more))
     if moved and _best(moved).attainment >= now.attainment + LEAST_GAIN:
         return _wanted(_best(moved), Reason.OTHER_ROLE, inputs, candidates)
-    return Wanted(pools, Reason.AT_BUDGET, inputs, candidates)
+    return Advice(pools, Reason.AT_BUDGET, inputs, candidates)
 
 
 def _one_less(pools: Pools, rules: Rules) -> list[Pools]:
@@ -204,9 +204,9 @@ def _best(predictions: Sequence[Prediction]) -> Prediction:
 
 def _wanted(
     one: Prediction, reason: Reason, inputs: dict[str, float], candidates: tuple[Prediction, ...]
-) -> Wanted[Pools]:
+) -> Advice[Pools]:
     assert one.pools is not None, "predicted for pools"
-    return Wanted(one.pools, reason, inputs, candidates)
+    return Advice(one.pools, reason, inputs, candidates)
 
 
 POOL_POLICIES: Mapping[str, PoolPolicy] = {

@@ -17,8 +17,8 @@ from app.core.errors import KvrouteError
 from app.core.types import SequenceHash
 from app.core.worker_report import Role, Speed
 from app.planner.rules.state import (
-    Came,
     FleetState,
+    Latencies,
     PastRequest,
     Phase,
     Pools,
@@ -182,7 +182,7 @@ def meets(answer: SimAnswer, slo: Slo, speed: Speed) -> bool:
     if answer.first_token_s is None or answer.end_s is None:
         return False
     token_s = (answer.end_s - answer.first_token_s) / max(1, answer.output_tokens - 1)
-    came = Came(answer.first_token_s - answer.arrival_s, token_s)
+    came = Latencies(answer.first_token_s - answer.arrival_s, token_s)
     return slo.is_met(came, answer.request.prompt_tokens, speed)
 
 

@@ -115,7 +115,7 @@ def pool_of(role: Role) -> Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class Latencies:
     """What came of a request. token_s: mean time between two of its tokens."""
 
     ttft_s: float
@@ -131,7 +131,7 @@ class PastRequest:
     request: SimRequest
     best_blocks: int = 0
     """Leading blocks that some worker held when it was decided."""
-    came: Came | None = None
+    came: Latencies | None = None
     """None: nobody has said."""
     source: str = ""
     """The worker that it got blocks of its prompt from; "": none."""
@@ -237,7 +237,7 @@ class Slo:
     token_s: float = 0.1
     target: float = 0.95
 
-    def is_met(self, came: Came, prompt_tokens: int, speed: Speed) -> bool:
+    def is_met(self, came: Latencies, prompt_tokens: int, speed: Speed) -> bool:
         """speed: of the worker."""
         within_s = self.ttft_s + self.prefills * prefill_s(0, prompt_tokens, speed)
         return came.ttft_s <= within_s and came.token_s <= self.token_s

@@ -9,8 +9,8 @@ import pytest
 from app.planner.rules.policies import POLICIES, Victim, propose
 from app.planner.rules.policies import attained as share_attained
 from app.planner.rules.state import (
-    Came,
     FleetState,
+    Latencies,
     PastRequest,
     Phase,
     Prediction,
@@ -254,12 +254,12 @@ def test_a_size_that_somebody_else_changed_is_accepted_for_an_interval(
     assert decided(run("threshold", again)) == (size + 1, Reason.PREFILL_QUEUE)
 
 
-def asked(at_s: float, came: Came | None) -> PastRequest:
+def asked(at_s: float, came: Latencies | None) -> PastRequest:
     request = SimRequest(f"r{at_s}", (), (1,) * 8, 8, 4)
     return PastRequest(at_s, "w0", request, came=came)
 
 
-GOOD, LATE, SLOW = Came(0.1, 0.01), Came(60.0, 0.01), Came(0.1, 0.11)
+GOOD, LATE, SLOW = Latencies(0.1, 0.01), Latencies(60.0, 0.01), Latencies(0.1, 0.11)
 
 
 def test_attained_is_what_came_of_the_requests_that_somebody_told_of() -> None:

@@ -26,7 +26,7 @@ from app.http.server import run
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
 from app.state.connect import connect
-from app.state.exchange import Node, exchange
+from app.state.exchange import Node, round_trip
 from app.state.index import Change
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import FakeWorker, worker_info
@@ -176,7 +176,7 @@ class World:
         """All entries of the index."""
         redis = self.runner.redis
         buckets = [key async for key in redis.scan_iter(match="*blocks:*", count=1000)]
-        found = await exchange(Node(redis), [("HGETALL", bucket) for bucket in buckets])
+        found = await round_trip(Node(redis), [("HGETALL", bucket) for bucket in buckets])
         entries: dict[tuple[SequenceHash, Incarnation], Tier] = {}
         for fields in found:
             for block, text in zip(fields[::2], fields[1::2], strict=True):

@@ -14,7 +14,7 @@ from tests.eventually import eventually
 from tests.workers.bridge.publisher import Publisher
 from workers.bridge.events import stream as stream_module
 from workers.bridge.events.events import BlockRemoved
-from workers.bridge.events.stream import EventStream, Fresh, Position, Resumed
+from workers.bridge.events.stream import EventStream, Fresh, Position, Resumption
 from workers.bridge.events.wire import Batch
 
 
@@ -36,7 +36,7 @@ class Reader:
 
     def __init__(self, stream: EventStream) -> None:
         self.stream = stream
-        self.lives: list[tuple[Fresh | Resumed, list[int]]] = []
+        self.lives: list[tuple[Fresh | Resumption, list[int]]] = []
 
     @property
     def numbers(self) -> list[int]:
@@ -169,7 +169,7 @@ async def test_a_stream_resumes_where_another_left_off(
     async with reading(publisher, position) as reader:
         await publish(publisher, 9)
         await reader.until(lambda: reader.numbers == [*missed, 9])
-        assert [word for word, _ in reader.lives] == [Resumed()]
+        assert [word for word, _ in reader.lives] == [Resumption()]
 
 
 @pytest.mark.parametrize("num_after", [0, 1, 2, 5])

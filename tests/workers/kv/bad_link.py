@@ -30,7 +30,7 @@ def cut(at: int) -> Alter:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """From byte `at` on, nothing arrives before `may_go` is set."""
 
     at: int
@@ -38,7 +38,7 @@ class Held:
 
 
 @asynccontextmanager
-async def bad_link(port: int, alter: Alter | Held) -> AsyncIterator[int]:
+async def bad_link(port: int, alter: Alter | HeldBytes) -> AsyncIterator[int]:
     """The port of a link to `port` of this host."""
 
     carrying: set[asyncio.Task[None]] = set()
@@ -66,12 +66,12 @@ async def bad_link(port: int, alter: Alter | Held) -> AsyncIterator[int]:
 
 
 async def _carry(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, alter: Alter | Held
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, alter: Alter | HeldBytes
 ) -> None:
     before = 0
     with suppress(OSError):
         while data := await reader.read(1 << 16):
-            if isinstance(alter, Held):
+            if isinstance(alter, HeldBytes):
                 passed = max(0, alter.at - before)
                 writer.write(data[:passed])
                 if len(data) > passed:

@@ -86,7 +86,7 @@ async def _altered(workers: Pair, alter: Alter) -> Arrival:
 
 def header_bytes(num_blocks: int) -> int:
     """Before the first group: the frame that offers so many blocks."""
-    return len(frames.offered_frame(frames.Offered(num_blocks)))
+    return len(frames.offered_frame(frames.BlocksOffer(num_blocks)))
 
 
 async def test_a_flipped_byte_loses_its_block_and_those_after_it() -> None:

@@ -27,7 +27,7 @@ from app.simulation.speed import sped_up
 from app.simulation.steps import SimRequest
 from tests.eventually import eventually
 from workers.engines.base import EngineStoppedError, Generation, Output, TextStream, Tokenizer
-from workers.engines.openai.writers import Served
+from workers.engines.openai.writers import ServedEngine
 from workers.engines.sim.runner import EngineRunner
 from workers.server.app import create_app
 
@@ -114,7 +114,9 @@ async def serving(
     runner: EngineRunner, tokenizer: Tokenizer | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Run `runner` and serve it on a free port; yields a client."""
-    async with served_by(runner, create_app(Served(runner, ["simulated"], tokenizer))) as client:
+    async with served_by(
+        runner, create_app(ServedEngine(runner, ["simulated"], tokenizer))
+    ) as client:
         yield client
 
 
@@ -390,7 +392,7 @@ async def test_metrics_show_the_engines_requests_and_blocks() -> None:
 @pytest.mark.parametrize("key", ["inner", ""])
 async def test_a_key_of_metrics_opens_nothing_else(key: str) -> None:
     runner = runner_of()
-    app = create_app(Served(runner, ["simulated"], None), key=key, metrics_key="scraper")
+    app = create_app(ServedEngine(runner, ["simulated"], None), key=key, metrics_key="scraper")
     async with served_by(runner, app) as client:
 
         async def asked(path: str, given: str) -> int:

@@ -14,7 +14,7 @@ import pytest
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import PROFILES
 from tests.workers.server.test_app import events_of, served_by
-from workers.engines.openai.writers import Served
+from workers.engines.openai.writers import ServedEngine
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
 from workers.server.app import create_app
@@ -32,7 +32,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     """Of a simulated engine that needs no time to speak of."""
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     runner = EngineRunner(engine, speedup=1e5)
-    served = Served(runner, ["m"], SimTokenizer(), invents=True)
+    served = ServedEngine(runner, ["m"], SimTokenizer(), invents=True)
     app = create_app(served)
     add_chat(app, served, str(FOLDER))
     async with served_by(runner, app) as client:
@@ -44,7 +44,7 @@ async def plain() -> AsyncIterator[httpx.AsyncClient]:
     """Of an engine whose words are its own."""
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     runner = EngineRunner(engine, speedup=1e5)
-    served = Served(runner, ["m"], SimTokenizer())
+    served = ServedEngine(runner, ["m"], SimTokenizer())
     app = create_app(served)
     add_chat(app, served, str(FOLDER))
     async with served_by(runner, app) as client:
@@ -536,7 +536,7 @@ async def test_a_part_whose_type_is_no_text_is_refused(client: httpx.AsyncClient
 async def test_a_worker_without_a_tokenizer_says_so() -> None:
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     runner = EngineRunner(engine, speedup=1e5)
-    served = Served(runner, ["m"])
+    served = ServedEngine(runner, ["m"])
     app = create_app(served)
     add_chat(app, served, "")
     async with served_by(runner, app) as client:

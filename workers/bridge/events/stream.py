@@ -60,7 +60,7 @@ class Fresh:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumption:
     """What was known at the position given is still true, and the batches since then follow."""
 
 
@@ -127,8 +127,8 @@ class EventStream:
         if self._dealer is not None:
             self._dealer.close(linger=0)
 
-    async def follow(self) -> AsyncGenerator[Fresh | Resumed | Batch, None]:
-        """First Fresh or Resumed, then batches; Fresh again whenever some are lost. Without end."""
+    async def follow(self) -> AsyncGenerator[Fresh | Resumption | Batch, None]:
+        """First Fresh or Resumption, then batches; Fresh again whenever some are lost. Endless."""
         reason = "the agent started"
         while True:
             async with aclosing(self._begin(reason)) as beginning:
@@ -158,7 +158,7 @@ class EventStream:
         await asyncio.sleep(self._wait_s)
         self._lost_s = asyncio.get_running_loop().time()
 
-    async def _begin(self, reason: str) -> AsyncGenerator[Fresh | Resumed | Batch, None]:
+    async def _begin(self, reason: str) -> AsyncGenerator[Fresh | Resumption | Batch, None]:
         """Find out where the engine is, and catch up."""
         after, self._after = self._after, None
         if self._source.replay is None:
@@ -174,7 +174,7 @@ class EventStream:
                         if not is_same:
                             break
                         self.position = after
-                        yield Resumed()
+                        yield Resumption()
                         continue
                     yield self._taken(message, batch)
             if is_same:

@@ -148,7 +148,7 @@ class Form(WholeForm, Protocol):
 F_co = TypeVar("F_co", bound=WholeForm, covariant=True)
 
 
-class Answer(Generic[F_co]):
+class AnswerChoices(Generic[F_co]):
     """The choices of one answer; `cancel` it in every case. per_prompt: choices in a row that have
     the same prompt, whose tokens count once."""
 
@@ -162,7 +162,7 @@ class Answer(Generic[F_co]):
         for writer in self._writers:
             writer.cancel()
 
-    async def events(self: Answer[Form]) -> AsyncIterator[bytes]:
+    async def events(self: AnswerChoices[Form]) -> AsyncIterator[bytes]:
         try:
             async for piece in self._pieces():
                 if events := self._form.piece(piece):

@@ -62,7 +62,7 @@ def _says_something(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GenerationOptions:
     """How an answer is to be generated.
 
     max_tokens: None: as the path has it. request_id: None: none was given.
@@ -82,14 +82,14 @@ class Generated:
     travels: Travels
 
 
-def generated(fields: Mapping[str, Any]) -> Generated:
+def generated(fields: Mapping[str, Any]) -> GenerationOptions:
     """What the members of GENERATION ask for. Raises InvalidRequest."""
     request_id = fields.get("request_id")
     chosen = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     options = fields.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise InvalidRequest("stream_options", f"needs an object, got {shown(options)}")
-    return Generated(
+    return GenerationOptions(
         None if request_id is None else checked_request_id(request_id),
         flag(fields, "stream"),
         count(fields, "stream_interval") or 1,

@@ -10,7 +10,7 @@ import numpy as np
 from app.core.errors import InvalidRequest
 from workers.engines.base import CompletionRequest, Engine, TextStream, Tokenizer
 from workers.engines.openai.answer import Writer
-from workers.engines.openai.members import MAX_CHOICES, Generated
+from workers.engines.openai.members import MAX_CHOICES, GenerationOptions
 from workers.engines.openai.scripts import Script, ScriptStream
 from workers.engines.openai.transfers import KEEP_S, PARAMS
 
@@ -19,7 +19,7 @@ NATURAL_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedEngine:
     """The engine behind an HTTP interface. names: of its model. invents: its words are made up, so
     they can be in any form, but have no end of their own. salts: whoever follows its cache is told
     of salts."""
@@ -32,9 +32,9 @@ class Served:
 
 
 def written(
-    served: Served,
+    served: ServedEngine,
     prompts: Sequence[bytes],
-    asked: Generated,
+    asked: GenerationOptions,
     request_id: str,
     *,
     limit: int,
@@ -86,7 +86,7 @@ def written(
     return writers
 
 
-def _check(served: Served, asked: Generated, limit: int, num_choices: int) -> None:
+def _check(served: ServedEngine, asked: GenerationOptions, limit: int, num_choices: int) -> None:
     """Raises InvalidRequest."""
     if num_choices > MAX_CHOICES:
         field = "prompt" if asked.choices == 1 else "n"
@@ -99,7 +99,7 @@ def _check(served: Served, asked: Generated, limit: int, num_choices: int) -> No
         raise InvalidRequest("min_tokens", f"is not supported here, got {asked.min_tokens}")
 
 
-def check_travels(served: Served, asked: Generated, num_choices: int) -> None:
+def check_travels(served: ServedEngine, asked: GenerationOptions, num_choices: int) -> None:
     """Raises InvalidRequest."""
     if not asked.travels.keeps and asked.travels.source is None:
         return
@@ -109,7 +109,7 @@ def check_travels(served: Served, asked: Generated, num_choices: int) -> None:
         raise InvalidRequest(PARAMS, f"is for one prompt and one choice, got {num_choices}")
 
 
-def _text(served: Served, prompt: bytes, script: Script | None) -> TextStream | None:
+def _text(served: ServedEngine, prompt: bytes, script: Script | None) -> TextStream | None:
     if script is not None:
         return ScriptStream(script)
     if served.tokenizer is None:

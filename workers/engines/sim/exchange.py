@@ -15,10 +15,10 @@ from app.simulation.link import Sending
 from workers.kv.transfer.frames import (
     STALL_S,
     WHOLE_S,
-    Offered,
+    BlocksOffer,
+    BlocksRequest,
     Source,
     TransferError,
-    Wanted,
     connected,
     decline,
     log_failure,
@@ -91,7 +91,7 @@ class SimExchange:
     async def _fetched(self, source: Source, blocks: Sequence[SequenceHash]) -> int:
         """Raises TransferError, OSError and TimeoutError."""
         with closing(await connected(source)) as sock:
-            wanted = Wanted(source.transfer_id, blocks, self._link.kind)
+            wanted = BlocksRequest(source.transfer_id, blocks, self._link.kind)
             await send(sock, wanted_frame(wanted, self._link.key))
             offered = await read_offered(sock, len(blocks))
             state = bytearray(UNDERWAY)
@@ -116,7 +116,7 @@ class SimExchange:
             num_blocks += 1
         if not num_blocks:
             raise TransferError(f"blocks: none of the {len(wanted)} is among the {len(kept)} kept")
-        await send(sock, offered_frame(Offered(num_blocks)))
+        await send(sock, offered_frame(BlocksOffer(num_blocks)))
         clock = asyncio.get_running_loop().time
         arrives_s = self._sending.send(num_blocks * self._engine.block_size, clock())
         while (left_s := arrives_s - clock()) > 0:

@@ -11,7 +11,7 @@ import torch
 
 from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
-from workers.engines.base import Engine, Hosted
+from workers.engines.base import Engine, HostedEngine
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.fingerprint import fingerprint_of, identity_of
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
@@ -28,7 +28,7 @@ WEIGHTS_SEED = 0
 """So that all workers of a named size compute the same model."""
 
 
-def load(settings: WorkerSettings) -> Hosted:
+def load(settings: WorkerSettings) -> HostedEngine:
     """Raises ConfigError for a bad setting."""
     if settings.prefill_chunk % settings.block_size:
         raise ConfigError(
@@ -80,7 +80,7 @@ def _model(
 
 def _with_tiers(
     settings: WorkerSettings, model: Llama, tokenizer: Tokenizer | None, identity: str
-) -> Hosted:
+) -> HostedEngine:
     with ExitStack() as stack:
         tiers = open_tiers(settings, model, identity, stack)
         link = _link(settings, model, stack) if settings.kv_transfer else None
@@ -100,7 +100,7 @@ def _with_tiers(
         )
 
     gpu = None if model.device.type == "cpu" else model.device.index or 0
-    return Hosted(
+    return HostedEngine(
         settings.model,
         tiers.num_blocks,
         start,

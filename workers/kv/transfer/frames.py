@@ -1,15 +1,15 @@
 """What two workers say to each other while KV travels between them, over TCP.
 
-    target ── Asked ──────────────► source     as a frame of JSON: u32 length, then the object
+    target ── Challenge ──────────────► source     as a frame of JSON: u32 length, then the object
            ── blocks ─────────────►            one u64 each
-           ◄───────────── Offered ──           as a frame
+           ◄───────────── BlocksOffer ──           as a frame
            ◄─ checksums, contents ──           once for each group of layers, first layers first
 
 A target asks once: whatever comes of it, the source lets go. A target that needs nothing asks for
 no blocks, and is not answered. Who does not prove that it has the workers' key asks in vain.
 
 A group's checksums are one u64 a block, its contents the same layers of each block in turn. Both
-sides know all lengths from the shape of a block and from `Offered`. Integers are little-endian.
+sides know all lengths from the shape of a block and from `BlocksOffer`. Integers are little-endian.
 
 Neither side trusts the other before it is known: a frame is short, and no object is made of what
 follows it.
@@ -68,7 +68,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BlocksRequest:
     """Blocks that were handed on under an id. kind: what has to be equal on both sides, by name."""
 
     transfer_id: str
@@ -77,7 +77,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Challenge:
     """What a source is told before the blocks. proof: see `proof_of`."""
 
     transfer_id: str
@@ -91,7 +91,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class BlocksOffer:
     """How many leading ones of the blocks follow. error: why there are none."""
 
     num_blocks: int
@@ -104,7 +104,7 @@ def proof_of(key: str, transfer_id: str) -> bytes:
     return hmac.new(key.encode(), transfer_id.encode(), hashlib.sha256).hexdigest().encode()
 
 
-def wanted_frame(wanted: Wanted, key: str) -> bytes:
+def wanted_frame(wanted: BlocksRequest, key: str) -> bytes:
     """key: that workers have in common; "": none."""
     fields = {
         "version": VERSION,
@@ -116,11 +116,11 @@ def wanted_frame(wanted: Wanted, key: str) -> bytes:
     return _frame(fields) + np.array(wanted.blocks, "<u8").tobytes()
 
 
-def offered_frame(offered: Offered) -> bytes:
+def offered_frame(offered: BlocksOffer) -> bytes:
     return _frame({"num_blocks": offered.num_blocks, "error": offered.error})
 
 
-async def read_asked(sock: socket.socket) -> Asked:
+async def read_asked(sock: socket.socket) -> Challenge:
     """Raises TransferError, naming what is wrong, and OSError or TimeoutError."""
     match await _read_frame(sock):
         case {"version": int(version)} if version != VERSION:
@@ -137,7 +137,7 @@ async def read_asked(sock: socket.socket) -> Asked:
             and all(isinstance(value, str) for value in kind.values())
             and transfer_id.isascii()
         ):
-            return Asked(transfer_id, num_blocks, kind, proof)
+            return Challenge(transfer_id, num_blocks, kind, proof)
     raise TransferError("a frame that asks for no blocks")
 
 
@@ -149,13 +149,13 @@ async def read_blocks(sock: socket.socket, num_blocks: int) -> list[SequenceHash
     return wanted
 
 
-async def read_offered(sock: socket.socket, num_wanted: int) -> Offered:
+async def read_offered(sock: socket.socket, num_wanted: int) -> BlocksOffer:
     """Raises as `read_asked`, and TransferError if nothing is offered."""
     match await _read_frame(sock):
         case {"error": str(error)} if error:
             raise TransferError(cut(error, MAX_ERROR))
         case {"num_blocks": int(num_blocks)} if 0 < num_blocks <= num_wanted:
-            return Offered(num_blocks)
+            return BlocksOffer(num_blocks)
     raise TransferError(f"none of {num_wanted} blocks is offered")
 
 
@@ -186,7 +186,7 @@ async def decline(source: Source, key: str) -> None:
     the blocks until its lease ends. key: see `wanted_frame`."""
     try:
         with closing(await connected(source)) as sock:
-            await send(sock, wanted_frame(Wanted(source.transfer_id, (), {}), key))
+            await send(sock, wanted_frame(BlocksRequest(source.transfer_id, (), {}), key))
     except (OSError, TimeoutError) as error:
         log.debug("%s:%d keeps what nobody needs: %s", source.host, source.port, error)
 

@@ -16,7 +16,7 @@ K = TypeVar("K")
 
 
 @dataclass(slots=True)
-class _Promise(Generic[K]):
+class _Hold(Generic[K]):
     table: K
     lease: asyncio.TimerHandle
     is_taken: bool = False
@@ -30,7 +30,7 @@ class KeptBlocks(Generic[K]):
 
     def __init__(self, release: Callable[[K], None]) -> None:
         self._release = release
-        self._promises: dict[str, _Promise[K]] = {}
+        self._promises: dict[str, _Hold[K]] = {}
 
     @property
     def tables(self) -> list[K]:
@@ -41,7 +41,7 @@ class KeptBlocks(Generic[K]):
         """Returns an id that nobody guesses: whoever knows it may read the blocks."""
         transfer_id = new_id()
         lease = asyncio.get_running_loop().call_later(lease_s, self.end, transfer_id)
-        self._promises[transfer_id] = _Promise(table, lease)
+        self._promises[transfer_id] = _Hold(table, lease)
         return transfer_id
 
     @contextmanager

@@ -17,9 +17,9 @@ from workers.kv.memory import Ids
 from workers.kv.transfer.frames import (
     STALL_S,
     WHOLE_S,
+    BlocksRequest,
     Source,
     TransferError,
-    Wanted,
     connected,
     log_failure,
     read_offered,
@@ -110,7 +110,8 @@ class Arrival:
 
 
 class BlockReceiver:
-    """Fetches blocks into the pool of `groups`. kind: see Wanted. key: see `wanted_frame`."""
+    """Fetches blocks into the pool of `groups`. kind: as BlocksRequest has it. key: as for
+    `wanted_frame`."""
 
     def __init__(self, groups: LayerGroups, kind: Mapping[str, str], key: str = "") -> None:
         self.groups = groups
@@ -130,7 +131,7 @@ class BlockReceiver:
         """
         try:
             with closing(await connected(source)) as sock:
-                wanted = Wanted(source.transfer_id, blocks, self._kind)
+                wanted = BlocksRequest(source.transfer_id, blocks, self._kind)
                 await send(sock, wanted_frame(wanted, self._key))
                 offered = await read_offered(sock, len(blocks))
                 arrival.limit(offered.num_blocks)

@@ -11,7 +11,7 @@ import numpy as np
 from app.core.types import SequenceHash
 from workers.kv.memory import Ids
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.frames import Offered, TransferError, offered_frame, send
+from workers.kv.transfer.frames import BlocksOffer, TransferError, offered_frame, send
 from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
 
 
@@ -26,7 +26,7 @@ class BlockSender:
     ) -> None:
         """See TransferServer."""
         blocks, block_ids = _held(table, wanted)
-        await send(sock, offered_frame(Offered(len(blocks))))
+        await send(sock, offered_frame(BlocksOffer(len(blocks))))
         for group in range(self._groups.num_groups):
             await self._send_group(sock, group, blocks, block_ids)
 

@@ -22,8 +22,8 @@ from workers.kv.transfer.complaints import Complaints
 from workers.kv.transfer.frames import (
     STALL_S,
     WHOLE_S,
-    Asked,
-    Offered,
+    BlocksOffer,
+    Challenge,
     TransferError,
     offered_frame,
     read_asked,
@@ -127,11 +127,11 @@ class TransferServer(Generic[K]):
         except (TransferError, Crowded) as error:
             self._complaints.say(peer, "blocks are not handed on", error)
             with suppress(OSError, TimeoutError):
-                await send_last(sock, offered_frame(Offered(0, str(error))))
+                await send_last(sock, offered_frame(BlocksOffer(0, str(error))))
             return "refused"
         return "sent"
 
-    async def _hand_on(self, sock: socket.socket, asked: Asked, peer: str) -> None:
+    async def _hand_on(self, sock: socket.socket, asked: Challenge, peer: str) -> None:
         with self._kept.taken(asked.transfer_id) as kept:
             self._check(asked)
             wanted = await read_blocks(sock, asked.num_blocks)
@@ -147,7 +147,7 @@ class TransferServer(Generic[K]):
                     raise TransferError(f"{MAX_SENDING} transfers are under way already") from None
                 raise
 
-    def _check(self, asked: Asked) -> None:
+    def _check(self, asked: Challenge) -> None:
         here, there = self._link.kind, asked.kind
         for name in here:
             if here[name] != there.get(name):

@@ -30,13 +30,13 @@ from tests.workers.engines.torch.test_engine import (
     prompt_of,
     running,
 )
-from tests.workers.kv.bad_link import Alter, Held, bad_link, cut, flipped
+from tests.workers.kv.bad_link import Alter, HeldBytes, bad_link, cut, flipped
 from workers.engines.base import EngineStoppedError
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import SIZES, Llama
 from workers.kv.tables import BlockTable
 from workers.kv.transfer import layer_groups
-from workers.kv.transfer.frames import Offered, Source, offered_frame
+from workers.kv.transfer.frames import BlocksOffer, Source, offered_frame
 from workers.kv.transfer.link import Link
 
 DEVICE, HOST, DISK = Tier
@@ -88,7 +88,7 @@ async def all_let_go(served: Served) -> None:
 
 
 @asynccontextmanager
-async def over(alter: Alter | Held, kept: Source) -> AsyncIterator[Source]:
+async def over(alter: Alter | HeldBytes, kept: Source) -> AsyncIterator[Source]:
     """The same source, over a bad link."""
     async with bad_link(kept.port, alter) as port:
         yield replace(kept, port=port)
@@ -96,7 +96,7 @@ async def over(alter: Alter | Held, kept: Source) -> AsyncIterator[Source]:
 
 def first_group_bytes(num_blocks: int = WHOLE // BLOCK_SIZE) -> int:
     """What a source sends before its second group of layers, with one layer a group."""
-    offered = offered_frame(Offered(num_blocks))
+    offered = offered_frame(BlocksOffer(num_blocks))
     return len(offered) + num_blocks * (8 + LAYER_BYTES)
 
 
@@ -271,7 +271,7 @@ async def test_what_the_target_holds_itself_does_not_travel(tmp_path: Path) -> N
 
     num_lacking = (WHOLE - 24) // BLOCK_SIZE
     contents = num_lacking * (8 + MODEL.config.num_layers * LAYER_BYTES)
-    assert sum(map(len, sent)) == len(offered_frame(Offered(num_lacking))) + contents
+    assert sum(map(len, sent)) == len(offered_frame(BlocksOffer(num_lacking))) + contents
     assert finished.cached_tokens == WHOLE
     assert target.spy.computed - computed == len(PROMPT) - WHOLE
     assert tokens == alone(PROMPT, 6)
@@ -343,7 +343,7 @@ async def test_the_first_layers_are_used_while_the_last_ones_travel(
     spy = LayerSpy(1)
     async with linked(tmp_path, spies=(Spy(MODEL), spy)) as (source, target):
         kept = await kept_by(source)
-        async with over(Held(first_group_bytes(), spy.reached), kept) as slow:
+        async with over(HeldBytes(first_group_bytes(), spy.reached), kept) as slow:
             tokens, finished = await target.ask(PROMPT, 6, source=slow)
 
     assert spy.reached.is_set()
@@ -357,7 +357,7 @@ async def test_others_are_computed_while_a_request_waits_for_what_it_fetches(
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source)
         may_go = asyncio.Event()
-        async with over(Held(0, may_go), kept) as slow:
+        async with over(HeldBytes(0, may_go), kept) as slow:
             waiting = target.submit("waiting", PROMPT, 3, source=slow)
             tokens, _ = await target.ask(prompt_of(3, 20), 3)
             may_go.set()
@@ -376,7 +376,7 @@ async def test_a_prefix_that_another_request_fetches_is_waited_for(
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source)
         may_go = asyncio.Event()
-        async with over(Held(0, may_go), kept) as slow:
+        async with over(HeldBytes(0, may_go), kept) as slow:
             fetching = target.submit("fetching", PROMPT, 3, source=slow)
             waiting = target.submit("waiting", longer, 3)
             await target.ask(prompt_of(3, 20), 3)
@@ -398,7 +398,7 @@ async def test_a_request_that_is_cancelled_while_it_fetches_frees_its_slots_afte
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source)
         may_go = asyncio.Event()
-        async with over(Held(0, may_go), kept) as slow:
+        async with over(HeldBytes(0, may_go), kept) as slow:
             waiting = target.submit("waiting", PROMPT, 3, source=slow)
             await eventually(_prefilling(target))
             waiting.cancel()
@@ -472,7 +472,7 @@ async def test_a_transfer_is_learned_and_does_not_count_as_computed(tmp_path: Pa
 async def test_an_engine_that_stops_while_blocks_travel_ends(tmp_path: Path) -> None:
     async with (
         linked(tmp_path) as (source, target),
-        over(Held(0, asyncio.Event()), await kept_by(source)) as slow,
+        over(HeldBytes(0, asyncio.Event()), await kept_by(source)) as slow,
     ):
         waiting = target.submit("waiting", PROMPT, 3, source=slow)
         await eventually(_prefilling(target))
