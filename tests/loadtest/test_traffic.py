@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from loadtest.traces import Trace, read_trace
+from loadtest.traffic import TRAFFIC, main
+
+
+def made(name: str, folder: Path) -> Trace:
+    result = CliRunner().invoke(main, [name], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    (folder / "made.jsonl").write_text(result.output)
+    return read_trace(folder / "made.jsonl")
+
+
+@pytest.mark.parametrize("name", [name for name in TRAFFIC if name != "short"])
+def test_each_kind_is_a_trace_of_requests_that_a_worker_can_hold(name: str, tmp_path: Path) -> None:
+    trace = made(name, tmp_path)
+    assert trace.num_requests >= 400
+    for session in trace.sessions:
+        (turn,) = session.turns
+        assert turn.input_tokens + turn.output_tokens < 400_000
+        assert len(turn.blocks) * turn.block_tokens <= turn.input_tokens
+
+
+def test_sub_agents_come_eight_at_once_on_a_prompt_of_their_own(tmp_path: Path) -> None:
+    trace = made("sub-agents", tmp_path)
+    together = Counter((session.start_s, session.turns[0].blocks) for session in trace.sessions)
+    assert set(together.values()) == {8}
+    assert len({blocks for _, blocks in together}) == len(together)
