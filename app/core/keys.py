@@ -253,6 +253,14 @@ KEYSPACE = (
         "for good",
     ),
     Key(
+        "agents:<source>",
+        "hash",
+        "`agent <process>` → until when it holds what it has claimed, ms, Redis clock; `engine "
+        "<engine>` → the process that is its agent, of agents that discover engines",
+        ("claim",),
+        "a day after the last process called",
+    ),
+    Key(
         "proposals",
         "stream",
         "`proposal`, JSON: what a planner proposed, and why (`app/planner/rules/state.py`)",

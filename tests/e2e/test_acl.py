@@ -57,6 +57,7 @@ SCRIPTS = {
         "announce",
         "apply",
         "audit",
+        "claim",
         "drain",
         "renew",
         "open_shard",

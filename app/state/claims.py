@@ -1,0 +1,33 @@
+"""Which agent process is the agent of which engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.core.keys import Keyspace
+from app.state.scripts import Call, call
+
+
+def claim(
+    keyspace: Keyspace,
+    source: str,
+    holder: str,
+    ready: Sequence[str],
+    others: Sequence[str] = (),
+    *,
+    ttl_ms: int,
+    room: int,
+) -> Call[frozenset[str]]:
+    """Of which engines the process `holder` is the agent for `ttl_ms` from now; 0: it leaves.
+
+    source: of the engines; processes with the same one share them. ready, others: all engines that
+    it sees; `others` are claimed only if somebody had claimed them before. room: of how many it can
+    be the agent.
+    """
+
+    def parse(reply: list[Any]) -> frozenset[str]:
+        return frozenset(name.decode(errors="replace") for name in reply)
+
+    args = (source, holder, ttl_ms, room, len(ready), *ready, *others)
+    return call("claim", keyspace, *args, parse=parse)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from app.state.claims import claim
+from tests.eventually import eventually
+from tests.lua.conftest import LONG_MS, Namespace
+
+SIX = ["1", "2", "3", "4", "5", "6"]
+
+
+async def claimed(
+    space: Namespace,
+    holder: str,
+    ready: Sequence[str] = SIX,
+    others: Sequence[str] = (),
+    *,
+    ttl_ms: int = LONG_MS,
+    room: int = 64,
+    source: str = "s",
+) -> list[str]:
+    call = claim(space.keys, source, holder, ready, others, ttl_ms=ttl_ms, room=room)
+    return sorted(await space.do(call))
+
+
+@pytest.mark.oldest_too
+async def test_processes_share_the_engines_and_each_has_one_agent(space: Namespace) -> None:
+    assert await claimed(space, "a") == SIX
+    assert await claimed(space, "b") == []  # they are another's until that asks again
+    assert await claimed(space, "a") == ["1", "2", "3"]
+    assert await claimed(space, "b") == ["4", "5", "6"]
+    assert await claimed(space, "c") == []
+    assert await claimed(space, "b") == ["4", "5"]
+    assert await claimed(space, "a") == ["1", "2"]
+    assert await claimed(space, "c") == ["3", "6"]
+
+
+async def test_those_of_a_process_that_leaves_are_free_at_once(space: Namespace) -> None:
+    assert await claimed(space, "a") == SIX
+    assert await claimed(space, "b") == []
+    assert await claimed(space, "a", ttl_ms=0) == []
+    assert await claimed(space, "b") == SIX
+
+
+async def test_those_of_a_process_that_is_silent_are_free_once_its_lease_has_ended(
+    space: Namespace,
+) -> None:
+    assert await claimed(space, "a", ttl_ms=50) == SIX
+
+    async def of_b() -> list[str]:
+        return await claimed(space, "b")
+
+    assert await eventually(of_b) == SIX
+    assert await claimed(space, "a") == []
+
+
+async def test_a_process_claims_no_more_than_it_has_room_for(space: Namespace) -> None:
+    assert await claimed(space, "a", room=4) == ["1", "2", "3", "4"]
+    assert await claimed(space, "b") == ["5", "6"]
+
+
+async def test_an_engine_that_is_not_ready_is_only_claimed_if_it_was_before(
+    space: Namespace,
+) -> None:
+    assert await claimed(space, "a", ["1"], ["2"]) == ["1"]
+    assert await claimed(space, "a", [], ["1", "2"]) == ["1"]
+    await claimed(space, "a", ttl_ms=0)
+    assert await claimed(space, "b", [], ["1", "2"]) == ["1"]
+
+
+async def test_an_engine_that_nobody_sees_any_more_is_forgotten(space: Namespace) -> None:
+    await claimed(space, "a")
+    assert await claimed(space, "a", ["1"]) == ["1"]
+    assert await claimed(space, "a", [], SIX) == ["1"]
+    await claimed(space, "a", ttl_ms=0)
+    await claimed(space, "b", ["2"])
+    assert await claimed(space, "b", ["2"], ["1"]) == ["2"]
+
+
+async def test_engines_that_only_another_process_sees_stay_its_own(space: Namespace) -> None:
+    await claimed(space, "a", ["1"])
+    await claimed(space, "b", ["2"])
+    assert await claimed(space, "a", ["1"]) == ["1"]
+
+
+async def test_sources_are_apart(space: Namespace) -> None:
+    assert await claimed(space, "a") == SIX
+    assert await claimed(space, "b", source="t") == SIX
+
+
+@pytest.mark.parametrize("bad", ["abc", "-1", "1e300", ""])
+async def test_a_lease_that_cannot_be_read_is_none(space: Namespace, bad: str) -> None:
+    await claimed(space, "a")
+    await space.redis.hset(space.keys["agents:"] + "s", "agent a", bad)
+    await space.redis.hset(space.keys["agents:"] + "s", "rubbish", bad)
+    assert await claimed(space, "b") == SIX
