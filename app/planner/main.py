@@ -89,7 +89,8 @@ async def connector_of(settings: PlannerSettings) -> Connector:
                 settings.namespace,
             )
         case "kubernetes":
-            from app.planner.connectors.kubernetes import Kubernetes, load_configuration
+            from app.http.kubernetes import load_configuration
+            from app.planner.connectors.kubernetes import Kubernetes
 
             configuration = await load_configuration()
             return Kubernetes(

@@ -6,9 +6,8 @@ import logging
 from typing import Any
 
 import aiohttp
-from kubernetes_asyncio import client, config
+from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
-from kubernetes_asyncio.config.config_exception import ConfigException
 
 from app.core.errors import ConfigError
 from app.core.worker_report import Role
@@ -20,19 +19,6 @@ KINDS = {"deployment": "deployment", "statefulset": "stateful_set", "replicaset"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 FIRST = "-2147483648"
 """Pods of the lowest cost are deleted first."""
-
-
-async def load_configuration() -> client.Configuration:
-    """That of the pod it runs in, or else the user's. Raises ConfigError."""
-    configuration = client.Configuration()
-    try:
-        config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    except ConfigException:
-        try:
-            await config.load_kube_config(client_configuration=configuration)
-        except (ConfigException, OSError) as error:
-            raise ConfigError(f"connector kubernetes: no access to a cluster: {error}") from None
-    return configuration
 
 
 class Kubernetes:
