@@ -31,7 +31,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 FROM build AS build-agent
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /venv/bin/pip install -c constraints.txt '.[worker]'
+    /venv/bin/pip install -c constraints.txt '.[worker,discovery]'
 
 FROM build AS build-planner
 RUN --mount=type=cache,target=/root/.cache/pip \

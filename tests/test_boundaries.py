@@ -194,8 +194,9 @@ CHAINS = [
         Boundary("workers", frozenset({"fastapi"}), without=SERVED),
         Boundary("workers", beyond("core", "state", "http", "tokens", "simulation") - {"workers"}),
     ],
+    [Boundary("workers", frozenset({"torch"}), without=NEEDS_TORCH)],
     [
-        Boundary("workers", frozenset({"torch"}), without=NEEDS_TORCH),
+        # Alone: locust patches what Kubernetes' client has loaded by then.
         Boundary("loadtest", frozenset({"torch"}), without=NEEDS_TORCH),
         Boundary("loadtest", frozenset({"tests", "app.edge"})),
     ],

@@ -62,9 +62,13 @@ def test_every_metric_that_a_document_names_exists(document: str) -> None:
     of_workers = (ROOT / "workers/metrics.py").read_text()
     existing |= set(re.findall(r"kvroute_engine_[a-z_]+", of_workers))
     existing |= {f"{name}_total" for name in existing if name.endswith(("_events", "_connections"))}
-    of_agents = set(
-        re.findall(r"kvroute_agent_[a-z_]+", (ROOT / "workers/bridge/metrics.py").read_text())
-    )
+    of_agents = {
+        name
+        for package in ("bridge", "discovery")
+        for name in re.findall(
+            r"kvroute_agent_[a-z_]+", (ROOT / f"workers/{package}/metrics.py").read_text()
+        )
+    }
     existing |= of_agents | {f"{name}_total" for name in of_agents}
     assert (
         set(re.findall(r"kvroute_[a-z_]+\b(?!\.\.\.)", (ROOT / document).read_text())) - existing

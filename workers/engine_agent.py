@@ -1,114 +1,124 @@
-"""One agent process beside an engine of another make, such as vLLM or SGLang."""
+"""One agent process, of an engine of another make beside it, such as vLLM, or of many."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 from platformdirs import user_cache_path
-from prometheus_client import make_asgi_app
+from prometheus_client import CollectorRegistry, make_asgi_app
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from app.core.errors import ConfigError, EngineUnfit
+from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import base_url
-from app.core.types import WORKER_ID
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised
 from app.state.connect import connected
 from app.state.scripts import ScriptRunner
-from workers.bridge.events.sources import reachable
-from workers.bridge.facts import Overrides
 from workers.bridge.follower import EngineFollower
 from workers.bridge.metrics import registry_of
+from workers.discovery.claims import Claims
+from workers.discovery.engine import MOST_ENGINES, check, overrides_of
+from workers.discovery.fleet import Fleet
+from workers.discovery.metrics import registry_of_fleet
+from workers.discovery.source import SOURCES, source_of
 from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S = 1.0
+CONNECTIONS = 4
+"""To each engine, at most."""
 
 
 async def serve(settings: EngineAgentSettings) -> None:
     """Run until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
-    if not settings.engine_url:
+    given = [name for name in SOURCES if getattr(settings, name)]
+    if len(given) > 1:
+        flags = (f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{' and '.join(flags)}: not together")
+    if not given:
         raise ConfigError("--engine-url: where does the engine listen? e.g. http://127.0.0.1:8000")
-    if not WORKER_ID.fullmatch(settings.resolved_id()):
-        raise ConfigError(
-            f"worker id {settings.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
-        )
-    settings.check_role(settings.kv_transfer)
-    if settings.role == "both" and settings.kv_transfer == "sglang":
-        raise ConfigError("--kv-transfer sglang: needs --role prefill or decode, as the engine has")
-    for flag, endpoint in (
-        ("--events-endpoint", settings.events_endpoint),
-        ("--replay-endpoint", settings.replay_endpoint),
-    ):
-        _check_endpoint(flag, endpoint)
+    check(settings)
+    source = None if settings.engine_url else await source_of(settings)
     keyspace = Keyspace(settings.namespace)
     async with AsyncExitStack() as opened:
         listening = opened.enter_context(listen(settings.host, settings.port))
         redis = await opened.enter_async_context(connected(settings.redis_url, REDIS_TIMEOUT_S))
         key = settings.engine_api_key
         session = await opened.enter_async_context(
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else None)
+            aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {key}"} if key else None,
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS * MOST_ENGINES),
+            )
         )
-        follower = EngineFollower(
-            settings,
-            keyspace,
-            ScriptRunner(redis, REDIS_TIMEOUT_S),
-            session,
-            _overrides(settings),
-            Path(settings.memory_folder or user_cache_path("kvroute")),
-        )
-        log.info("agent listening on %s", base_url(*listening.getsockname()[:2]))
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(supervised("engine", follower.run, FAILURES))
+        runner = ScriptRunner(redis, REDIS_TIMEOUT_S)
+        memory = Path(settings.memory_folder or user_cache_path("kvroute"))
 
-            async def leave() -> None:
-                await follower.stop()
-                running.cancel()
-                await asyncio.wait([running])
+        def begin(of_engine: EngineAgentSettings) -> EngineFollower:
+            overrides = overrides_of(of_engine)
+            return EngineFollower(of_engine, keyspace, runner, session, overrides, memory)
 
-            await serve_http(create_app(follower), listening, on_stop=leave)
+        if source is None:
+            await _serve(follower := begin(settings), beside(follower), listening)
+        else:
+            claims = Claims(runner, keyspace, source.name, settings.lease_ttl_s)
+            fleet = Fleet(source.follow, claims, begin, gone_is_dead=source.gone_is_dead)
+            await _serve(fleet, of_fleet(fleet), listening)
 
 
-def _check_endpoint(flag: str, endpoint: str) -> None:
-    """Raises ConfigError."""
-    try:
-        if endpoint:
-            reachable(endpoint, "localhost")
-    except EngineUnfit as error:
-        raise ConfigError(f"{flag}: {error}") from None
+async def _serve(
+    followed: EngineFollower | Fleet, app: Starlette, listening: socket.socket
+) -> None:
+    log.info("agent listening on %s", base_url(*listening.getsockname()[:2]))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(supervised("engine", followed.run, FAILURES))
+
+        async def leave() -> None:
+            await followed.stop()
+            running.cancel()
+            await asyncio.wait([running])
+
+        await serve_http(app, listening, on_stop=leave)
 
 
-def create_app(follower: EngineFollower) -> Starlette:
+def beside(follower: EngineFollower) -> Starlette:
     """GET /health: 200 while the engine serves, else 503; and why not. GET /metrics."""
 
     async def health(_: Request) -> JSONResponse:
-        state, why = follower.state, follower.why
-        told = {"engine": state} | ({"why": why} if why else {})
-        return JSONResponse(told, 200 if state == "serving" else 503)
+        return JSONResponse(_told(follower), 200 if follower.state == "serving" else 503)
 
-    metrics = make_asgi_app(registry_of(follower))
+    return _app(health, registry_of(lambda: [follower]))
+
+
+def of_fleet(fleet: Fleet) -> Starlette:
+    """GET /health: 200 once it is known which engines there are, else 503; and what each is. GET
+    /metrics."""
+
+    async def health(_: Request) -> JSONResponse:
+        engines = {one.worker_id: _told(one) for one in fleet.followers.values()}
+        return JSONResponse({"engines": engines}, 503 if fleet.engines is None else 200)
+
+    return _app(health, registry_of_fleet(fleet))
+
+
+def _told(follower: EngineFollower) -> dict[str, str]:
+    return {"engine": follower.state} | ({"why": follower.why} if follower.why else {})
+
+
+def _app(
+    health: Callable[[Request], Awaitable[JSONResponse]], registry: CollectorRegistry
+) -> Starlette:
+    metrics = make_asgi_app(registry)
     return Starlette(routes=[Route("/health", health), Mount("/metrics", metrics)])
-
-
-def _overrides(settings: EngineAgentSettings) -> Overrides:
-    kind = settings.engine_kind
-    return Overrides(
-        engine_kind=None if kind == "auto" else kind,  # type: ignore[arg-type]
-        events_endpoint=settings.events_endpoint or None,
-        replay_endpoint=settings.replay_endpoint or None,
-        engine_block_size=settings.engine_block_size,
-        capacity_tokens=settings.capacity_tokens,
-        data_parallel_size=settings.data_parallel_size,
-        model=tuple(filter(None, settings.model.split(","))),
-    )

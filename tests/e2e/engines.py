@@ -50,6 +50,14 @@ class Process:
         self._drain = Thread(target=self._read, daemon=True)
         self._drain.start()
 
+    @contextmanager
+    def ending(self) -> Iterator[Process]:
+        """At the end it is told to end."""
+        try:
+            yield self
+        finally:
+            self.end()
+
     def _read(self) -> None:
         assert self.popen.stderr is not None
         self.said = self.popen.stderr.read()
@@ -65,10 +73,8 @@ def engine(port: int = 0, **options: object) -> Iterator[Process]:
     """A simulated engine that shows itself as vLLM. port: 0 takes a free one."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     process = Process("worker", "--publish-events=vllm", "--speedup=100", f"--port={port}", *flags)
-    try:
+    with process.ending():
         yield process
-    finally:
-        process.end()
 
 
 @contextmanager
@@ -85,10 +91,8 @@ def agent(
         "--port=0",
         *more,
     )
-    try:
+    with process.ending():
         yield process
-    finally:
-        process.end()
 
 
 @asynccontextmanager

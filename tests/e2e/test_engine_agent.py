@@ -14,6 +14,7 @@ from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import Process, SharedPrompts, agent, complete, engine, overlap
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
+from tests.fake_worker import NAMESPACE
 
 BLOCK = 16
 
@@ -26,7 +27,7 @@ async def client_of(process: Process) -> AsyncIterator[httpx.AsyncClient]:
 
 async def serving(router: httpx.AsyncClient) -> list[str]:
     answer: Any = (await router.get("/v1/workers")).json()
-    return [f"{worker['worker_id']}:{worker['dp_rank']}" for worker in answer["workers"]]
+    return sorted(f"{worker['worker_id']}:{worker['dp_rank']}" for worker in answer["workers"])
 
 
 async def until_serving(router: httpx.AsyncClient, *expected: str) -> None:
@@ -53,11 +54,11 @@ async def check(
         await eventually(look, lambda seen, most=most: seen == most)
 
 
-async def until_known(router: httpx.AsyncClient, prompt: list[int]) -> None:
+async def until_known(router: httpx.AsyncClient, prompt: list[int], worker_id: str = "e") -> None:
     """A new agent registers before it has shown all that its engine holds."""
 
     async def look() -> int:
-        return await overlap(router, prompt)
+        return await overlap(router, prompt, worker_id)
 
     await eventually(look, lambda seen: seen >= (len(prompt) - 1) // BLOCK)
 
@@ -110,9 +111,51 @@ async def test_an_engine_that_forgets_all_is_believed(
                 assert (await http.post("/reset_prefix_cache")).json()["success"]
                 await eventually(look, lambda seen: seen == 0)
                 metrics = (await agent_http.get("/metrics/")).text
-                assert 'kvroute_agent_engine_state{state="serving"} 1.0' in metrics
-                assert 'kvroute_agent_unknown_cache_share{rank="0"} 0.0' in metrics
+                assert 'kvroute_agent_engine_state{state="serving",worker="e"} 1.0' in metrics
+                assert 'kvroute_agent_unknown_cache_share{rank="0",worker="e"} 0.0' in metrics
                 assert (await agent_http.get("/health")).json() == {"engine": "serving"}
+
+
+async def test_agents_of_many_engines_know_what_each_holds_and_take_over_from_one_that_dies(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    url, prompt, listed = one_redis_server.url, SharedPrompts(2).next(), tmp_path / "engines.toml"
+    flags = [
+        *("agent", f"--engines={listed}", f"--redis-url={url}", "--port=0"),
+        f"--namespace={NAMESPACE}",
+    ]
+    async with started_replica(url) as router:
+        with engine() as a, engine() as b:
+            listed.write_text(f'[a]\nengine-url = "{a.url}"\n[b]\nengine-url = "{b.url}"\n')
+            with Process(*flags, f"--memory-folder={tmp_path / 'dying'}").ending() as dying:
+                await until_serving(router, "a:0", "b:0")
+                async with client_of(a) as http, client_of(dying) as agent_http:
+                    await complete(http, "sim", prompt)
+                    await until_known(router, prompt, "a")
+                    assert await overlap(router, prompt, "b") == 0
+                    health = (await agent_http.get("/health")).json()
+                    assert health == {"engines": {n: {"engine": "serving"} for n in "ab"}}
+                    metrics = (await agent_http.get("/metrics/")).text
+                    assert 'kvroute_agent_engine_state{state="serving",worker="b"} 1.0' in metrics
+                    assert 'kvroute_agent_engines{what="followed"} 2.0' in metrics
+                dying.end(signal.SIGKILL)
+            with Process(*flags, f"--memory-folder={tmp_path / 'heir'}").ending() as heir:
+
+                async def degraded() -> list[bool]:
+                    workers: Any = (await router.get("/v1/workers")).json()["workers"]
+                    return [worker["degraded"] for worker in workers]
+
+                async with client_of(heir) as agent_http:
+
+                    async def followed() -> int:
+                        return len((await agent_http.get("/health")).json()["engines"])
+
+                    await eventually(followed, lambda number: number == 2)
+                await eventually(degraded, lambda seen: seen == [False, False])
+                # The index is told again, by one that knew nothing.
+                await until_known(router, prompt, "a")
+            # Nobody has said that the engines end.
+            await until_serving(router, "a:0", "b:0")
 
 
 def test_an_agent_without_an_engine_to_follow_says_so() -> None:
@@ -123,3 +166,5 @@ def test_an_agent_without_an_engine_to_follow_says_so() -> None:
     result = CliRunner().invoke(main, ["agent"])
     assert result.exit_code == 1
     assert "--engine-url: where does the engine listen?" in result.output
+    both = ["agent", "--engine-url=http://a:1", "--engines=x.toml"]
+    assert "--engine-url and --engines: not together" in CliRunner().invoke(main, both).output

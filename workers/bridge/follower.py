@@ -103,6 +103,10 @@ class EngineFollower:
         """Whether the engine is to stay in service once `run` is cancelled."""
 
     @property
+    def worker_id(self) -> str:
+        return self._settings.resolved_id()
+
+    @property
     def state(self) -> State:
         if self._state != "serving":
             return self._state
@@ -158,7 +162,7 @@ class EngineFollower:
 
         def is_idle(rank: int) -> bool:
             load = self.loads.get(rank, IDLE)
-            return load.running == load.waiting == 0
+            return load.running == load.waiting == 0 or self._state != "draining"
 
         async with asyncio.TaskGroup() as tasks:
             for rank in self.ranks:

@@ -1,8 +1,8 @@
-"""Prometheus metrics of an agent beside an engine, read when they are scraped."""
+"""Prometheus metrics of an agent beside engines, read when they are scraped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 
@@ -18,27 +18,33 @@ STATE = Family(
     "gauge",
     "1 for what the engine is: serving; draining; asleep; ill: it is there, and does not work; "
     "refused by Redis; unfit: it cannot be followed as it is; unavailable.",
-    ("state",),
+    ("worker", "state"),
 )
-ENGINE = Family("kvroute_agent_engine", "info", "The engine, as detected.")
+ENGINE = Family("kvroute_agent_engine", "info", "The engine, as detected.", ("worker",))
 HELD = Family(
-    "kvroute_agent_blocks", "gauge", "Blocks of the index that a rank's device holds.", ("rank",)
+    "kvroute_agent_blocks",
+    "gauge",
+    "Blocks of the index that a rank's device holds.",
+    ("worker", "rank"),
 )
 UNKNOWN = Family(
     "kvroute_agent_unknown_cache_share",
     "gauge",
     "At most this share of a rank's cache holds blocks that the agent does not know of, as it came "
     "after them; 0-1.",
-    ("rank",),
+    ("worker", "rank"),
 )
 LEFT_OUT = Family(
     "kvroute_agent_blocks_left_out",
     "counter",
     "Blocks ignored because their parent block is unknown.",
-    ("rank",),
+    ("worker", "rank"),
 )
 MEDIA = Family(
-    "kvroute_agent_unknown_media", "counter", "Events with an unknown storage medium.", ("rank",)
+    "kvroute_agent_unknown_media",
+    "counter",
+    "Events with an unknown storage medium.",
+    ("worker", "rank"),
 )
 LOSSES = Family(
     "kvroute_agent_losses",
@@ -46,53 +52,56 @@ LOSSES = Family(
     "How often all that was known of a rank's cache became void: streams (batches were lost, or "
     "the engine was started again), broken_events, missing_parents, leaks (more blocks than it has "
     "room for).",
-    ("rank", "reason"),
+    ("worker", "rank", "reason"),
 )
 LAG = Family(
     "kvroute_agent_event_lag_seconds",
     "gauge",
     "Delay of the last batch of events, by the clocks of engine and agent.",
-    ("rank",),
+    ("worker", "rank"),
 )
 ANSWERS = Family(
     "kvroute_agent_events_answered",
     "gauge",
     "1 if the engine answered when last asked for events.",
-    ("rank",),
+    ("worker", "rank"),
 )
 SILENT = Family(
     "kvroute_agent_events_silent",
     "gauge",
     "1 if the engine computes and nothing is heard from where the agent listens.",
-    ("rank",),
+    ("worker", "rank"),
 )
 LATE = Family(
     "kvroute_agent_engine_late_seconds",
     "gauge",
     "For so long a rank keeps others waiting, for a sign of life or a token, beyond what is usual.",
-    ("rank",),
+    ("worker", "rank"),
 )
 BATCHES = Family(
     "kvroute_agent_batches",
     "counter",
     "Batches of events: all, and of them replayed, after gaps, duplicates, of_other_ranks, "
     "unreadable; heard is of messages that came unasked, unknown_events of events.",
-    ("rank", "what"),
+    ("worker", "rank", "what"),
 )
 SPEED = Family(
-    "kvroute_agent_speed", "gauge", "Speed constants assumed for a rank.", ("rank", "constant")
+    "kvroute_agent_speed",
+    "gauge",
+    "Speed constants assumed for a rank.",
+    ("worker", "rank", "constant"),
 )
 SPEED_SOURCE = Family(
     "kvroute_agent_speed_source",
     "gauge",
     "1 for where each constant comes from: learned, profile or default.",
-    ("rank", "constant", "source"),
+    ("worker", "rank", "constant", "source"),
 )
 SPEED_ERROR = Family(
     "kvroute_agent_speed_error",
     "gauge",
     "Recent relative error of predictions made with a constant.",
-    ("rank", "constant"),
+    ("worker", "rank", "constant"),
 )
 SPEED_LENGTH = Family(
     "kvroute_agent_speed_learned_tokens",
@@ -100,7 +109,7 @@ SPEED_LENGTH = Family(
     "Tokens of the longest prompts, as means between two readings, that the speed of prefills was "
     "learned from. Of longer ones it is extrapolated. 0: none were seen, or the engine counts the "
     "time of its steps.",
-    ("rank",),
+    ("worker", "rank"),
 )
 FAMILIES = (
     *(
@@ -121,47 +130,53 @@ FAMILIES = (
 )
 
 
-def _samples(follower: EngineFollower) -> Iterator[Sampled]:
+def _samples(followers: Callable[[], Iterable[EngineFollower]]) -> Iterator[Sampled]:
+    for follower in followers():
+        yield from _of_engine(follower, follower.worker_id)
+
+
+def _of_engine(follower: EngineFollower, worker: str) -> Iterator[Sampled]:
     for state in STATES:
-        yield STATE, (state,), follower.state == state
+        yield STATE, (worker, state), follower.state == state
     facts = follower.facts
     if facts is not None:
         sizes = {"block_size": facts.block_size, "capacity_tokens": facts.capacity_tokens}
         about = {"kind": facts.kind, "version": facts.version, "models": ",".join(facts.models)}
-        yield ENGINE, (), about | {name: str(size) for name, size in sizes.items()}
+        yield ENGINE, (worker,), about | {name: str(size) for name, size in sizes.items()}
     for rank in follower.ranks:
-        yield from _of_rank(rank, str(rank.info.key.dp_rank))
+        yield from _of_rank(rank, (worker, str(rank.info.key.dp_rank)))
     for number, late_s in follower.lateness().items():
-        yield LATE, (str(number),), late_s
+        yield LATE, (worker, str(number)), late_s
     for number, speed in follower.speeds.items():
-        yield SPEED_LENGTH, (str(number),), speed.longest_prefill
+        yield SPEED_LENGTH, (worker, str(number)), speed.longest_prefill
         for constant in speed.constants():
-            name = str(number), constant.name
+            name = worker, str(number), constant.name
             yield SPEED, name, constant.value
             yield SPEED_SOURCE, (*name, constant.source), 1
             if constant.error is not None:
                 yield SPEED_ERROR, name, constant.error
 
 
-def _of_rank(rank: Rank, name: str) -> Iterator[Sampled]:
-    yield HELD, (name,), rank.blocks.num_held
-    yield UNKNOWN, (name,), rank.unknown_share
-    yield LEFT_OUT, (name,), rank.blocks.num_left_out
-    yield MEDIA, (name,), rank.blocks.num_unknown_media
+def _of_rank(rank: Rank, name: tuple[str, str]) -> Iterator[Sampled]:
+    yield HELD, name, rank.blocks.num_held
+    yield UNKNOWN, name, rank.unknown_share
+    yield LEFT_OUT, name, rank.blocks.num_left_out
+    yield MEDIA, name, rank.blocks.num_unknown_media
     for reason, number in asdict(rank.losses).items():
-        yield LOSSES, (name, reason), number
-    yield SILENT, (name,), rank.silence.since_s is not None
+        yield LOSSES, (*name, reason), number
+    yield SILENT, name, rank.silence.since_s is not None
     if rank.stream is None:
         return
     counters = asdict(rank.stream.counters)
-    yield LAG, (name,), counters.pop("lag_s")
-    yield ANSWERS, (name,), rank.stream.answers
+    yield LAG, name, counters.pop("lag_s")
+    yield ANSWERS, name, rank.stream.answers
     for what, number in counters.items():
-        yield BATCHES, (name, what), number
+        yield BATCHES, (*name, what), number
 
 
-def registry_of(follower: EngineFollower) -> CollectorRegistry:
+def registry_of(followers: Callable[[], Iterable[EngineFollower]]) -> CollectorRegistry:
+    """followers: those that there are now."""
     registry = CollectorRegistry()
     registry.register(FAILURES)
-    registry.register(ScrapeCollector(FAMILIES, partial(_samples, follower)))
+    registry.register(ScrapeCollector(FAMILIES, partial(_samples, followers)))
     return registry

@@ -31,6 +31,28 @@ class EngineAgentSettings(MemberSettings):
         heading="Engine",
         often=True,
     )
+    engines: str = setting(
+        "",
+        "TOML file of engines to be the agent of, instead of --engine-url; read again when it "
+        "changes.",
+        often=True,
+    )
+    engine_dns: str = setting(
+        "",
+        "NAME:PORT of engines to be the agent of, one at each address that the name has.",
+        often=True,
+    )
+    kubernetes_selector: str = setting(
+        "",
+        "Label selector of the pods whose engines to be the agent of, such as app=vllm.",
+        often=True,
+    )
+    kubernetes_namespace: str = setting(
+        "", "Namespace of these pods; unset: that of the agent's own pod, or else default."
+    )
+    port_name: str = setting(
+        "http", "Name of the port of these pods at which their engines listen."
+    )
     engine_api_key: str = setting("", "API key that the engine asks for, if it does.", often=True)
     address: str = setting(
         "", "Base URL at which clients reach the engine; unset: --engine-url.", BASE_URL, often=True

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+
+from workers.bridge import follower
+from workers.discovery import file
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are looked at more often than they are as a rule."""
+    monkeypatch.setattr(follower, "POLL_S", 0.02)
+    monkeypatch.setattr(follower, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(file, "LOOK_S", 0.02)

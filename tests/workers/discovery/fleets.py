@@ -1,0 +1,108 @@
+"""A fleet in this process: the agent of simulated engines that a source tells of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from redis.asyncio import Redis
+
+from app.core.errors import NamespaceMissing, RedisUnavailable
+from app.core.keys import Keyspace
+from app.core.settings.agent import EngineAgentSettings
+from app.core.worker_report import WorkerInfo, decode_info
+from app.state import reservations
+from app.state.scripts import ScriptRunner
+from tests.eventually import eventually
+from tests.sick_engine import SickEngine, sick_engine
+from workers.bridge.follower import EngineFollower
+from workers.discovery.claims import Claims
+from workers.discovery.engine import Engine, Engines, Tell, overrides_of, settings_of
+from workers.discovery.fleet import Fleet
+
+KEYS = Keyspace("discovery")
+LONG_S = 60.0
+
+
+@dataclass(slots=True)
+class Told:
+    """A source that tells what a test has it tell."""
+
+    engines: Engines = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, engines: Engines) -> None:
+        self.engines = engines
+        self.changed.set()
+
+    async def __call__(self, tell: Tell) -> None:
+        while True:
+            self.changed.clear()
+            tell(self.engines)
+            await self.changed.wait()
+
+
+def settings(**changes: Any) -> EngineAgentSettings:
+    return EngineAgentSettings(**({"lease_ttl_s": LONG_S, "drain_s": LONG_S} | changes))
+
+
+def engine(worker_id: str, url: str, **flags: Any) -> Engine:
+    return Engine(settings_of(settings(), worker_id, url, flags))
+
+
+@asynccontextmanager
+async def engines(number: int) -> AsyncIterator[list[SickEngine]]:
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(sick_engine(token_s=0.01, max_model_len=100))
+            for _ in range(number)
+        ]
+
+
+@asynccontextmanager
+async def running(
+    redis: Redis,
+    folder: Path,
+    source: Callable[[Tell], Awaitable[None]],
+    *,
+    lease_s: float = LONG_S,
+    gone_is_dead: bool = False,
+) -> AsyncIterator[Fleet]:
+    """At the end it dies, as if killed."""
+    async with aiohttp.ClientSession() as http:
+        runner = ScriptRunner(redis, 5.0)
+
+        def begin(of_engine: EngineAgentSettings) -> EngineFollower:
+            overrides = overrides_of(of_engine)
+            return EngineFollower(of_engine, KEYS, runner, http, overrides, folder)
+
+        claims = Claims(runner, KEYS, "test", lease_s)
+        fleet = Fleet(source, claims, begin, gone_is_dead=gone_is_dead)
+        task = asyncio.create_task(fleet.run())
+        try:
+            yield fleet
+        finally:
+            if task.done():
+                task.result()
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def live(redis: Redis) -> dict[str, WorkerInfo]:
+    """The workers that are routed to, by id."""
+    client: Any = redis
+    found = {}
+    with suppress(NamespaceMissing, RedisUnavailable):
+        for inc in (await ScriptRunner(redis, 5.0).one(reservations.loads(KEYS))).loads:
+            info = decode_info(await client.hget(KEYS["workers"], str(inc)))
+            found[info.key.worker_id] = info
+    return found
+
+
+async def until_live(redis: Redis, *workers: str) -> dict[str, WorkerInfo]:
+    return await eventually(lambda: live(redis), lambda seen: sorted(seen) == sorted(workers))

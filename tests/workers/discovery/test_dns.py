@@ -1,0 +1,60 @@
+"""Engines at the addresses that a name has."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core.errors import ConfigError
+from tests.workers.discovery.fleets import engines, running, settings, until_live
+from workers.discovery import dns
+
+
+async def test_engines_come_and_go_with_the_addresses_of_a_name(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dns, "LOOK_S", 0.02)
+    known: list[str] | None = ["127.0.0.1"]
+    asked = asyncio.Event()
+
+    async def getaddrinfo(name: str, port: int, **_: object) -> list[object]:
+        assert name == "vllm.test"
+        asked.set()
+        if known is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in known]
+
+    async with engines(1) as (a,):
+        port = urlsplit(a.url).port
+        process = settings(engine_dns=f"vllm.test:{port}")
+        # No name server can be asked for names of a test's own.
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        async with running(redis, tmp_path, partial(dns.follow, process)) as fleet:
+            await until_live(redis, f"127.0.0.1-{port}")
+            # Nobody knows the name: that says nothing of the engines.
+            known = None
+            for _ in range(3):
+                asked.clear()
+                await asked.wait()
+            assert fleet.followers.keys() == {"127.0.0.1"}
+            await until_live(redis, f"127.0.0.1-{port}")
+            known = []
+            await until_live(redis)
+
+
+@pytest.mark.parametrize("text", ["vllm", "vllm:0", "vllm:x", ":8000", "vllm:65536", "vllm:\u00b2"])
+def test_a_name_without_a_port_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--engine-dns: needs NAME:PORT, got"):
+        dns.name_and_port(text)
+
+
+def test_an_address_of_version_6_is_a_worker_too() -> None:
+    engine = dns.engine_at(settings(), "fd00::1", 8000)
+    assert engine.settings.worker_id == "fd00--1-8000"
+    assert engine.settings.engine_url == "http://[fd00::1]:8000"

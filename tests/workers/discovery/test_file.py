@@ -1,0 +1,102 @@
+"""Engines that a file lists."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from app.core.errors import ConfigError
+from tests.eventually import eventually
+from tests.workers.discovery.fleets import engines, running, settings, until_live
+from workers.discovery import file
+
+
+def told(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+async def test_engines_that_a_file_lists_come_and_go_with_it(redis: Redis, tmp_path: Path) -> None:
+    async with engines(3) as (a, b, c):
+        path = tmp_path / "engines.toml"
+        both = f'[a]\nengine-url = "{a.url}"\n[b]\nengine-url = "{b.url}"\nmax-requests = 7\n'
+        source = partial(file.follow, settings(engines=told(path, both), max_requests=9))
+        async with running(redis, tmp_path, source) as fleet:
+            workers = await until_live(redis, "a", "b")
+            assert {name: info.max_requests for name, info in workers.items()} == {"a": 9, "b": 7}
+            told(path, f'[a]\nengine-url = "{a.url}"\n[c]\nengine-url = "{c.url}"\n')
+            assert (await until_live(redis, "a", "c"))["c"].address == c.url
+            assert fleet.followers.keys() == {"a", "c"}
+
+
+async def test_an_engine_that_moves_is_followed_where_it_is(redis: Redis, tmp_path: Path) -> None:
+    async with engines(2) as (before, after):
+        path = tmp_path / "engines.toml"
+        source = partial(
+            file.follow, settings(engines=told(path, f'[a]\nengine-url = "{before.url}"'))
+        )
+        async with running(redis, tmp_path, source):
+            assert (await until_live(redis, "a"))["a"].address == before.url
+            told(path, f'[a]\nengine-url = "{after.url}"')
+
+            async def address() -> str | None:
+                return (await until_live(redis, "a"))["a"].address
+
+            await eventually(address, lambda seen: seen == after.url)
+
+
+@pytest.mark.parametrize("wrong", ["[a", "a = 1", "[a]\nrole = 'x'", None])
+async def test_a_file_that_is_wrong_or_gone_changes_nothing(
+    redis: Redis, tmp_path: Path, wrong: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engines(1) as (a,):
+        path = tmp_path / "engines.toml"
+        source = partial(file.follow, settings(engines=told(path, f'[a]\nengine-url = "{a.url}"')))
+        async with running(redis, tmp_path, source) as fleet:
+            await until_live(redis, "a")
+            follower = fleet.followers["a"]
+            told(path, wrong) if wrong is not None else path.unlink()
+
+            async def said() -> str:
+                return caplog.text
+
+            await eventually(said, lambda text: "the engines stay as they were" in text)
+            assert fleet.followers == {"a": follower}
+            await until_live(redis, "a")
+
+
+URL = 'engine-url = "http://a:1"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a = 1", r"a: needs a table, \[NAME\], for each engine"),
+        ("[", "engines.toml: "),
+        ("[a]", "a: engine-url: where does the engine listen?"),
+        ("[a]\nengine-url = 'x'", "a: engine-url: 'x' is not the http:// or https:// base URL"),
+        ("[a]\nengine-url = 1", "a: engine-url: '-' is not the http://"),
+        (f"['a b']\n{URL}", "worker id 'a b': 1-253 letters"),
+        (f"[a]\n{URL}role = 'x'", "a: role: needs one of both, prefill, decode, got 'x'"),
+        (f"[a]\n{URL}role = 'decode'", "a: --role decode: needs --kv-transfer"),
+        (f"[a]\n{URL}max-requests = 0", "a: max-requests: needs a number from 1 to 1000000, got 0"),
+        (f"[a]\n{URL}max-requests = 'x'", "a: max-requests: needs a number .*, got x"),
+        (f"[a]\n{URL}stall-s = nan", "a: stall-s: needs a number from 0 to 315360000, got nan"),
+        (f"[a]\n{URL}address = '/x'", "a: address: '/x' is not the http"),
+        (f"[a]\n{URL}model = [1]", "a: model: needs a text or a number, got list"),
+        (f"[a]\n{URL}events-endpoint = 'x'", "a: --events-endpoint: "),
+        (f"[a]\n{URL}redis-url = 'x'", "a: redis-url: needs one of address, bootstrap-port, "),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = told(tmp_path / "engines.toml", text)
+    with pytest.raises(ConfigError, match=f"--engines .*{said}"):
+        file.read(settings(engines=path))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--engines .*none.toml: No such file"):
+        file.read(settings(engines=str(tmp_path / "none.toml")))

@@ -1,0 +1,145 @@
+"""Which engines a process begins with, and which it ends with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from app.local.redis_server import EmbeddedRedis
+from app.state.connect import connect
+from tests.eventually import eventually
+from tests.redis_servers import stopped
+from tests.workers.discovery.fleets import Told, engine, engines, running, until_live
+from workers.discovery.fleet import Fleet, Plan, plan
+
+A, B = engine("a", "http://a:1"), engine("b", "http://b:1")
+
+
+def test_an_engine_that_is_claimed_is_begun_with_unless_it_leaves() -> None:
+    told = {"1": A, "2": replace(B, leaving=True), "3": B}
+    assert plan({}, told, {"1", "2"}, gone_is_dead=True) == Plan(begin=("1",))
+
+
+def test_an_engine_that_is_followed_may_be_too_busy_to_be_ready() -> None:
+    told = {"1": replace(A, ready=False)}
+    assert plan({"1": A}, told, {"1"}, gone_is_dead=True) == Plan()
+
+
+def test_an_engine_that_another_process_has_claimed_is_left_to_it() -> None:
+    assert plan({"1": A}, {"1": A}, set(), gone_is_dead=True) == Plan(hand_over=("1",))
+
+
+def test_an_engine_that_leaves_or_that_changes_ends_well() -> None:
+    told = {"1": replace(A, leaving=True), "2": engine("b", "http://b:2")}
+    todo = plan({"1": A, "2": B}, told, {"1", "2"}, gone_is_dead=True)
+    assert todo == Plan(leave=("1", "2"))
+
+
+def test_an_engine_that_is_gone_ends_at_once_only_if_that_means_that_it_is_dead() -> None:
+    assert plan({"1": A}, {}, set(), gone_is_dead=True) == Plan(drop=("1",))
+    assert plan({"1": A}, {}, set(), gone_is_dead=False) == Plan(leave=("1",))
+
+
+def test_two_engines_of_one_name_are_not_followed_at_once() -> None:
+    told = {"2": engine("a", "http://a:2")}
+    assert plan({"1": A}, told, {"2"}, gone_is_dead=True) == Plan(drop=("1",))
+    assert plan({}, told, {"2"}, gone_is_dead=True) == Plan(begin=("2",))
+
+
+async def test_an_engine_that_leaves_ends_its_requests_first(redis: Redis, tmp_path: Path) -> None:
+    source = Told()
+    async with engines(1) as (a,), running(redis, tmp_path, source) as fleet:
+        source.tell({"1": engine("a", a.url)})
+        await until_live(redis, "a")
+        a.faults = replace(a.faults, more_running=1)
+        follower = fleet.followers["1"]
+
+        async def running_now() -> int:
+            return sum(load.running for load in follower.loads.values())
+
+        await eventually(running_now)
+        source.tell({"1": replace(engine("a", a.url), leaving=True)})
+        await until_live(redis)
+        assert fleet.followers == {"1": follower}
+        assert follower.state == "draining"
+        a.faults = replace(a.faults, more_running=0)
+
+        async def followed() -> int:
+            return len(fleet.followers)
+
+        await eventually(followed, lambda number: number == 0)
+
+
+async def test_a_name_that_comes_back_is_another_worker_at_once(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source = Told()
+    async with engines(2) as (a, b), running(redis, tmp_path, source, gone_is_dead=True):
+        source.tell({"uid-1": engine("a", a.url)})
+        await until_live(redis, "a")
+        a.faults = replace(a.faults, more_running=1)
+        source.tell({"uid-2": engine("a", b.url)})
+
+        async def address() -> str | None:
+            return (await until_live(redis, "a"))["a"].address
+
+        await eventually(address, lambda seen: seen == b.url)
+
+
+async def test_a_process_that_ends_leaves_its_engines_in_service(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source = Told()
+    async with engines(2) as (a, b), running(redis, tmp_path, source) as fleet:
+        source.tell({"1": engine("a", a.url), "2": engine("b", b.url)})
+        await until_live(redis, "a", "b")
+        await fleet.stop()
+        assert fleet.followers == {}
+        await until_live(redis, "a", "b")
+
+
+async def shared(one: Fleet, other: Fleet, number: int) -> None:
+    """Until each is the agent of so many."""
+
+    async def followed() -> tuple[int, int]:
+        return len(one.followers), len(other.followers)
+
+    await eventually(followed, lambda seen: seen == (number, number))
+
+
+async def test_processes_share_the_engines_and_take_over_those_of_one_that_dies(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source = Told()
+    async with engines(4) as some, running(redis, tmp_path / "1", source, lease_s=0.5) as lasting:
+        source.tell({str(i): engine(f"e{i}", one.url) for i, one in enumerate(some)})
+        names = [f"e{i}" for i in range(4)]
+        await until_live(redis, *names)
+        async with running(redis, tmp_path / "2", source, lease_s=0.5) as dying:
+            await shared(lasting, dying, 2)
+            assert not lasting.followers.keys() & dying.followers.keys()
+            await until_live(redis, *names)
+        await shared(lasting, lasting, 4)
+        await until_live(redis, *names)
+
+
+async def test_while_redis_is_away_each_process_goes_on(
+    own_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    source = Told()
+    async with (
+        connect(own_redis_server.url) as redis,
+        engines(1) as (a,),
+        running(redis, tmp_path, source, lease_s=0.3) as fleet,
+    ):
+        source.tell({"1": engine("a", a.url)})
+        await until_live(redis, "a")
+        follower = fleet.followers["1"]
+        with stopped(own_redis_server.pid):
+            source.tell({"1": replace(engine("a", a.url), ready=False)})
+            await eventually(lambda: asyncio.sleep(0, fleet.engines == source.engines))
+        await until_live(redis, "a")
+        assert fleet.followers == {"1": follower}

@@ -1,0 +1,179 @@
+"""Engines in pods, as an API server tells of them that fails in the ways that they do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.eventually import eventually
+from tests.workers.discovery.api_server import (
+    CLOSE,
+    CUT,
+    NAMESPACE,
+    ApiServer,
+    api_server,
+    pod,
+)
+from tests.workers.discovery.fleets import engines, running, settings, until_live
+from workers.discovery import kubernetes
+from workers.discovery.engine import Engines
+from workers.discovery.kubernetes import Pods
+
+PROCESS = settings(kubernetes_selector="app=vllm", kubernetes_namespace=NAMESPACE)
+URL = "http://10.0.0.1:8000"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "WAIT_S", 0.01)
+    monkeypatch.setattr(kubernetes, "WAIT_MAX_S", 0.05)
+
+
+class Watched:
+    """What is known of the pods of a server."""
+
+    def __init__(self, server: ApiServer, pods: Pods) -> None:
+        self.server, self.pods = server, pods
+        self.engines: Engines = {}
+
+    def tell(self, engines: Engines) -> None:
+        self.engines = engines
+
+    async def until(self, *uids: str) -> None:
+        await eventually(self._uids, lambda seen: seen == sorted(uids))
+
+    async def _uids(self) -> list[str]:
+        return sorted(self.engines)
+
+    async def until_watched(self, times: int = 1) -> None:
+        await eventually(self._watches, lambda seen: seen >= times)
+
+    async def _watches(self) -> int:
+        return len(self.server.watches)
+
+
+@asynccontextmanager
+async def watched(*names: str) -> AsyncIterator[Watched]:
+    async with api_server() as (server, configuration):
+        for name in names:
+            server.put(pod(name, URL))
+        seen = Watched(server, Pods(PROCESS, configuration))
+        task = asyncio.create_task(seen.pods.follow(seen.tell))
+        try:
+            await seen.until_watched()
+            yield seen
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def test_pods_are_listed_and_then_watched_from_there() -> None:
+    async with watched("a") as seen:
+        await seen.until("uid-a")
+        assert seen.server.lists == [{"labelSelector": "app=vllm"}]
+        [query] = seen.server.watches
+        assert query["resourceVersion"] == "2"
+        assert query["allowWatchBookmarks"] == "True"
+        assert query["labelSelector"] == "app=vllm"
+        seen.server.put(pod("b", URL))
+        seen.server.bookmark()
+        await seen.until("uid-a", "uid-b")
+        seen.server.put(pod("b", URL, ip=None))
+        await seen.until("uid-a")
+        seen.server.delete("uid-a")
+        await seen.until()
+        assert len(seen.server.lists) == 1
+
+
+@pytest.mark.parametrize("how", [CLOSE, CUT], ids=["ended", "cut"])
+async def test_what_changed_after_a_watch_ended_is_listed_and_removals_too(how: bytes) -> None:
+    async with watched("a", "b") as seen:
+        await seen.until("uid-a", "uid-b")
+        seen.server.is_silent = True
+        seen.server.delete("uid-a")
+        seen.server.put(pod("c", URL))
+        seen.server.is_silent = False
+        seen.server.end_watches(how)
+        await seen.until("uid-b", "uid-c")
+
+
+async def test_a_version_that_is_too_old_is_listed_anew_and_not_in_haste(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with watched("a") as seen:
+        seen.server.is_gone = True
+        seen.server.end_watches()
+        await seen.until_watched(4)
+        seen.server.put(pod("b", URL))
+        await seen.until("uid-a", "uid-b")
+        monkeypatch.setattr(kubernetes, "WAIT_S", 60.0)
+        seen.server.is_gone = False
+        number = len(seen.server.watches)
+        await seen.until_watched(number + 1)
+        seen.server.put(pod("c", URL))
+        await seen.until("uid-a", "uid-b", "uid-c")
+
+
+@pytest.mark.parametrize("status", [401, 403, 410, 500, 504])
+async def test_while_the_server_fails_all_stays_as_it_was(status: int) -> None:
+    async with watched("a") as seen:
+        await seen.until("uid-a")
+        seen.server.list_status = seen.server.watch_status = status
+        seen.server.end_watches()
+        await eventually(lambda: asyncio.sleep(0, len(seen.server.lists)), lambda n: n > 4)
+        await seen.until("uid-a")
+        seen.server.list_status = 200
+        seen.server.put(pod("b", URL))
+        await seen.until("uid-a", "uid-b")
+        number = len(seen.server.watches)
+        seen.server.watch_status = 200
+        await seen.until_watched(number + 1)
+
+
+async def test_a_watch_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "WATCH_S", 0)
+    monkeypatch.setattr(kubernetes, "DEAD_S", 0.2)
+    async with watched("a") as seen:
+        await seen.until("uid-a")
+        seen.server.is_silent = True
+        seen.server.put(pod("b", URL))
+        await seen.until("uid-a", "uid-b")
+
+
+async def test_an_annotation_that_is_wrong_leaves_a_pod_as_it_was() -> None:
+    async with watched("a") as seen:
+        await seen.until("uid-a")
+        before = seen.engines
+        seen.server.put(pod("a", URL, annotations={"role": "x"}))
+        seen.server.put(pod("b", URL))
+        await seen.until("uid-a", "uid-b")
+        assert seen.engines["uid-a"] == before["uid-a"]
+
+
+async def test_engines_in_pods_become_workers_and_leave_with_them(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with engines(3) as (a, b, c), api_server() as (server, configuration):
+        server.put(pod("a", a.url))
+        server.put(pod("b", b.url, ready=False))
+        pods = Pods(PROCESS, configuration)
+        async with running(redis, tmp_path, pods.follow, gone_is_dead=True) as fleet:
+            await until_live(redis, "a")
+            server.put(pod("b", b.url))
+            await until_live(redis, "a", "b")
+            # Busy, and yet there.
+            server.put(pod("b", b.url, ready=False))
+            server.put(pod("a", a.url, leaving=True))
+            await until_live(redis, "b")
+            server.delete("uid-a")
+            # Another pod has its name, as of a StatefulSet, and one more the address.
+            server.put(pod("a", c.url, uid="uid-2"))
+            server.put(pod("c", a.url))
+            workers = await until_live(redis, "a", "b", "c")
+            assert (workers["a"].address, workers["c"].address) == (c.url, a.url)
+            assert fleet.followers.keys() == {"uid-b", "uid-2", "uid-c"}

@@ -1,0 +1,60 @@
+"""What a pod says of the engine in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.core.errors import ConfigError
+from app.core.settings.agent import EngineAgentSettings
+from tests.workers.discovery.api_server import pod
+from workers.discovery.engine import Engine
+from workers.discovery.pods import engine_of
+
+PROCESS = EngineAgentSettings()
+
+
+def engine(**changes: Any) -> Engine:
+    found = engine_of(pod("a", "http://10.0.0.1:8000", **changes), PROCESS)
+    assert found is not None
+    return found
+
+
+def test_a_pod_is_a_worker_of_its_name_at_its_address() -> None:
+    told = engine()
+    assert told.settings.worker_id == "a"
+    assert told.settings.engine_url == "http://10.0.0.1:8000"
+    assert (told.ready, told.leaving) == (True, False)
+
+
+@pytest.mark.parametrize("changes", [{"ip": None}, {"phase": "Failed"}, {"phase": "Succeeded"}])
+def test_a_pod_that_is_evicted_or_has_no_address_has_no_engine(changes: dict[str, Any]) -> None:
+    assert engine_of(pod("a", "http://10.0.0.1:8000", **changes), PROCESS) is None
+
+
+def test_a_pod_says_whether_it_is_ready_and_whether_it_ends() -> None:
+    assert not engine(ready=False).ready
+    assert engine(leaving=True).leaving
+
+
+def test_annotations_set_what_flags_set() -> None:
+    told = engine(annotations={"role": "prefill", "kv-transfer": "nixl", "port": "9000"}).settings
+    assert (told.role, told.kv_transfer, told.engine_url) == (
+        *("prefill", "nixl"),
+        "http://10.0.0.1:9000",
+    )
+
+
+@pytest.mark.parametrize(
+    ("annotations", "said"),
+    [
+        ({"role": "x"}, "a: role: needs one of both, prefill, decode, got 'x'"),
+        ({"rule": "x"}, "a: rule: needs one of address, "),
+        ({"port": "other"}, "a: has no port named http: set kvroute.io/port"),
+        ({"port": "0"}, "a: has no port"),
+    ],
+)
+def test_what_is_wrong_in_an_annotation_is_named(annotations: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        engine(annotations=annotations)

@@ -1,0 +1,131 @@
+"""What is known of an engine before it is asked, and the agent's settings for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, fields, replace
+from typing import Any
+
+from app.core.errors import ConfigError, EngineUnfit
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.kinds import Integers, OneOf, Real, Text
+from app.core.types import WORKER_ID
+from workers.bridge.events.sources import reachable
+from workers.bridge.facts import Overrides
+
+MOST_ENGINES = 64
+"""That one process is the agent of."""
+OF_AN_ENGINE = frozenset(
+    {
+        *("address", "engine_kind", "model", "role", "max_requests"),
+        *("kv_transfer", "kv_lease_s", "kv_compatible", "side_channel_port", "kv_host"),
+        *("bootstrap_port", "events_endpoint", "replay_endpoint", "engine_block_size"),
+        *("capacity_tokens", "data_parallel_size", "stall_s", "profile"),
+    }
+)
+"""Settings that each engine may have for itself; the others are those of the process."""
+FIELDS: Mapping[str, Field[Any]] = {
+    f.name.replace("_", "-"): f for f in fields(EngineAgentSettings) if f.name in OF_AN_ENGINE
+}
+"""By the name of the flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """settings: the agent's, for this engine alone. ready: it may be begun with; one that was once
+    need not be any more. leaving: it is to get no requests, and ends."""
+
+    settings: EngineAgentSettings
+    ready: bool = True
+    leaving: bool = False
+
+
+Engines = Mapping[str, Engine]
+"""By what tells an engine from all others, those before it at the same address as well."""
+Tell = Callable[[Engines], None]
+"""By which a source says which engines there are, whenever it has looked."""
+
+
+def settings_of(
+    process: EngineAgentSettings, worker_id: str, engine_url: str, told: Mapping[str, object]
+) -> EngineAgentSettings:
+    """told: what differs from the settings of the process, by the names of flags; may be text.
+
+    Raises ConfigError.
+    """
+    own: dict[str, Any] = {}
+    for name, value in told.items():
+        if name not in FIELDS:
+            raise ConfigError(f"{worker_id}: {name}: needs one of {', '.join(sorted(FIELDS))}")
+        try:
+            own[FIELDS[name].name] = _value(FIELDS[name], value)
+        except ValueError as error:
+            raise ConfigError(f"{worker_id}: {name}: {error}") from None
+    # An agent that is no part of its engine's pod ends without it.
+    own |= {"worker_id": worker_id, "engine_url": engine_url, "keep_engine": True}
+    settings = replace(process, **own)
+    try:
+        check(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{worker_id}: {error}") from None
+    return settings
+
+
+def _value(field: Field[Any], value: object) -> object:
+    """Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"needs a text or a number, got {type(value).__name__}")
+    kind, text = field.metadata["kind"], str(value)
+    match kind:
+        case OneOf(words) if text not in words:
+            raise ValueError(f"needs one of {', '.join(filter(None, words))}, got {text!r}")
+        case Integers() | Real():
+            return _number(kind, text)
+        case Text():
+            kind.check(text)
+    return text
+
+
+def _number(kind: Integers | Real, text: str) -> float:
+    """Raises ValueError."""
+    try:
+        number = int(text) if isinstance(kind, Integers) else float(text)
+    except ValueError:
+        number = math.nan
+    if not kind.least <= number <= kind.most:
+        raise ValueError(f"needs a number from {kind.least} to {kind.most}, got {text}")
+    return number
+
+
+def check(settings: EngineAgentSettings) -> None:
+    """Raises ConfigError if there can be no such engine."""
+    if not WORKER_ID.fullmatch(settings.resolved_id()):
+        raise ConfigError(
+            f"worker id {settings.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
+        )
+    settings.check_role(settings.kv_transfer)
+    if settings.role == "both" and settings.kv_transfer == "sglang":
+        raise ConfigError("--kv-transfer sglang: needs --role prefill or decode, as the engine has")
+    for flag, endpoint in (
+        ("--events-endpoint", settings.events_endpoint),
+        ("--replay-endpoint", settings.replay_endpoint),
+    ):
+        try:
+            if endpoint:
+                reachable(endpoint, "localhost")
+        except EngineUnfit as error:
+            raise ConfigError(f"{flag}: {error}") from None
+
+
+def overrides_of(settings: EngineAgentSettings) -> Overrides:
+    kind = settings.engine_kind
+    return Overrides(
+        engine_kind=None if kind == "auto" else kind,  # type: ignore[arg-type]
+        events_endpoint=settings.events_endpoint or None,
+        replay_endpoint=settings.replay_endpoint or None,
+        engine_block_size=settings.engine_block_size,
+        capacity_tokens=settings.capacity_tokens,
+        data_parallel_size=settings.data_parallel_size,
+        model=tuple(filter(None, settings.model.split(","))),
+    )

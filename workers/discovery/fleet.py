@@ -1,0 +1,152 @@
+"""The agent of all engines that a source tells of: it follows each for as long as that is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from app.core.settings.agent import EngineAgentSettings
+from app.http.supervisor import supervised
+from workers.bridge.follower import EngineFollower
+from workers.discovery.claims import Claims
+from workers.discovery.engine import Engines, Tell
+from workers.discovery.following import Following
+from workers.tasks import FAILURES
+
+log = logging.getLogger(__name__)
+
+RENEWALS = 3
+"""Of the claims, within a lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Keys of engines: to begin with; to take out of service; those that are gone; those of which
+    another process is the agent from now on."""
+
+    begin: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    hand_over: tuple[str, ...] = ()
+
+
+def plan(
+    followed: Engines, engines: Engines, claimed: Collection[str], *, gone_is_dead: bool
+) -> Plan:
+    """What is to be done, so that those of `engines` that are claimed are followed instead of
+    `followed`.
+
+    gone_is_dead: whether an engine that the source does not tell of any more has ended, and not
+    only left the fleet.
+    """
+    gone = [key for key in followed if key not in engines]
+    hand_over = [key for key in followed if key in engines and key not in claimed]
+    leave = [
+        key
+        for key, engine in followed.items()
+        if key in engines and key in claimed
+        if engines[key].leaving or engines[key].settings != engine.settings
+    ]
+    names = {engine.settings.worker_id for engine in followed.values()}
+    begin = [
+        key
+        for key, engine in engines.items()
+        if key in claimed and not engine.leaving and engine.settings.worker_id not in names
+    ]
+    return Plan(
+        tuple(begin),
+        tuple(leave if gone_is_dead else leave + gone),
+        tuple(gone if gone_is_dead else []),
+        tuple(hand_over),
+    )
+
+
+class Fleet:
+    """`run` until `stop` is called. source: tells of the engines until it is cancelled."""
+
+    def __init__(
+        self,
+        source: Callable[[Tell], Awaitable[None]],
+        claims: Claims,
+        begin: Callable[[EngineAgentSettings], EngineFollower],
+        *,
+        gone_is_dead: bool,
+    ) -> None:
+        self.engines: Engines | None = None
+        """None: the source has not told yet."""
+        self.heard_s = -math.inf
+        """When it last told, by the loop's clock."""
+        self._source, self._claims, self._begin = source, claims, begin
+        self._gone_is_dead = gone_is_dead
+        self._followed: dict[str, Following] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._is_stopping = False
+
+    @property
+    def followers(self) -> Mapping[str, EngineFollower]:
+        """By the key of the engine."""
+        return {key: one.follower for key, one in self._followed.items()}
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            listening = tasks.create_task(
+                supervised("discovery", partial(self._source, self._tell), FAILURES)
+            )
+            while not self._is_stopping:
+                self._changed.clear()
+                if self.engines is not None:
+                    await self._claims.renew(self.engines)
+                    self._act(tasks, self.engines)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._claims.lease_s / RENEWALS):
+                        await self._changed.wait()
+            listening.cancel()
+
+    async def stop(self) -> None:
+        """End, and leave the engines in service: routers look after them until an agent is back."""
+        self._is_stopping = True
+        for one in self._followed.values():
+            one.hand_over()
+        self._changed.set()
+        if self._running:
+            await asyncio.wait(list(self._running.values()))
+        await self._claims.leave(self.engines or {})
+
+    def _tell(self, engines: Engines) -> None:
+        self.heard_s = asyncio.get_running_loop().time()
+        if engines != self.engines:
+            self.engines = engines
+            self._changed.set()
+
+    def _act(self, tasks: asyncio.TaskGroup, engines: Engines) -> None:
+        if self._is_stopping:
+            return
+        followed = {key: one.engine for key, one in self._followed.items()}
+        todo = plan(followed, engines, self._claims.keys, gone_is_dead=self._gone_is_dead)
+        for key in todo.hand_over:
+            log.info("%s has another agent", followed[key].settings.worker_id)
+            self._followed[key].hand_over()
+        for key in todo.drop:
+            self._followed[key].drop()
+        for key in todo.leave:
+            if not self._followed[key].is_ending:
+                log.info("%s leaves", followed[key].settings.worker_id)
+                self._followed[key].leave()
+        for key in todo.begin:
+            engine = engines[key]
+            log.info("%s at %s joins", engine.settings.worker_id, engine.settings.engine_url)
+            self._followed[key] = Following(engine, self._begin(engine.settings))
+            self._running[key] = tasks.create_task(self._follow(key))
+
+    async def _follow(self, key: str) -> None:
+        try:
+            await self._followed[key].run()
+        finally:
+            del self._followed[key], self._running[key]
+            self._changed.set()

@@ -1,0 +1,168 @@
+"""Engines in the pods of Kubernetes that a selector matches: listed, then watched.
+
+Whatever ends a watch, all is listed again, so that nothing is missed, removals included. The server
+ends it after WATCH_S, and a connection that is dead ends a little later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from kubernetes_asyncio import client
+from kubernetes_asyncio.client.exceptions import ApiException
+
+from app.core.errors import ConfigError, KvrouteError
+from app.core.settings.agent import EngineAgentSettings
+from workers.discovery.engine import Engine, Tell
+from workers.discovery.pods import engine_of
+from workers.retry import until_it_works
+
+log = logging.getLogger(__name__)
+
+LIST_S = 30.0
+WATCH_S = 60
+DEAD_S = 10.0
+"""So much longer than it may last, a watch is waited for."""
+WAIT_S, WAIT_MAX_S = 0.5, 30.0
+"""Before it is listed again that which could not be, or after a watch that told nothing."""
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class WatchFailed(KvrouteError):
+    """The API server does not list, or ended a watch that had told nothing."""
+
+
+def namespace_of(process: EngineAgentSettings) -> str:
+    """The one that is set, or that of the pod in which it runs."""
+    if process.kubernetes_namespace:
+        return process.kubernetes_namespace
+    with suppress(OSError):
+        return OWN_NAMESPACE.read_text().strip()
+    return "default"
+
+
+class Pods:
+    """A source of engines. Each is known by the UID of its pod."""
+
+    def __init__(self, process: EngineAgentSettings, configuration: client.Configuration) -> None:
+        self._process, self._configuration = process, configuration
+        self._namespace = namespace_of(process)
+        self._engines: dict[str, Engine] = {}
+        self._wrong: dict[str, str] = {}
+        """What was said of pods that say something wrong."""
+
+    async def follow(self, tell: Tell) -> None:
+        async with client.ApiClient(self._configuration) as api:
+            core = client.CoreV1Api(api)
+            while True:
+                await until_it_works(
+                    partial(self._listed_and_watched, core, tell),
+                    WatchFailed,
+                    f"pods {self._process.kubernetes_selector} of {self._namespace}",
+                    WAIT_S,
+                    WAIT_MAX_S,
+                )
+
+    async def _listed_and_watched(self, core: client.CoreV1Api, tell: Tell) -> None:
+        """Until the watch ends that begins with what is listed. Raises WatchFailed if it told
+        nothing, and did not last."""
+        version = await self._list(core)
+        tell(dict(self._engines))
+        clock = asyncio.get_running_loop().time
+        begun_s, num_told, why = clock(), 0, "its end"
+        try:
+            async with self._asked(core, WATCH_S + DEAD_S, version) as answer:
+                async for line in answer.content:
+                    self._take(line)
+                    tell(dict(self._engines))
+                    num_told += 1
+        except WatchFailed as error:
+            why = str(error)
+        if not num_told and clock() - begun_s < WATCH_S / 2:
+            raise WatchFailed(f"the watch told nothing: {why}")
+        log.debug("pods are listed again, as a watch ended: %s", why)
+
+    async def _list(self, core: client.CoreV1Api) -> str:
+        """The version of what there is now. Raises WatchFailed."""
+        async with self._asked(core, LIST_S) as answer:
+            listed = _json(await answer.read())
+        before, self._engines = self._engines, {}
+        for pod in listed["items"]:
+            self._note(pod, before.get(pod["metadata"]["uid"]))
+        self._wrong = {uid: said for uid, said in self._wrong.items() if uid in self._engines}
+        version: str = listed["metadata"]["resourceVersion"]
+        return version
+
+    def _take(self, line: bytes) -> None:
+        """An event of the watch. Raises WatchFailed."""
+        event = _json(line)
+        kind, about = event["type"], event["object"]
+        if kind == "ERROR":
+            raise WatchFailed(f"{about.get('code')} {about.get('message') or about.get('reason')}")
+        if kind != "BOOKMARK":
+            before = self._engines.pop(about["metadata"]["uid"], None)
+            if kind != "DELETED":
+                self._note(about, before)
+
+    def _note(self, pod: Mapping[str, Any], before: Engine | None) -> None:
+        """before: what was known of it, which counts as long as it says something wrong."""
+        uid = pod["metadata"]["uid"]
+        try:
+            engine = engine_of(pod, self._process)
+            self._wrong.pop(uid, None)
+        except ConfigError as error:
+            if self._wrong.get(uid) != str(error):
+                log.warning("a pod is left as it was: %s", error)
+            self._wrong[uid] = str(error)
+            engine = before
+        if engine is not None:
+            self._engines[uid] = engine
+
+    @asynccontextmanager
+    async def _asked(
+        self, core: client.CoreV1Api, deadline_s: float, version: str | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """version: watch from there. Raises WatchFailed, also for what is read of the answer."""
+        watch: dict[str, Any] = {
+            "watch": True,
+            "resource_version": version,
+            "allow_watch_bookmarks": True,
+            "timeout_seconds": WATCH_S,
+        }
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer: Any = await core.list_namespaced_pod(
+                    self._namespace,
+                    label_selector=self._process.kubernetes_selector,
+                    _preload_content=False,
+                    **(watch if version is not None else {}),
+                )
+                async with answer:
+                    if answer.status != 200:
+                        raise WatchFailed(f"{answer.status} {answer.reason}")
+                    yield answer
+        except TimeoutError:
+            raise WatchFailed(f"nothing came for {deadline_s:g} s") from None
+        except (ApiException, aiohttp.ClientError, OSError, ValueError) as error:
+            raise WatchFailed(str(error) or type(error).__name__) from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise WatchFailed(f"the answer is none of Kubernetes' API: {error!r}") from None
+
+
+def _json(text: bytes) -> dict[str, Any]:
+    """Raises WatchFailed."""
+    try:
+        told = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise WatchFailed(f"the answer is no JSON: {error}") from None
+    if not isinstance(told, dict):
+        raise WatchFailed("the answer is no JSON object")
+    return told

@@ -1,0 +1,48 @@
+"""What tells an agent of engines: a file, a name, or Kubernetes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from app.core.errors import ConfigError
+from app.core.extras import extra
+from app.core.settings.agent import EngineAgentSettings
+from workers.discovery import dns, file
+from workers.discovery.engine import Tell
+
+SOURCES = ("engine_url", "engines", "engine_dns", "kubernetes_selector")
+"""Settings of which one is given; the first is no source, but an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """name: that of all processes that share its engines. gone_is_dead: as in `plan`."""
+
+    name: str
+    follow: Callable[[Tell], Awaitable[None]]
+    gone_is_dead: bool
+
+
+async def source_of(settings: EngineAgentSettings) -> Source:
+    """Raises ConfigError, and MissingPackage."""
+    if settings.engines:
+        file.read(settings)
+        # Another machine may have another file of that name.
+        name = f"file {socket.gethostname()} {settings.engines}"
+        return Source(name, partial(file.follow, settings), gone_is_dead=False)
+    if settings.engine_dns:
+        dns.name_and_port(settings.engine_dns)
+        name = f"dns {settings.engine_dns}"
+        return Source(name, partial(dns.follow, settings), gone_is_dead=False)
+    with extra("discovery"):
+        from app.http.kubernetes import load_configuration
+        from workers.discovery import kubernetes
+    try:
+        pods = kubernetes.Pods(settings, await load_configuration())
+    except ConfigError as error:
+        raise ConfigError(f"--kubernetes-selector: {error}") from None
+    name = f"pods {kubernetes.namespace_of(settings)} {settings.kubernetes_selector}"
+    return Source(name, pods.follow, gone_is_dead=True)
