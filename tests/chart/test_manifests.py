@@ -9,10 +9,12 @@ import promql_parser
 import pytest
 
 from app.cli import main
+from app.core.settings.agent import EngineAgentSettings
 from app.core.worker_report import Role
 from app.planner.metrics import PlannerMetrics
 from tests.chart.installed import INSTALLED, Installed, selects
 from tests.chart.rendering import golden
+from workers.discovery.pods import engine_of
 
 OURS = ("router", "worker", "agent", "planner")
 OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD", "OTEL_EXPORTER_OTLP_ENDPOINT"}
@@ -68,14 +70,14 @@ def test_secrets_are_made_where_none_are_named(installed: Installed) -> None:
     made = {each["metadata"]["name"]: set(each["data"]) for each in installed.of_kind("Secret")}
     keys = {"kvroute-keys": {"api", "worker", "metrics"}}
     redis = {"kvroute-redis": {"router", "worker", "operator"}}
-    expected = {"default": keys | redis, "split": keys | redis, "redis": keys, "ha": {}}
-    assert made == expected[installed.example]
+    expected = {"redis": keys, "ha": {}}
+    assert made == expected.get(installed.example, keys | redis)
 
 
 def test_a_pod_can_do_no_more_than_it_needs(installed: Installed) -> None:
     for part, template in installed.pods.items():
         pod = template["spec"]
-        asks_the_api = pod.get("serviceAccountName") == "kvroute-planner"
+        asks_the_api = pod.get("serviceAccountName") in ("kvroute-planner", "kvroute-agent")
         assert asks_the_api or pod["automountServiceAccountToken"] is False
         assert pod["enableServiceLinks"] is False
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -133,20 +135,16 @@ def test_replicas_are_left_to_what_scales(installed: Installed) -> None:
         for each in installed.of_kind("Deployment")
         if "replicas" in each["spec"]
     }
-    scaled = {
-        "default": set(),
-        "redis": set(),
-        "split": {"prefill", "decode"},
-        "ha": {"router", "engine"},
-    }
-    assert installed.pods.keys() - fixed == scaled[installed.example]
+    examples = {"split": {"prefill", "decode"}, "ha": {"router", "engine"}}
+    scaled = examples.get(installed.example, set())
+    assert installed.pods.keys() - fixed == scaled
     targets = {
         each["spec"]["scaleTargetRef"]["name"].removeprefix("kvroute-")
         for kind in ("HorizontalPodAutoscaler", "ScaledObject")
         for each in installed.of_kind(kind)
     }
     if installed.example != "split":  # There the planner scales.
-        assert targets == scaled[installed.example]
+        assert targets == scaled
 
 
 def test_the_planner_may_do_what_its_connector_does_to_the_pools_alone() -> None:
@@ -194,7 +192,41 @@ def test_an_agent_of_a_split_fleet_has_the_role_of_its_pool(role: Role) -> None:
     assert environment(router)["KVROUTE_KV_LEASE_S"] == given["KVROUTE_KV_LEASE_S"]
 
 
-@pytest.mark.parametrize("example", ["ha", "split"])
+def test_agents_that_discover_may_only_see_pods_and_look_for_those_of_engines() -> None:
+    discovery = INSTALLED["discovery"]
+    [role], [account], [binding] = (
+        discovery.of_kind(kind) for kind in ("Role", "ServiceAccount", "RoleBinding")
+    )
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert discovery.pods["agent"]["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "kvroute-agent"}]
+    [agent] = discovery.pods["agent"]["spec"]["containers"]
+    given = environment(agent)
+    asked = given["KVROUTE_KUBERNETES_SELECTOR"]["value"].split(",")
+    labels = dict(text.split("=") for text in asked)
+    found = {
+        part
+        for part, pod in discovery.pods.items()
+        if labels.items() <= pod["metadata"]["labels"].items()
+    }
+    assert found == discovery.engines() == {"prefill", "decode"}
+    for part in found:
+        pod = discovery.pods[part]
+        [engine] = pod["spec"]["containers"]
+        assert given["KVROUTE_PORT_NAME"]["value"] in [port["name"] for port in engine["ports"]]
+        shown = {
+            "metadata": pod["metadata"] | {"name": part},
+            "spec": pod["spec"],
+            "status": {"podIP": "10.0.0.1"},
+        }
+        process = EngineAgentSettings(port_name=given["KVROUTE_PORT_NAME"]["value"])
+        told = engine_of(shown, process)
+        assert told is not None
+        assert (told.settings.role, told.settings.kv_transfer) == (part, "nixl")
+        assert told.settings.engine_url == "http://10.0.0.1:8000"
+
+
+@pytest.mark.parametrize("example", ["ha", "split", "discovery"])
 def test_monitors_name_pods_and_ports_that_there_are_and_a_key_where_one_is_asked_for(
     example: str,
 ) -> None:
@@ -216,7 +248,7 @@ def test_monitors_name_pods_and_ports_that_there_are_and_a_key_where_one_is_aske
             assert (endpoint.get("scheme") == "https") == (
                 "KVROUTE_TLS_CERT" in environment(container)
             )
-    assert seen == {"router", "agent", "planner"}
+    assert seen == {"router", "agent", "planner"} & {"agent", *installed.pods}
 
 
 def test_alerts_and_dashboard_are_those_of_deploy() -> None:

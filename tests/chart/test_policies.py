@@ -8,6 +8,8 @@ from tests.chart.installed import Installed, selects
 
 ELSEWHERE = {53, 80, 443, 4318, 6379, 6443, 26379}
 """Ports of what is no part of the chart: more than are needed, to see that they are closed."""
+EVENTS = {5557, 5558, 5600}
+"""Where agents ask engines for their events, and for what they tell of their KV."""
 SSH = 22
 """A port that nobody needs."""
 
@@ -17,7 +19,12 @@ def connections(installed: Installed) -> set[tuple[str, str, int]]:
     parts, engines = installed.pods.keys(), installed.engines()
     redis = [6379, 26379] if installed.example == "ha" else [6379]
     of_redis = "redis" if "redis" in parts else "elsewhere"
-    made = {(part, of_redis, port) for part in parts - {"redis"} for port in redis}
+    discovers = "agent" in parts
+    made = {
+        (part, of_redis, port)
+        for part in parts - {"redis"} - (engines if discovers else set())
+        for port in redis
+    }
     made |= {(part, "elsewhere", 53) for part in parts - {"redis"}}
     made |= {("router", engine, 8000) for engine in engines}
     made |= {("router", "worker", 8081) for part in parts if part == "worker"}
@@ -28,10 +35,13 @@ def connections(installed: Installed) -> set[tuple[str, str, int]]:
         made |= {(part, "elsewhere", 443) for part in ("router", *engines)}
     if installed.example == "ha":
         made |= {("router", "elsewhere", 4318)}
-    if installed.example == "split":  # The API server; and KV, at any port.
-        made |= {("planner", "elsewhere", 443), ("planner", "elsewhere", 6443)}
+    if discovers:
+        made |= {("agent", engine, port) for engine in engines for port in {8000} | EVENTS}
+    asking = {"split": "planner", "discovery": "agent"}.get(installed.example)
+    if asking:  # The API server; and KV, at any port.
+        made |= {(asking, "elsewhere", 443), (asking, "elsewhere", 6443)}
         for one, other in permutations(engines, 2):
-            made |= {(one, other, port) for port in installed.ports(other) | {SSH}}
+            made |= {(one, other, port) for port in installed.ports(other) | EVENTS | {SSH}}
     return made
 
 
@@ -66,6 +76,8 @@ def test_policies_let_the_parts_connect_to_each_other_as_they_do_and_in_no_other
 ) -> None:
     parts = installed.pods.keys()
     ports = {part: installed.ports(part) | {SSH} for part in parts} | {"elsewhere": ELSEWHERE}
+    for engine in installed.engines():
+        ports[engine] |= EVENTS
     let = {
         (pod, peer, port)
         for pod in parts
