@@ -213,6 +213,12 @@ class WorkerInfo:
         answer="",
         text="",
     )
+    revision: str = _said(
+        "of its engine: KV travels between engines of one alone; empty: it was not told",
+        "",
+        answer="",
+        text="",
+    )
     kv_hosts: tuple[str, ...] = _said(
         "where its KV may be fetched, besides the host of its address", (), answer="", text=""
     )

@@ -19,13 +19,15 @@ class KvGroup(NamedTuple):
     fingerprint: tuple[str, ...]
     name: str
     """That operators gave it."""
+    revision: str
+    """Of its engines."""
 
 
 def group_of(info: WorkerInfo) -> KvGroup | None:
     """None: it is in none, as it hands on nothing, or its engine does not tell what that is."""
     if not info.kv_transfer or (unknown_of(info) and not info.kv_compatible):
         return None
-    return KvGroup(info.kv_transfer, info.kv_fingerprint, info.kv_compatible)
+    return KvGroup(info.kv_transfer, info.kv_fingerprint, info.kv_compatible, info.revision)
 
 
 def unknown_of(info: WorkerInfo) -> list[str]:
@@ -49,4 +51,5 @@ def differences(infos: Sequence[WorkerInfo]) -> Iterator[tuple[str, dict[str, li
 
 def _facts(info: WorkerInfo) -> Iterable[tuple[str, str]]:
     told = [one.partition("=") for one in info.kv_fingerprint]
-    return [*((name, value) for name, _, value in told), ("kv-compatible", info.kv_compatible)]
+    given = [("kv-compatible", info.kv_compatible), ("revision", info.revision)]
+    return [*((name, value) for name, _, value in told), *given]

@@ -58,6 +58,7 @@ WORKER = WorkerInfo(
     engine_life="1751.250+1f",
     kv_fingerprint=("block=16", "handshake=?"),
     kv_compatible="a",
+    revision="r7",
     kv_hosts=("10.0.0.7",),
     bootstrap_port=8998,
     host_total_blocks=50_000,
@@ -73,7 +74,8 @@ WORKER_TEXT = (
     b'"approximate":"no events: start it with --kv-events-config",'
     b'"role":"decode","kv_transfer":"nixl","tp_size":4,'
     b'"kv_lease_s":120.0,"engine_life":"1751.250+1f",'
-    b'"kv_fingerprint":["block=16","handshake=?"],"kv_compatible":"a","kv_hosts":["10.0.0.7"],"bootstrap_port":8998,'
+    b'"kv_fingerprint":["block=16","handshake=?"],"kv_compatible":"a","revision":"r7",'
+    b'"kv_hosts":["10.0.0.7"],"bootstrap_port":8998,'
     b'"host_total_blocks":50000,'
     b'"event_addresses":["tcp://10.0.0.7:5557"],'
     b'"lease_ttl_ms":3000,"version":4}'
@@ -181,6 +183,7 @@ SHOWN = {
     "engine_life": ("", ""),
     "kv_fingerprint": ("", ""),
     "kv_compatible": ("", ""),
+    "revision": ("", ""),
     "kv_hosts": ("", ""),
     "bootstrap_port": ("", ""),
     "host_total_blocks": ("", ""),
@@ -289,6 +292,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "engine_life": "",
         "kv_fingerprint": (),
         "kv_compatible": "",
+        "revision": "",
         "kv_hosts": (),
         "bootstrap_port": 0,
         "host_total_blocks": 0,

@@ -36,6 +36,7 @@ def test_equals_are_paired() -> None:
         worker(way="sglang"),
         worker(more="1"),
         worker("a"),
+        replace(worker(), revision="new"),
         replace(worker(), kv_fingerprint=()),
     ],
 )
@@ -54,6 +55,16 @@ def test_what_is_not_known_is_refused_unless_both_have_one_name() -> None:
     assert not are_paired(named, worker("b", handshake=""))
     unheard = replace(worker("a"), kv_fingerprint=())
     assert are_paired(unheard, unheard)
+
+
+def test_a_rollout_never_mixes_two_revisions() -> None:
+    old, new = replace(worker("a"), revision="1"), replace(worker("a"), revision="2")
+    roles = roles_of([old, new, old, new])
+    assert roles is not None
+    assert [group.tolist() for group in roles.groups] == [
+        [True, False, True, False],
+        [False, True, False, True],
+    ]
 
 
 def test_a_name_makes_none_equal_that_differ() -> None:

@@ -19,7 +19,7 @@ MOST_ENGINES = 64
 OF_AN_ENGINE = frozenset(
     {
         *("address", "engine_kind", "model", "role", "max_requests"),
-        *("kv_transfer", "kv_lease_s", "kv_compatible", "side_channel_port", "kv_host"),
+        *("kv_transfer", "kv_lease_s", "kv_compatible", "revision", "side_channel_port", "kv_host"),
         *("bootstrap_port", "events_endpoint", "replay_endpoint", "engine_block_size"),
         *("capacity_tokens", "data_parallel_size", "stall_s", "profile"),
     }

@@ -12,6 +12,8 @@ from workers.discovery.engine import Engine, settings_of
 
 ANNOTATION = "kvroute.io/"
 """What an annotation begins with that is a flag of the agent, of this pod alone; and its port."""
+REVISION = f"{ANNOTATION}revision"
+"""Also a label, by which pods can be selected, too."""
 ENDED = ("Succeeded", "Failed")
 
 
@@ -27,6 +29,7 @@ def engine_of(pod: Mapping[str, Any], process: EngineAgentSettings) -> Engine | 
         for key, value in (metadata.get("annotations") or {}).items()
         if key.startswith(ANNOTATION)
     }
+    told.setdefault("revision", (metadata.get("labels") or {}).get(REVISION, process.revision))
     port = _port(told.pop("port", ""), pod, process.port_name)
     if port is None:
         raise ConfigError(f"{name}: has no port named {process.port_name}: set {ANNOTATION}port")

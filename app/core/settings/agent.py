@@ -83,6 +83,11 @@ class EngineAgentSettings(MemberSettings):
         "an engine does not tell all that decides it, KV travels between those with one name "
         "alone, and never between two names.",
     )
+    revision: str = setting(
+        "",
+        "Of the engine's model or image. KV travels between engines of one revision alone, as "
+        "while a new one is rolled out.",
+    )
     side_channel_port: int = setting(
         5600, "The engine's VLLM_NIXL_SIDE_CHANNEL_PORT, with --kv-transfer nixl.", PORT
     )

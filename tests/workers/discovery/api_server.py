@@ -22,7 +22,13 @@ def pod(name: str, url: str, uid: str = "", **changes: Any) -> dict[str, Any]:
     """As the API has it. changes: ready, leaving, phase, ip and annotations."""
     parts = urlsplit(url)
     annotations = {f"kvroute.io/{k}": v for k, v in changes.get("annotations", {}).items()}
-    metadata = {"name": name, "uid": uid or f"uid-{name}", "annotations": annotations}
+    metadata: dict[str, Any] = {
+        "name": name,
+        "uid": uid or f"uid-{name}",
+        "annotations": annotations,
+    }
+    if "revision" in changes:
+        metadata["labels"] = {"kvroute.io/revision": changes["revision"]}
     if changes.get("leaving"):
         metadata["deletionTimestamp"] = "2026-11-28T12:00:00Z"
     ready = "True" if changes.get("ready", True) else "False"

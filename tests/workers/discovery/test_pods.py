@@ -46,6 +46,12 @@ def test_annotations_set_what_flags_set() -> None:
     )
 
 
+def test_the_revision_of_a_pod_is_a_label_or_an_annotation() -> None:
+    assert engine(revision="7").settings.revision == "7"
+    assert engine(revision="7", annotations={"revision": "8"}).settings.revision == "8"
+    assert engine().settings.revision == ""
+
+
 @pytest.mark.parametrize(
     ("annotations", "said"),
     [
