@@ -23,5 +23,5 @@ if not inc or not blocks or not bits or redis.call('HEXISTS', applied, inc) == 0
 end
 local bucket_of = bucket_finder(bits, predicted_prefix)
 local present, is_over = slice_reader(predictions, slice_ms, now_ms())
--- @include foresee
-return (foresee(inc, blocks, true))
+-- @include put_predictions
+return (put_predictions(inc, blocks, true))

@@ -21,7 +21,7 @@ local requests_prefix, prefills_prefix, versions = KEYS[4], KEYS[5], KEYS[6]
 -- @include changed
 -- @include record
 -- @include rows
--- @include promise
+-- @include reserve_on
 -- @include despite_full
 
 despite_full(reservations)
@@ -43,7 +43,7 @@ local function extend(row)
   if not l then
     return 0
   end
-  promise(l, row.inc, request_id, {
+  reserve_on(l, row.inc, request_id, {
     prefill_tokens = tonumber(row.prefill_tokens), prefill_us = tonumber(row.prefill_us),
     blocks = tonumber(row.blocks), state = row.state, attempt = row.attempt,
   }, now, ends_ms)

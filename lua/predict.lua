@@ -40,8 +40,8 @@ local present, is_over = slice_reader(predictions, slice_ms, now)
 if (tonumber(redis.call('HGET', predictions, present) or '') or 0) >= max_entries then
   return 0
 end
--- @include foresee
-local count, added = foresee(inc, blocks, false)
+-- @include put_predictions
+local count, added = put_predictions(inc, blocks, false)
 local routed = routed_prefix .. attempt
 redis.call('HSET', routed, 'inc', inc, 'blocks', blocks, 'added', table.concat(added))
 redis.call('PEXPIRE', routed, ttl_ms)

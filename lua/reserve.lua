@@ -48,7 +48,7 @@ local ttl_ms, prefill_ttl_ms, carried_ms = tonumber(ARGV[1]), tonumber(ARGV[2]),
 -- @include record
 -- @include request
 -- @include rows
--- @include promise
+-- @include reserve_on
 -- @include snapshot
 -- @include despite_full
 
@@ -98,7 +98,7 @@ local function stays_ms(wish, l)
   return math.min(ttl_ms, prefill_ttl_ms + (l.prefill_us + wish.prefill_us) / 250)
 end
 
-local function promise_on(l, wish, request_id, state, has_source, ends_ms)
+local function reserve_wish(l, wish, request_id, state, has_source, ends_ms)
   rounds = rounds + share
   l.routed_us = math.floor(l.routed_us * math.exp(math.min(0, l.routed_at - rounds) / MEMORY))
     + wish.prefill_us
@@ -109,7 +109,7 @@ local function promise_on(l, wish, request_id, state, has_source, ends_ms)
   if wish.receiving_ms ~= '0' then
     l.receiving_until_ms = math.max(l.receiving_until_ms, now + tonumber(wish.receiving_ms))
   end
-  promise(l, wish.inc, request_id, {
+  reserve_on(l, wish.inc, request_id, {
     prefill_tokens = wish.prefill_tokens, prefill_us = tonumber(wish.prefill_us),
     blocks = wish.blocks, state = state, attempt = wish.attempt, has_source = has_source,
   }, now, ends_ms)
@@ -140,9 +140,9 @@ local function reserve(wish, source)
     end
     -- Both end together, so neither is promised for nothing.
     lasts_ms = math.max(lasts_ms, stays_ms(source, source_load))
-    promise_on(source_load, source, source_of(request_id), state, false, now + lasts_ms)
+    reserve_wish(source_load, source, source_of(request_id), state, false, now + lasts_ms)
   end
-  promise_on(l, wish, request_id, 'p', source ~= nil, now + lasts_ms)
+  reserve_wish(l, wish, request_id, 'p', source ~= nil, now + lasts_ms)
   return 1
 end
 

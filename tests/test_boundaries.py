@@ -24,7 +24,7 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.tiers",
         "workers.engines.torch.weights",
         "workers.engines.torch.engine",
-        "workers.engines.torch.exchange",
+        "workers.engines.torch.transfer",
         "workers.engines.torch.fingerprint",
         "workers.engines.torch.forward",
         "workers.engines.torch.waiting",

@@ -89,7 +89,7 @@ class Query:
     overlaps: Overlaps = field(default_factory=Overlaps)
     """As far as engines reuse them."""
     published: Overlaps | None = None
-    """Those that workers have published, without what they are foreseen to hold; None: all."""
+    """Those that workers have published, without what they are predicted to hold; None: all."""
     held: Overlaps = field(default_factory=Overlaps)
     """As far as workers hold them."""
     bound: dict[Incarnation, int] = field(default_factory=dict)

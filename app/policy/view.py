@@ -405,7 +405,7 @@ class View:
                 held = overlaps[inc]
                 reused[inc] = held.first(rule.reused(held.total, most))
         for inc, resume in overlaps.resumes.items():
-            # Where more is foreseen than held, what its engine will hold is not known so well.
+            # Where more is predicted than held, what its engine will hold is not known so well.
             if inc in overlaps and overlaps[inc].total == resume.held:
                 reused[inc] = overlaps[inc].first(resume.reused(most))
         if not reused:

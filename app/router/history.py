@@ -89,7 +89,7 @@ class History:
             return [request.session] if self._session_affinity and request.session else []
         return [*([request.session] if request.session else ()), *request.trail]
 
-    def foresee(
+    def predicted(
         self, chains: list[list[SequenceHash]], shards: int
     ) -> list[Call[dict[Incarnation, int]]]:
         """No calls, or one for each chain: the leading blocks that workers will hold."""
@@ -134,7 +134,7 @@ class History:
                 self._write(predictions.confirm_predicted(shard, attempt, self.predictions))
 
     def withdraw(self, attempt: str) -> None:
-        """Take back what was foreseen for a request that ended before its first token."""
+        """Take back what was predicted for a request that ended before its first token."""
         if self.predicts:
             for shard in self._shards:
                 self._write(predictions.withdraw_predicted(shard, attempt))

@@ -66,7 +66,7 @@ class LookUp:
         while True:
             shards = fleet.shards or (await runner.one(self._loads)).shards or 1
             recall = self._history.recall(queries)
-            foresee = self._history.foresee(chains, shards)
+            predicting = self._history.predicted(chains, shards)
             with (
                 self._replica.telemetry.seconds_of("look_up").time(),
                 self._reports.riding() as trip,
@@ -80,13 +80,13 @@ class LookUp:
                         *trip.calls,
                         reservations.changes(keyspace, self.columns),
                         *recall,
-                        *foresee,
+                        *predicting,
                     ],
                     boundaries=self._boundaries,
                 )
                 trip.replies = replies[: len(trip.calls)]
             snapshot, *others = replies[len(trip.calls) :]
-            recalled, foreseen = others[: len(recall)], others[len(recall) :]
+            recalled, predicted = others[: len(recall)], others[len(recall) :]
             if isinstance(snapshot, KvrouteError):
                 raise snapshot
             snapshot = snapshot or await runner.one(self._loads)
@@ -95,7 +95,7 @@ class LookUp:
             if snapshot.shards == shards:
                 break
         self._replica.telemetry.blind.inc(overlaps.count(None))
-        for query, found, ahead in zip_longest(queries, overlaps, foreseen):
+        for query, found, ahead in zip_longest(queries, overlaps, predicted):
             self._tell(query, view, found, ahead if isinstance(ahead, dict) else {})
         for visits in recalled:
             if isinstance(visits, list):
@@ -107,24 +107,24 @@ class LookUp:
         query: Query,
         view: View,
         found: Overlaps | None,
-        foreseen: dict[Incarnation, int],
+        predicted: dict[Incarnation, int],
     ) -> None:
-        """Set what the query knows of its prompt. found: as `overlap.match` tells. foreseen: blocks
-        that are to come, by those who will hold them."""
+        """Set what the query knows of its prompt. found: as `overlap.match` tells. predicted:
+        blocks that are to come, by those who will hold them."""
         if not self._history.predicts_all:
             # Of others, those who publish what they hold say more.
-            foreseen = {inc: blocks for inc, blocks in foreseen.items() if inc in view.guessed}
+            predicted = {inc: blocks for inc, blocks in predicted.items() if inc in view.guessed}
         chain, held_by = query.request.chain, self._taught.held
-        foreseen = {
+        predicted = {
             inc: held_by(inc, chain, blocks, view) if inc in view.guessed else blocks
-            for inc, blocks in foreseen.items()
+            for inc, blocks in predicted.items()
         }
         query.is_short = found is None or isinstance(found, overlap.LowerBound) or view.is_short
         overlaps = Overlaps() if found is None else found
-        query.published = overlaps if foreseen else None
-        overlaps = with_predicted(overlaps, foreseen)
-        is_foreseen = not view.guessed >= foreseen.keys()
-        query.trust = _trust(found, query.is_short, is_foreseen)
+        query.published = overlaps if predicted else None
+        overlaps = with_predicted(overlaps, predicted)
+        is_predicted = not view.guessed >= predicted.keys()
+        query.trust = _trust(found, query.is_short, is_predicted)
         held = self._recent.held(query.request.chain, overlaps, time.monotonic())
         query.bound = {
             inc: blocks - overlaps.get(inc, NO_OVERLAP).total for inc, blocks in held.items()
@@ -133,20 +133,20 @@ class LookUp:
         query.overlaps = view.reusable(overlaps, query.request.isl_tokens)
 
 
-def _trust(found: Overlaps | None, is_short: bool, is_foreseen: bool) -> Trust:
-    """found: by the index; None: it did not tell. is_foreseen: in part."""
+def _trust(found: Overlaps | None, is_short: bool, is_predicted: bool) -> Trust:
+    """found: by the index; None: it did not tell. is_predicted: in part."""
     if found is None:
         return Trust.BLIND
-    is_bound = is_short or is_foreseen or isinstance(found, overlap.Rough)
+    is_bound = is_short or is_predicted or isinstance(found, overlap.Rough)
     return Trust.BOUND if is_bound else Trust.EXACT
 
 
-def with_predicted(overlaps: Overlaps, foreseen: dict[Incarnation, int]) -> Overlaps:
-    """`overlaps`, longer on the device where more blocks are foreseen than published."""
-    if not foreseen:
+def with_predicted(overlaps: Overlaps, predicted: dict[Incarnation, int]) -> Overlaps:
+    """`overlaps`, longer on the device where more blocks are predicted than published."""
+    if not predicted:
         return overlaps
     own = dict(overlaps.own)
-    for inc, blocks in foreseen.items():
+    for inc, blocks in predicted.items():
         known = overlaps.get(inc, NO_OVERLAP)
         if blocks > known.total:
             own[inc] = replace(known, device=known.device + blocks - known.total)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError  # noqa: A004 - redis-py's name
 
-from app.state.exchange import Node, NotSent
+from app.state.round_trip import Node, NotSent
 
 T = TypeVar("T")
 

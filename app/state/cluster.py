@@ -19,7 +19,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError
 
 from app.state.client import MAX_REDIRECTS, Address, RedisClient, first_answer
-from app.state.exchange import FairPool, Node, did_not_run, round_trip
+from app.state.round_trip import FairPool, Node, did_not_run, round_trip
 
 KEYLESS = frozenset({"INFO", "PING", "TIME"})
 

@@ -20,7 +20,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from app.core.errors import ConfigError, RedisUnavailable
 from app.state.client import Address, RedisClient
 from app.state.cluster import ClusterClient
-from app.state.exchange import FairPool
+from app.state.round_trip import FairPool
 from app.state.sentinel import SentinelClient, Sentinels
 
 log = logging.getLogger(__name__)

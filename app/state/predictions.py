@@ -5,7 +5,7 @@ counts what requests in flight will have cached by the time the next one gets it
 is kept in Redis alongside the index, so that all replicas score alike.
 
 Only the blocks of a chain at `chains.POSITIONS` are recorded. A chain of 8,192 blocks thus costs 88
-entries instead of 8,192, and what is foreseen falls short of the truth by at most a ninth.
+entries instead of 8,192, and what is predicted falls short of the truth by at most a ninth.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from app.core.errors import KvrouteError, RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
 from app.state.client import MAX_REDIRECTS, RedisClient
 from app.state.connect import deadline
-from app.state.exchange import Node, did_not_run, round_trip
 from app.state.records import FIELDS
+from app.state.round_trip import Node, did_not_run, round_trip
 
 T = TypeVar("T")
 

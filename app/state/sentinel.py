@@ -13,7 +13,7 @@ from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnec
 from redis.exceptions import RedisError
 
 from app.state.client import Address, RedisClient, answers, first_answer
-from app.state.exchange import FairPool, Node
+from app.state.round_trip import FairPool, Node
 
 FOLLOW_INTERVAL_S = 0.25
 FOLLOW_TIMEOUT_S = 1.0

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from app.edge.app import Application
 from app.local.redis_server import EmbeddedRedis
 from app.router import history, reports
-from app.state.exchange import Node
+from app.state.round_trip import Node
 from app.state.scripts import Call, ScriptRunner
 from tests.door.conftest import completing, replica, until_serving
 from tests.fake_worker import KEYS

@@ -26,9 +26,9 @@ from app.local.redis_server import EmbeddedRedis
 from app.state import overlap
 from app.state.client import RedisClient
 from app.state.connect import check_server, connect
-from app.state.exchange import Node
 from app.state.index import open_shard
 from app.state.leases import Registration, activate
+from app.state.round_trip import Node
 from app.state.scripts import Call, ScriptRunner
 from loadtest.topologies import NUM_SHARDS
 from tests.e2e.conftest import prompt

@@ -14,7 +14,7 @@ HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=1000)
 
 
 @pytest.mark.oldest_too
-async def test_blocks_routed_to_a_worker_are_foreseen_there(space: Namespace) -> None:
+async def test_blocks_routed_to_a_worker_are_predicted_there(space: Namespace) -> None:
     inc = await space.worker("a")
     assert await space.predict(inc, CHAIN, HOURS) == 32
     assert await space.predicted(CHAIN, HOURS) == {inc: 64}
@@ -84,8 +84,8 @@ async def test_the_oldest_predictions_are_given_up_at_the_limit(space: Namespace
         await space.age_predictions(slices)
     assert [await space.predicted(chain, few) for chain in chains[:3]] == [{inc: 64}] * 3
     await space.predict(inc, chains[3], few)  # 128 entries are too many; 80 are to be left
-    foreseen = [await space.predicted(chain, few) for chain in chains]
-    assert foreseen == [{}, {}, {inc: 64}, {inc: 64}]
+    predicted = [await space.predicted(chain, few) for chain in chains]
+    assert predicted == [{}, {}, {inc: 64}, {inc: 64}]
 
 
 async def test_expired_predictions_do_not_count_towards_the_limit(space: Namespace) -> None:

@@ -38,7 +38,7 @@ async def test_forecasts_agree_with_a_plain_model_of_what_was_routed(space: Name
         assert await space.predicted(asked, HOURS) == expected
 
 
-async def test_nothing_is_foreseen_from_corrupt_predictions(space: Namespace) -> None:
+async def test_nothing_is_predicted_from_corrupt_predictions(space: Namespace) -> None:
     inc = await space.worker("a")
     chain = [SequenceHash(1 << 60)]
     await space.predict(inc, chain, HOURS)

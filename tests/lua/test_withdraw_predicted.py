@@ -93,9 +93,9 @@ async def test_once_all_requests_have_ended_exactly_what_was_computed_is_left(
     for attempt, *_ in open_requests:
         await space.withdraw_predicted(attempt)
     for chain in chains:
-        foreseen = await space.predicted(chain, HOURS)
+        predicted = await space.predicted(chain, HOURS)
         for inc in workers:
             held = next((i for i, b in enumerate(chain) if b not in computed[inc]), len(chain))
-            assert foreseen.get(inc, 0) <= held < foreseen.get(inc, 0) + max(1, held / 9) + 1
+            assert predicted.get(inc, 0) <= held < predicted.get(inc, 0) + max(1, held / 9) + 1
     await space.predictions()
     assert not [key async for key in space.redis.scan_iter(match=space.key("routed:") + "*")]

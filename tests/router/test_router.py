@@ -40,7 +40,7 @@ from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.state.client import RedisClient
 from app.state.connect import connect
-from app.state.exchange import Node
+from app.state.round_trip import Node
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers

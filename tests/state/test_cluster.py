@@ -8,7 +8,7 @@ from app.local.redis_server import LOOPBACK
 from app.state.client import Address
 from app.state.cluster import ClusterClient
 from app.state.connect import connect
-from app.state.exchange import Node
+from app.state.round_trip import Node
 from loadtest.topologies import NUM_SLOTS
 
 

@@ -16,8 +16,8 @@ from app.local.redis_server import EmbeddedRedis, free_port
 from app.state import index, leases, reservations
 from app.state.client import RedisClient
 from app.state.connect import connect
-from app.state.exchange import Node
 from app.state.index import Change
+from app.state.round_trip import Node
 from app.state.scripts import Call, ScriptRunner, call, command, load_script
 from tests.redis_servers import each_kind, require_redis, stopped
 

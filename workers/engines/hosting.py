@@ -14,9 +14,9 @@ from app.simulation.engine import SimEngine
 from app.simulation.link import Link, Sending
 from app.simulation.profiles import PROFILES
 from workers.engines.base import Engine, HostedEngine
-from workers.engines.sim.exchange import SimExchange
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
+from workers.engines.sim.transfer import SimTransfer
 from workers.kv.cache import EventSink
 from workers.kv.transfer.link import open_link
 
@@ -42,8 +42,8 @@ def _simulated(settings: WorkerSettings) -> HostedEngine:
         host_pool_tokens=settings.host_pool_tokens,
     )
     stack = ExitStack()
-    exchange = _exchange(settings, engine, stack) if settings.kv_transfer else None
-    runner = EngineRunner(engine, speedup=settings.speedup, exchange=exchange)
+    transfer = _transfer(settings, engine, stack) if settings.kv_transfer else None
+    runner = EngineRunner(engine, speedup=settings.speedup, transfer=transfer)
 
     def start(publisher: EventSink) -> Engine:
         runner.on_step = lambda: publisher.notify(runner.take_events())
@@ -69,11 +69,11 @@ def _kind(settings: WorkerSettings) -> dict[str, str]:
     return {"profile": settings.profile, "block_size": str(settings.block_size)}
 
 
-def _exchange(settings: WorkerSettings, engine: SimEngine, stack: ExitStack) -> SimExchange:
+def _transfer(settings: WorkerSettings, engine: SimEngine, stack: ExitStack) -> SimTransfer:
     """Open as long as `stack` is."""
     link = open_link(settings, _kind(settings), stack)
     leaving = Link(
         bytes_per_s=settings.link_gbit * 1e9 / 8 * settings.speedup,
         first_s=DEFAULT_SPEED.transfer_s / settings.speedup,
     )
-    return SimExchange(engine, link, Sending(leaving, engine.profile))
+    return SimTransfer(engine, link, Sending(leaving, engine.profile))

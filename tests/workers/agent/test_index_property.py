@@ -26,8 +26,8 @@ from app.http.server import run
 from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
 from app.state.connect import connect
-from app.state.exchange import Node, round_trip
 from app.state.index import Change
+from app.state.round_trip import Node, round_trip
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import FakeWorker, worker_info
 from tests.workers.kv.cache_model import CacheModel

@@ -21,7 +21,7 @@ from workers.engines.base import (
     QueueFullError,
     Watcher,
 )
-from workers.engines.sim.exchange import SimExchange
+from workers.engines.sim.transfer import SimTransfer
 from workers.kv.transfer.frames import Source
 
 
@@ -29,7 +29,7 @@ class EngineRunner:
     """Drives an engine `speedup` times as fast as the hardware it simulates.
 
     max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
-    exchange: by which KV leaves and comes; None: it does neither.
+    transfer: by which KV leaves and comes; None: it does neither.
     on_step: called after each step, when its tokens and events are out; set it at any time.
     """
 
@@ -39,7 +39,7 @@ class EngineRunner:
         *,
         speedup: float = 1.0,
         max_waiting: int = 1024,
-        exchange: SimExchange | None = None,
+        transfer: SimTransfer | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -48,7 +48,7 @@ class EngineRunner:
         self.running = False
         self.engine = engine
         engine.on_generated = self._generated
-        self._exchange = exchange
+        self._transfer = transfer
         self._speedup = speedup
         self._max_waiting = max_waiting
         self._clock = clock
@@ -74,7 +74,7 @@ class EngineRunner:
 
     @property
     def transfers(self) -> bool:
-        return self._exchange is not None
+        return self._transfer is not None
 
     async def run(self) -> None:
         """Run until `stop` or cancellation; then end unfinished requests."""
@@ -82,8 +82,8 @@ class EngineRunner:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 serving = []
-                if self._exchange is not None:
-                    serving.append(self._tasks.create_task(self._exchange.run()))
+                if self._transfer is not None:
+                    serving.append(self._tasks.create_task(self._transfer.run()))
                 await self._step()
                 for task in (*serving, *(task for task, _ in self._fetching.values())):
                     task.cancel()
@@ -194,10 +194,10 @@ class EngineRunner:
 
     async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> Source | None:
         """See Engine."""
-        assert self._exchange is not None, "it hands nothing on"
+        assert self._transfer is not None, "it hands nothing on"
         size = self.engine.block_size
         request = SimRequest.from_tokens("", prompt, 1, block_size=size, salt=salt)
-        return self._exchange.keep(request.blocks, lease_s)
+        return self._transfer.keep(request.blocks, lease_s)
 
     def reset_cache(self) -> bool:
         was_reset = self.engine.pool.reset()
@@ -213,11 +213,11 @@ class EngineRunner:
 
     def kv_connections(self) -> Mapping[str, int]:
         """See Engine."""
-        return self._exchange.answered if self._exchange is not None else {}
+        return self._transfer.answered if self._transfer is not None else {}
 
     async def _submit_fetched(self, request: SimRequest, source: Source) -> None:
         """Submit it once what it lacks has come, or is known not to come."""
-        assert self._exchange is not None, "it fetches nothing"
+        assert self._transfer is not None, "it fetches nothing"
         await self._come(request)
         size, began_s = self.engine.block_size, self._clock()
         start = self.engine.pool.match(request.blocks)
@@ -229,7 +229,7 @@ class EngineRunner:
         self._coming |= dict.fromkeys(lacking, come)
         try:
             if lacking:
-                num_tokens = size * await self._exchange.fetch(source, lacking)
+                num_tokens = size * await self._transfer.fetch(source, lacking)
                 if num_tokens:
                     self._learner.observe_transfer(num_tokens, self._clock() - began_s)
                     received = Received(size * start, size * start + num_tokens)
@@ -240,7 +240,7 @@ class EngineRunner:
                 self._coming.pop(block, None)
             come.set()
         if not lacking:
-            await self._exchange.decline(source)
+            await self._transfer.decline(source)
 
     async def _submit_once_come(self, request: SimRequest) -> None:
         await self._come(request)
@@ -268,8 +268,8 @@ class EngineRunner:
             generation.emit()
         for generation, finished in ended:
             keeps = self._keeps.get(generation.request_id)
-            if keeps is not None and self._exchange is not None:
-                generation.kept = self._exchange.keep(*keeps)
+            if keeps is not None and self._transfer is not None:
+                generation.kept = self._transfer.keep(*keeps)
             generation.end(finished)
             self._forget(generation)
 
@@ -289,8 +289,8 @@ class EngineRunner:
         task, source = fetching
         task.cancel()
         if source is not None and self._tasks is not None and not self._stopped:
-            assert self._exchange is not None, "it fetches nothing"
-            self._tasks.create_task(self._exchange.decline(source))
+            assert self._transfer is not None, "it fetches nothing"
+            self._tasks.create_task(self._transfer.decline(source))
 
     def _forget(self, generation: Generation) -> bool:
         """False if it was forgotten before; its id may then belong to another request by now."""

@@ -30,11 +30,11 @@ from workers.engines.base import (
     Watcher,
 )
 from workers.engines.torch.admission import AdaptiveAdmission
-from workers.engines.torch.exchange import Exchange
 from workers.engines.torch.forward import ForwardPasses
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.prefills import Prefills
 from workers.engines.torch.sequence import Chunk, TokenSequence, blocks_of, step_of
+from workers.engines.torch.transfer import BlockTransfer
 from workers.engines.torch.waiting import WaitingRequests
 from workers.kv.cache import BlockCache, EventSink
 from workers.kv.manager import BlockManager
@@ -86,15 +86,15 @@ class TorchEngine:
         self._waiting = WaitingRequests(
             self._cache, chunk_tokens, may_begin=self._may_begin, begin=self._begin
         )
-        self._exchange = (
-            None if link is None else Exchange(pools, self._cache, link, self._waiting.notice)
+        self._transfer = (
+            None if link is None else BlockTransfer(pools, self._cache, link, self._waiting.notice)
         )
         self._hit_rate = HitRate()
         self._sequences: dict[str, TokenSequence] = {}
         self._prefills = Prefills(
             self._cache,
             self._admission,
-            self._exchange,
+            self._transfer,
             chunk_tokens=chunk_tokens,
             on_arrival=self._arrived,
         )
@@ -121,8 +121,8 @@ class TorchEngine:
                         working.create_task(self._step_forever()),
                         working.create_task(self._revise_admission_forever()),
                     ]
-                    if self._exchange is not None:
-                        working_on.append(working.create_task(self._exchange.run()))
+                    if self._transfer is not None:
+                        working_on.append(working.create_task(self._transfer.run()))
                     await asyncio.sleep(0)  # lets all of these start, the cache first
                     self.running = True
                     await self._stopping.wait()
@@ -169,15 +169,15 @@ class TorchEngine:
         """See Engine. Raises EngineStoppedError."""
         if self._stopping.is_set():
             raise EngineStoppedError("the worker is stopping")
-        if self._exchange is None or not self.running:
+        if self._transfer is None or not self.running:
             return None
-        return await self._exchange.keep_held(blocks_of(prompt, self.block_size, salt), lease_s)
+        return await self._transfer.keep_held(blocks_of(prompt, self.block_size, salt), lease_s)
 
     def metrics(self) -> ForwardPassMetrics:
         device = self._manager.tiers[Tier.DEVICE]
         used = device.num_slots - device.num_free - device.num_idle - device.num_leaving
-        if self._exchange is not None:
-            used -= self._exchange.num_kept  # they are no load, and soon gone
+        if self._transfer is not None:
+            used -= self._transfer.num_kept  # they are no load, and soon gone
         return ForwardPassMetrics(
             request_active_slots=len(self._prefills) + len(self._decoding),
             request_total_slots=self._max_num_seqs,
@@ -211,7 +211,7 @@ class TorchEngine:
 
     def kv_connections(self) -> Mapping[str, int]:
         """See Engine."""
-        return self._exchange.answered if self._exchange is not None else {}
+        return self._transfer.answered if self._transfer is not None else {}
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping contradicts itself."""
@@ -308,8 +308,8 @@ class TorchEngine:
         """Keep the prompt's blocks for another worker, if that was asked for."""
         assert sequence.table is not None
         keep_s = sequence.request.keep_s
-        if self._exchange is not None and keep_s and sequence.table.chain:
-            sequence.generation.kept = self._exchange.keep(sequence.table, keep_s)
+        if self._transfer is not None and keep_s and sequence.table.chain:
+            sequence.generation.kept = self._transfer.keep(sequence.table, keep_s)
 
     def _cancel(self, sequence: TokenSequence) -> None:
         if self._sequences.get(sequence.request.request_id) is not sequence:
@@ -318,8 +318,8 @@ class TorchEngine:
         sequence.cancelled = True
         if sequence.table is None:
             self._waiting.cancel(sequence)
-            if self._exchange is not None and sequence.request.source is not None:
-                self._exchange.decline(sequence.request.source)
+            if self._transfer is not None and sequence.request.source is not None:
+                self._transfer.decline(sequence.request.source)
         else:
             self._leave_if_unused(sequence)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 from app.core.types import Tier
 from workers.engines.torch.admission import AdaptiveAdmission
-from workers.engines.torch.exchange import Exchange
 from workers.engines.torch.sequence import Chunk, TokenSequence
+from workers.engines.torch.transfer import BlockTransfer
 from workers.kv.cache import BlockCache
 from workers.kv.transfer.receiver import Arrival
 
@@ -25,7 +25,7 @@ class Prefills:
         self,
         cache: BlockCache,
         admission: AdaptiveAdmission,
-        exchange: Exchange | None,
+        transfer: BlockTransfer | None,
         *,
         chunk_tokens: int,
         on_arrival: Callable[[TokenSequence], None],
@@ -33,7 +33,7 @@ class Prefills:
         self.num_fetched = self.num_lost = 0
         self._cache = cache
         self._admission = admission
-        self._exchange = exchange
+        self._transfer = transfer
         self._chunk_tokens = chunk_tokens
         self._on_arrival = on_arrival
         self._sequences: deque[TokenSequence] = deque()
@@ -47,18 +47,18 @@ class Prefills:
     def add(self, sequence: TokenSequence) -> None:
         """A request that was admitted; begins to fetch what it lacks and its source keeps."""
         source, held = sequence.request.source, len(sequence.cached)
-        if source is not None and self._exchange is not None:
+        if source is not None and self._transfer is not None:
             kept = self._whole(source.num_tokens) // sequence.block_size
             lacking = sequence.reusable(self._chunk_tokens)[held:kept]
             if lacking:
-                sequence.arrival = self._exchange.fetch(
+                sequence.arrival = self._transfer.fetch(
                     source,
                     lacking,
                     sequence.block_ids[held : held + len(lacking)],
                     lambda: self._on_arrival(sequence),
                 )
             else:
-                self._exchange.decline(source)
+                self._transfer.decline(source)
         self._sequences.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:

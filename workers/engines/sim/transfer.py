@@ -45,7 +45,7 @@ class _Held:
     slots: Sequence[SequenceHash]
 
 
-class SimExchange:
+class SimTransfer:
     """`run` it while the engine runs. sending: in wall-clock seconds."""
 
     def __init__(self, engine: SimEngine, link: Link, sending: Sending) -> None:

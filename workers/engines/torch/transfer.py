@@ -24,7 +24,7 @@ LOAD_S = 1.0
 """So long may it take to load blocks onto the device that are to be handed on."""
 
 
-class Exchange:
+class BlockTransfer:
     """`run` it while the cache runs, on the same event loop.
 
     pools: on the device, by rank. on_room: called when blocks were let go of, and others may get
@@ -104,7 +104,7 @@ class Exchange:
     ) -> Arrival:
         """Begin to fetch. on_change: called whenever more has arrived, and at the end."""
         arrival = Arrival(len(blocks), self._groups, on_change)
-        assert self._tasks is not None, "the exchange does not run"
+        assert self._tasks is not None, "the transfer does not run"
         self._tasks.create_task(self._receiver.fetch(source, blocks, block_ids, arrival))
         return arrival
 

@@ -13,8 +13,8 @@ import pytest
 from app.core.hashing import token_bytes
 from app.core.types import Tier
 from tests.workers.engines.torch.test_engine import Served, output_of
-from tests.workers.engines.torch.test_exchange import all_let_go, linked, over
 from tests.workers.engines.torch.test_soak import CheckedSpy, prompts_of
+from tests.workers.engines.torch.test_transfer import all_let_go, linked, over
 from tests.workers.kv.bad_link import cut, flipped
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.kv.transfer import layer_groups

@@ -1,8 +1,8 @@
--- foresee(inc, blocks, is_confirmed): records that `inc` will hold `blocks`, or, confirmed, that it
+-- put_predictions(inc, blocks, is_confirmed): records that `inc` will hold `blocks`, or, confirmed, that it
 -- does. What is not confirmed has its slice's letter in upper case; confirmed entries stay so.
 -- Returns how many entries it created or refreshed, and the hashes of those that it created.
 -- Wants locals: predictions, bucket_of, present, is_over.
-local function foresee(inc, blocks, is_confirmed)
+local function put_predictions(inc, blocks, is_confirmed)
   local own_entry = '%f[%d]' .. inc .. '(%a)'
   -- From the leaf inward: nothing before a confirmed block of the current slice is older.
   local gained, count, added = {}, 0, {}

@@ -8,10 +8,10 @@ from redis.exceptions import ConnectionError  # noqa: A004
 
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.state.connect import connect
-from app.state.exchange import Node, NotSent, round_trip
+from app.state.round_trip import Node, NotSent, round_trip
 
 
-async def test_an_exchange_returns_a_reply_per_command_with_errors_as_values(redis: Redis) -> None:
+async def test_a_round_trip_returns_a_reply_per_command_with_errors_as_values(redis: Redis) -> None:
     await redis.set("a", "1")
     commands = [("GET", "a"), ("HGET", "a", "b"), ("GET", "c")]
     one, error, none = await round_trip(Node(redis), commands)
@@ -38,7 +38,7 @@ async def test_commands_that_got_no_connection_are_reported_as_not_sent() -> Non
     assert str(replies[0]).startswith("ConnectionError: ")
 
 
-async def test_an_exchange_waits_for_a_free_connection(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_round_trip_waits_for_a_free_connection(one_redis_server: EmbeddedRedis) -> None:
     async with connect(one_redis_server.url, max_connections=2) as redis:
         ask = [round_trip(Node(redis), [("CLIENT ID",)]) for _ in range(20)]
         replies = [reply for [reply] in await asyncio.gather(*ask)]
@@ -61,7 +61,7 @@ async def test_connections_are_handed_out_in_the_order_in_which_callers_ask(
     assert "".join(turns) == "abc" * 5
 
 
-async def test_an_exchange_that_waits_too_long_for_a_connection_is_not_sent(
+async def test_a_round_trip_that_waits_too_long_for_a_connection_is_not_sent(
     one_redis_server: EmbeddedRedis,
 ) -> None:
     async with connect(one_redis_server.url, max_connections=1, timeout_s=0.02) as redis:

@@ -21,9 +21,9 @@ from app.simulation.profiles import USUAL
 from app.simulation.steps import Finished
 from tests.eventually import eventually
 from workers.engines.base import CompletionRequest
-from workers.engines.sim import exchange
-from workers.engines.sim.exchange import SimExchange
+from workers.engines.sim import transfer
 from workers.engines.sim.runner import EngineRunner
+from workers.engines.sim.transfer import SimTransfer
 from workers.kv.transfer.frames import Source
 from workers.kv.transfer.link import Link
 
@@ -68,7 +68,7 @@ async def running(bytes_per_s: float = QUICK, kind: str = "one") -> AsyncIterato
         engine = SimEngine(USUAL, block_size=SIZE, now=time.monotonic)
         sending = Sending(SimLink(bytes_per_s, first_s=0.0), USUAL)
         link = Link(listening, "127.0.0.1", {"profile": kind})
-        runner = EngineRunner(engine, speedup=1e4, exchange=SimExchange(engine, link, sending))
+        runner = EngineRunner(engine, speedup=1e4, transfer=SimTransfer(engine, link, sending))
         worker = Worker(runner, [])
         runner.on_step = lambda: worker.events.extend(runner.take_events())
         async with asyncio.TaskGroup() as tasks:
@@ -216,15 +216,15 @@ async def test_what_another_request_fetches_is_not_fetched_again() -> None:
         assert finished.cached_tokens == 8
         # It was told that nothing is needed of it, and would else keep it for a minute.
         await until_idle(second)
-        assert second.runner._exchange is not None
-        assert second.runner._exchange._sending._free_s == 0.0, "nothing was sent"
+        assert second.runner._transfer is not None
+        assert second.runner._transfer._sending._free_s == 0.0, "nothing was sent"
 
 
 @pytest.mark.parametrize("fetches", [False, True])
 async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing(
     fetches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "BEAT_S", 0.01)
+    monkeypatch.setattr(transfer, "BEAT_S", 0.01)
     async with running(SLOW) as source, running() as target:
         kept = await kept_by(source)
         request = CompletionRequest("r", token_bytes(PROMPT), 3, source=kept)
@@ -240,5 +240,5 @@ async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing(
 
 
 async def _hands_on(source: Worker) -> bool:
-    assert source.runner._exchange is not None
-    return source.runner._exchange._sending._free_s > 0
+    assert source.runner._transfer is not None
+    return source.runner._transfer._sending._free_s > 0

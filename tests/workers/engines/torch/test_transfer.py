@@ -83,8 +83,8 @@ async def kept_by(served: Served, prompt: list[int] = PROMPT, keep_s: float = LE
 
 async def all_let_go(served: Served) -> None:
     await served.settle()
-    assert served.engine._exchange is not None
-    assert not served.engine._exchange._kept.tables
+    assert served.engine._transfer is not None
+    assert not served.engine._transfer._kept.tables
 
 
 @asynccontextmanager
@@ -168,8 +168,8 @@ async def test_a_target_that_lacks_nothing_has_its_source_let_go(tmp_path: Path)
         await target.ask(PROMPT, 6)
         _, finished = await target.ask(PROMPT, 6, source=await kept_by(source))
         assert finished.cached_tokens == WHOLE
-        assert source.engine._exchange is not None
-        kept = source.engine._exchange._kept
+        assert source.engine._transfer is not None
+        kept = source.engine._transfer._kept
         await eventually(lambda: _value(len(kept.tables)), lambda number: not number)
         await all_let_go(source)
 
@@ -193,7 +193,7 @@ async def test_the_control_another_prompts_blocks_change_the_logits(tmp_path: Pa
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source, prompt_of(2, 43))
         # As if the source had another prompt's blocks under this prompt's hashes.
-        (promise,) = source.engine._exchange._kept._promises.values()  # type: ignore[union-attr]
+        (promise,) = source.engine._transfer._kept._promises.values()  # type: ignore[union-attr]
         promise.table.chain[:] = blocks_of(PROMPT)
         tokens, _ = await target.ask(PROMPT, 6, source=kept)
         promise.table.chain[:] = blocks_of(prompt_of(2, 43))
@@ -313,8 +313,8 @@ async def test_what_does_not_arrive_whole_is_computed(
 
 
 async def kept_by_now(served: Served) -> int:
-    assert served.engine._exchange is not None
-    return served.engine._exchange.num_kept
+    assert served.engine._transfer is not None
+    return served.engine._transfer.num_kept
 
 
 class LayerSpy(Spy):

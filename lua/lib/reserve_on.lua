@@ -1,7 +1,7 @@
--- promise(l, inc, request_id, request, now, ends_ms): reserves on `inc`, whose load is `l`.
+-- reserve_on(l, inc, request_id, request, now, ends_ms): reserves on `inc`, whose load is `l`.
 -- Wants locals: load, reservations, expiry, requests_prefix, prefills_prefix; and libs load, record,
 -- changed.
-local function promise(l, inc, request_id, request, now, ends_ms)
+local function reserve_on(l, inc, request_id, request, now, ends_ms)
   if request.state == 'd' then
     l.decoding = l.decoding + 1
   elseif request.state == 'p' then
