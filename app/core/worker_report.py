@@ -370,6 +370,7 @@ class Speed:
     mean_output_tokens: float = _said("tokens that a request generates", 300.0)
     transfer_s: float = _said("until the first KV arrives from another worker", 0.01)
     transfer_s_per_token: float = _said("to receive one token's KV from another worker", 2.6e-5)
+    decode_s: float = _said("that a step takes which decodes next to nothing", 0.018)
 
 
 @dataclass(frozen=True, slots=True)

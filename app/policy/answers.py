@@ -99,6 +99,7 @@ class Answers:
             prefill_s_per_token2=usual.prefill_s_per_token2 * slow,
             decode_s_per_kv_token=usual.decode_s_per_kv_token * pace,
             decode_s_per_seq=usual.decode_s_per_seq * pace,
+            decode_s=usual.decode_s * pace,
             mean_output_tokens=output or usual.mean_output_tokens,
         )
 

@@ -111,6 +111,7 @@ class Candidates:
     mean_output_tokens: Floats
     transfer_s: Floats
     transfer_s_per_token: Floats
+    decode_s: Floats
 
     @property
     def overlap(self) -> Floats:
@@ -148,7 +149,9 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     queue_s         prefill already in flight, which this request waits for: up to 2 s in full, a
                     longer queue of Q s as 2 (1 + ln(Q / 2)), as caches are worth more the longer
                     queues are; what is beyond 16 s in full again, so that nobody waits without end
-    memory_wait_s   the wait for free KV blocks beyond that
+    memory_wait_s   the wait for free KV blocks beyond that: for as long as a request stays, where
+                    this prompt's new ones do not fit beside those that the worker reports in use
+                    and the prefill in flight
     prefill_s       prefill of this prompt
     blocking_s      the same again, and 30 % more for each request that waits for its first token:
                     the delay to those that will queue behind it, as more will come where many wait
@@ -177,7 +180,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     waiting = candidates.active_requests - candidates.decoding_requests
     terms: dict[str, Floats] = {
         "queue_s": _felt_s(queue),
-        "memory_wait_s": _memory_wait_s(candidates, size, decode, queue),
+        "memory_wait_s": _memory_wait_s(candidates, size, decode),
         "prefill_s": prefill,
         "blocking_s": prefill * (1.0 + BLOCKING_PER_WAITING * waiting),
         "decode_s": DECODE_WEIGHT * decode,
@@ -281,24 +284,27 @@ def predicted_prefill_s(
     return seconds
 
 
-def _memory_wait_s(
-    candidates: Candidates, size: RequestSize, residence_s: Floats, queue_s: Floats
-) -> Floats:
-    """Seconds beyond `queue_s` until finishing requests have freed the blocks that are missing.
+def _memory_wait_s(candidates: Candidates, size: RequestSize, decode_s: Floats) -> Floats:
+    """Seconds beyond the queue until a request has left, where the prompt's new blocks do not fit.
 
-    residence_s: how long a request in flight stays; in that time all active blocks come free.
-    Device overlap is assumed to be in use already, so only the prompt's other blocks are new.
+    decode_s: a mean output's decode steps, but for their fixed part. What requests share the worker
+    reports once; what was routed there since is at most the prefill in flight. Blocks do not come
+    free evenly: a few long prompts may hold nearly all of them, so whoever does not fit waits for
+    one of them to end. Device overlap is assumed to be in use already.
     """
-    free = candidates.kv_total_blocks - candidates.active_blocks
+    in_use = candidates.kv_active_blocks + candidates.prefill_tokens / size.block_size
+    free = candidates.kv_total_blocks - in_use
     if least(free) >= size.isl_blocks:
         # The usual case. Returning here saves a third of all that the policy computes.
         return np.zeros(free.size)
-    new_blocks = size.isl_blocks - candidates.overlap_device
-    missing = candidates.active_blocks + new_blocks - candidates.kv_total_blocks
-    missing = np.maximum(missing, 0.0) * (candidates.kv_total_blocks > 0)
-    # With nothing in flight, nothing is freed: residence_s is then 0, and so is the wait.
-    wait: Floats = missing * residence_s / np.maximum(candidates.active_blocks, 1.0)
-    return np.maximum(wait - queue_s, 0.0)
+    # With nothing in flight nothing is freed, and what was reported in use has ended since.
+    is_short = (size.isl_blocks - candidates.overlap_device > free) & (
+        candidates.active_requests > 0
+    )
+    is_short &= candidates.kv_total_blocks > 0
+    stays_s = candidates.mean_output_tokens * candidates.decode_s + decode_s
+    wait: Floats = np.where(is_short, np.maximum(stays_s - candidates.prefill_s, 0.0), 0.0)
+    return wait
 
 
 def balance(candidates: Candidates, size: RequestSize) -> Costs:

@@ -13,12 +13,15 @@ import orjson
 from app.core.chains import hex_text, positions
 from app.core.settings.kinds import MOST
 from app.core.types import SequenceHash, TierOverlap
+from app.core.worker_report import DEFAULT_SPEED
 from app.policy.affinity import Affinity, discounted
 from app.policy.cost import POLICIES, Candidates, CostFunction, RequestSize
 from app.policy.locality import Best, Locality
 from app.policy.trust import Trust
 
 ROWS = tuple(f.name for f in fields(Candidates))
+ADDED = {"others_requests": 0.0, "decode_s": DEFAULT_SPEED.decode_s}
+"""What records of earlier releases lack, and what is assumed there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +129,8 @@ def _seen_of(text: str) -> ChoiceInputs | None:
         return None
     values = orjson.loads(text)
     block_size, places = values["block_size"], range(len(values["workers"]))
-    values.setdefault("others_requests", [0.0] * len(places))  # releases before did not know any
+    for name, value in ADDED.items():
+        values.setdefault(name, [value] * len(places))
     matrix = np.array([values[name] for name in ROWS], dtype=np.float64)
     if matrix.shape != (len(ROWS), len(places)) or len(values["eligible"]) != len(places):
         raise ValueError(f"seen: {matrix.shape} does not fit {len(places)} workers")

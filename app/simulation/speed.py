@@ -159,6 +159,7 @@ class SpeedLearner:
             learned,
             prefill_s_per_token=float(prefill[1] + prefill[0] / self._batch_tokens),
             prefill_s_per_token2=float(prefill[2]),
+            decode_s=float(decode[0]) or self._defaults.decode_s,
             decode_s_per_seq=float(decode[1]),
             decode_s_per_kv_token=float(decode[2]),
             host_s_per_token=self._load_s_per_token(Tier.HOST, self._defaults.host_s_per_token),

@@ -100,7 +100,7 @@ class SimWorker:
             believed = {
                 f.name: getattr(speed, f.name) * (decode if "decode" in f.name else prefill)
                 for f in fields(Speed)
-                if "_s_per_" in f.name
+                if "_s_per_" in f.name or f.name == "decode_s"
             }
             if self.sending is not None:
                 believed |= self.sending.speed

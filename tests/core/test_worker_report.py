@@ -148,6 +148,7 @@ ENTRY = {
     "mean_output_tokens": "212.5",
     "transfer_s": "0.01",
     "transfer_s_per_token": "2.6e-05",
+    "decode_s": "0.018",
     "gpu_memory_used_bytes": "60129542145",
     "gpu_memory_total_bytes": "85899345920",
     "gpu_utilisation": "0.37",

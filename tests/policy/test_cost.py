@@ -160,44 +160,60 @@ def test_latency_weighs_the_queue_and_decode_of_a_busy_worker_against_prefill() 
 
 
 def memory_wait_s(**given: list[float]) -> float:
-    """For one worker with 50 active blocks, whose requests stay 0.8 s, and 8 blocks of overlap."""
+    """For one worker with 50 blocks in use, whose requests stay 2.8 s, and 8 blocks of overlap."""
     seen: dict[str, list[float]] = {
+        "kv_active_blocks": [50],
         "active_blocks": [50],
         "active_requests": [4],
         "decoding_requests": [3],
         "overlap_device": [8],
     }
-    costs = latency(candidates(1, ROUND_SPEED, **(seen | given)), SIZE)
+    speed = replace(ROUND_SPEED, decode_s=0.02)
+    costs = latency(candidates(1, speed, **(seen | given)), SIZE)
     return float(costs.terms["memory_wait_s"][0])
 
 
 def test_a_request_whose_new_blocks_fit_does_not_wait_for_memory() -> None:
-    # 50 active and 10 - 8 new
+    # 50 in use and 10 - 8 new
     assert memory_wait_s(kv_total_blocks=[52]) == 0
 
 
-def test_a_request_waits_until_finishing_requests_have_freed_the_missing_blocks() -> None:
-    # 50 + 2 blocks are 1 more than there are, and 50 come free in 0.8 s
-    assert memory_wait_s(kv_total_blocks=[51]) == pytest.approx(0.8 / 50)
-    # without the overlap, 9 are missing
-    assert memory_wait_s(kv_total_blocks=[51], overlap_device=[0]) == pytest.approx(9 * 0.8 / 50)
+def test_a_request_that_does_not_fit_waits_for_as_long_as_a_request_stays() -> None:
+    # 100 tokens * (20 ms + 1e-6 * 5000 KV tokens + 1e-3 * 3 sequences)
+    assert memory_wait_s(kv_total_blocks=[51]) == pytest.approx(2.8)
+    # without the overlap, 10 blocks are new
+    assert memory_wait_s(kv_total_blocks=[59], overlap_device=[0]) == pytest.approx(2.8)
+    assert memory_wait_s(kv_total_blocks=[60], overlap_device=[0]) == 0
+
+
+def test_blocks_that_requests_share_are_in_use_once() -> None:
+    seen: dict[str, list[float]] = {"kv_total_blocks": [60], "active_blocks": [90]}
+    assert memory_wait_s(**seen) == 0
+
+
+def test_prompts_yet_to_be_computed_will_be_in_use() -> None:
+    seen: dict[str, list[float]] = {"kv_total_blocks": [54]}
+    assert memory_wait_s(**seen, prefill_tokens=[200]) == 0  # 2 blocks
+    assert memory_wait_s(**seen, prefill_tokens=[300]) == pytest.approx(2.8)
 
 
 def test_blocks_loaded_from_the_host_tier_need_room_on_the_device() -> None:
-    waits = memory_wait_s(kv_total_blocks=[51], overlap_device=[0], overlap_host=[8])
-    assert waits == pytest.approx(9 * 0.8 / 50)
+    waits = memory_wait_s(kv_total_blocks=[55], overlap_device=[0], overlap_host=[8])
+    assert waits == pytest.approx(2.8)
 
 
 def test_a_request_waits_for_memory_and_in_the_queue_at_the_same_time() -> None:
-    # 9 * 0.8 / 50 = 0.144 s for memory
-    seen: dict[str, list[float]] = {"kv_total_blocks": [51], "overlap_device": [0]}
-    assert memory_wait_s(**seen, prefill_s=[0.1]) == pytest.approx(0.044)
-    assert memory_wait_s(**seen, prefill_s=[0.2]) == 0
+    assert memory_wait_s(kv_total_blocks=[51], prefill_s=[0.8]) == pytest.approx(2.0)
+    assert memory_wait_s(kv_total_blocks=[51], prefill_s=[3.0]) == 0
+
+
+def test_a_worker_that_does_not_say_how_much_it_holds_has_no_memory_wait() -> None:
+    assert memory_wait_s(kv_total_blocks=[0]) == 0
 
 
 def test_an_empty_worker_has_no_memory_wait_even_if_the_prompt_exceeds_its_memory() -> None:
-    costs = latency(candidates(1, ROUND_SPEED, kv_total_blocks=[5]), SIZE)
-    assert_allclose(costs.terms["memory_wait_s"], [0])
+    empty: dict[str, list[float]] = {"active_requests": [0], "decoding_requests": [0]}
+    assert memory_wait_s(kv_total_blocks=[5], **empty) == 0
 
 
 def test_latency_prefers_an_idle_worker_once_the_queue_outweighs_the_cache() -> None:

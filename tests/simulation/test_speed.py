@@ -97,8 +97,8 @@ def test_a_worker_sped_up_20_times_learns_times_20_times_shorter() -> None:
 
 
 def test_a_speed_up_shortens_every_time_but_no_output() -> None:
-    speed = Speed(10, 20, 30, 40, 50, 60, 70, transfer_s=80, transfer_s_per_token=90)
-    assert sped_up(speed, 10) == Speed(1, 2, 3, 4, 5, 6, 70, 8, 9)
+    speed = Speed(10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
+    assert sped_up(speed, 10) == Speed(1, 2, 3, 4, 5, 6, 70, 8, 9, 10)
 
 
 def test_old_steps_are_forgotten() -> None:

@@ -52,7 +52,7 @@ ERRORS = 20
 
 Source = Literal["learned", "profile", "default"]
 _PREFILL = ("prefill_s_per_token", "prefill_s_per_token2")
-_DECODE = ("decode_s_per_seq", "decode_s_per_kv_token")
+_DECODE = ("decode_s", "decode_s_per_seq", "decode_s_per_kv_token")
 _OUTPUT = ("mean_output_tokens",)
 _TRANSFER = ("transfer_s", "transfer_s_per_token")
 
@@ -75,6 +75,7 @@ def speed_of(profile: Profile) -> Speed:
         DEFAULT_SPEED,
         prefill_s_per_token=profile.compute_s(batch, 0, 0) / batch,
         prefill_s_per_token2=profile.q_s,
+        decode_s=profile.over_s + profile.a0_s,
         decode_s_per_seq=profile.b0_s + profile.s_s,
         decode_s_per_kv_token=profile.c_s,
         host_s_per_token=profile.host_s_per_token,
@@ -280,7 +281,7 @@ class EngineSpeed:
         if self._is_learned("prefill_s_per_token"):
             learned |= zip(_PREFILL, self._prefill_constants(), strict=True)
         if self._is_learned("decode_s_per_seq"):
-            learned |= zip(_DECODE, map(float, self._decode.weights()[1:]), strict=True)
+            learned |= zip(_DECODE, map(float, self._decode.weights()), strict=True)
         if self._is_learned("transfer_s"):
             learned |= zip(_TRANSFER, map(float, self._transfer.weights()), strict=True)
         if self._is_learned("mean_output_tokens"):
