@@ -7,6 +7,8 @@ yardstick, in the same run, is a raw ASGI application that reads a body's JSON, 
 route by `model`, passes it on with aiohttp's client, and decides nothing. Prompts are token ids, so
 that no time goes into tokenizing them, or text: chats come again with another last turn, and each
 of their words is a token. Tokenizing is also measured by itself, on such a chat.
+
+First it counts, in this process, what one warm request calls: no busy machine changes that.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import click
 import numpy as np
 import orjson
 from rich.console import Console
+from rich.table import Table
 
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
@@ -42,6 +45,7 @@ from loadtest.command import Command, json_option, save, table
 from loadtest.cores import CORES, redis_to_measure
 from loadtest.holders import Holders
 from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever
+from loadtest.request_counts import counts_of
 from loadtest.servers import (
     NUM_PROMPTS,
     Connection,
@@ -67,7 +71,11 @@ def door_forever(redis_url: str, port: int, tokenizer: str = "") -> None:
     """tokenizer: its folder; "": prompts are ids."""
     from app.edge.app import serve_router
 
-    settings = RouterSettings(
+    run(serve_router(settings_of(redis_url, tokenizer), listen(LOOPBACK, port)))
+
+
+def settings_of(redis_url: str, tokenizer: str) -> RouterSettings:
+    return RouterSettings(
         redis_url=redis_url,
         namespace=KEYS.namespace,
         tokenizers=f"{MODEL}={tokenizer}" if tokenizer else "",
@@ -75,7 +83,6 @@ def door_forever(redis_url: str, port: int, tokenizer: str = "") -> None:
         access_log=False,
         log_level="error",
     )
-    run(serve_router(settings, listen(LOOPBACK, port)))
 
 
 def proxy_forever(engine_url: str, port: int) -> None:
@@ -166,6 +173,26 @@ def shapes() -> list[Shape]:
     ]
 
 
+def counted_shapes() -> list[Shape]:
+    words = random.Random(5)
+    texts = [_text(words, 150) for _ in range(NUM_PROMPTS)]
+    chat = {"model": MODEL, "max_tokens": 16, "stream": True}
+    ids = [list(range(n, n + 2048)) for n in range(NUM_PROMPTS)]
+    return [
+        Shape(
+            "streamed chat",
+            [orjson.dumps({**chat, "messages": [_turn(0, text)]}) for text in texts],
+            path=CHAT_PATH,
+        ),
+        Shape(
+            "800 characters of text",
+            [orjson.dumps({"model": MODEL, "prompt": text, "max_tokens": 16}) for text in texts],
+            path=PATH,
+        ),
+        Shape("/v1/route, 2,048 ids", [orjson.dumps({"token_ids": each}) for each in ids]),
+    ]
+
+
 async def register(url: str, engine_url: str) -> None:
     async with connect(url) as redis:
         holders = Holders(ScriptRunner(redis, timeout_s=10), KEYS)
@@ -232,11 +259,13 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
         engine = start(engine_forever, tokenizer, CORES[0])
         engine_url = f"http://{LOOPBACK}:{engine.port}"
         asyncio.run(register(url, engine_url))
+        run(until_open(engine.port))
+        counts = counts_of(settings_of(url, tokenizer), counted_shapes())
         servers = {
             "proxy": start(proxy_forever, engine_url, server_core(0)),
             "door": start(partial(door_forever, tokenizer=tokenizer), url, server_core(0)),
         }
-        for one in (engine, *servers.values()):
+        for one in servers.values():
             run(until_open(one.port))
         forms = shapes()  # once, lest the chats' last turns come again
         run(until_serving(servers["door"].port, forms[0]))
@@ -261,6 +290,7 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
         for q in (50, 99)
     }
     return {
+        "counts": counts,
         "cost": cost,
         "times_proxy": {
             shape: found["door"]["cpu_us"] / found["proxy"]["cpu_us"]
@@ -291,6 +321,7 @@ async def until_serving(port: int, shape: Shape) -> None:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
+    console.print(_counts(result["counts"]))
     heads = ("", "proxy, µs of CPU", "door, µs of CPU", "times", "door, per s")
     cells = table(*heads, title=f"{CONCURRENCY} connections")
     for shape, found in result["cost"].items():
@@ -308,6 +339,14 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"Tokenizing {CHAT_TOKENS:,} tokens of which all but the last turn was seen: "
         f"{result['tokenizing_seen_share']:.1%} of the time from scratch"
     )
+
+
+def _counts(counts: dict[str, dict[str, Any]]) -> Table:
+    columns = ("functions", "files", "calls", "awaits", "tasks", "futures", "timers", "redis")
+    cells = table("", *columns, left=("",), title="What one warm request calls and makes")
+    for shape, found in counts.items():
+        cells.add_row(shape, *(f"{found[column]:,}" for column in columns))
+    return cells
 
 
 @click.command(cls=Command)
