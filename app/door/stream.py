@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,8 @@ MAX_EVENT_BYTES = 1024 * 1024
 MAX_TOKENS = 2**30
 """No request has as many. An engine that counts more is not believed."""
 _EVENT_ENDS = (b"\n\n", b"\n\r\n")
-_EVENT = re.compile(rb"(?s).+?(?:\n\r?\n|\Z)")
+_EVENT_END = re.compile(rb"\n\r?\n")
+_DONE = b"\n\ndata: [DONE]\n\n"
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _TTFT = re.compile(rb'"time_to_first_token_ms"\s*:\s*(\d{1,9}(?:\.\d{1,20})?)')
 """As vLLM says it in `metrics`, and only in an answer that no quotes are escaped in around it."""
@@ -149,9 +150,14 @@ class Events:
         return rest
 
 
-def events_in(text: bytes) -> list[bytes]:
+def events_in(text: bytes) -> Iterator[bytes]:
     """Each event, with the blank line that ends it."""
-    return _EVENT.findall(text)
+    begin = 0
+    for end in _EVENT_END.finditer(text):
+        yield text[begin : end.end()]
+        begin = end.end()
+    if begin < len(text):
+        yield text[begin:]
 
 
 class Whole:
@@ -205,7 +211,8 @@ class Stream:
         """Whether all of it has come, now that no more comes."""
         if not self._says_end or self.error:
             return True
-        return _ENDS.search(b"".join((*self._latest, self._events.pending))) is not None
+        latest = b"".join((*self._latest, self._events.pending))
+        return latest.endswith(_DONE) or _ENDS.search(latest) is not None
 
     def passed(self, piece: bytes) -> bytes:
         """What of the bytes so far is to be passed on now, unchanged but for what is dropped."""
@@ -221,7 +228,7 @@ class Stream:
         if not self.has_first_token:
             self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
         self._latest = self._latest[1], events
-        self.num_said += sum(1 for _ in _SAYS.finditer(events))
+        self.num_said += len(_SAYS.findall(events))
         if b"error" in events or b"failed" in events:
             self.error = self.error or next(filter(tells_error, events_in(events)), b"")
         if b'"usage"' in events:
@@ -230,6 +237,6 @@ class Stream:
                 return b"".join(
                     event
                     for event in events_in(events)
-                    if not (_USAGE.search(event) and _EMPTY.search(event))
+                    if not (b'"usage"' in event and _USAGE.search(event) and _EMPTY.search(event))
                 )
         return events
