@@ -31,7 +31,7 @@ from app.door.upstream import Upstream
 from app.edge import docs, front_page, native, openai
 from app.edge.client import Client
 from app.edge.comments import comment_each
-from app.edge.keys import check_open
+from app.edge.keys import CONSOLE_DATA, check_open
 from app.edge.large import BodyReader
 from app.edge.live import LiveSettings
 from app.edge.metrics import show_files
@@ -213,13 +213,13 @@ class Application(FastAPI):
         routes += front_page.ROUTES
         self.router.routes[:0] = routes
         self._at = {
-            (method, route.path): route.app for route in routes for method in route.methods or ()
+            (method, route.path): route.answer for route in routes for method in route.methods or ()
         }
         """Routes are tried one after another, which takes a µs each, unless the path is plain."""
         origins = parse_origins(replica.settings.cors_origin)
-        self._answered: ASGIApp = self._answer
+        self._shared: ASGIApp | None = None
         if origins:
-            self._answered = CORSMiddleware(
+            self._shared = CORSMiddleware(
                 self._answer,
                 allow_origins=origins,
                 allow_methods=("GET", "POST"),
@@ -231,22 +231,29 @@ class Application(FastAPI):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        answer = self._answered if may_be_shared(scope["path"]) else self._answer
-        await answer(scope, receive, send)
+        if self._shared is not None and may_be_shared(scope["path"]):
+            await self._shared(scope, receive, send)
+        else:
+            await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = Client(scope, receive, send, self.replica)
+        replica, path = self.replica, scope["path"]
+        client = Client(scope, receive, send, replica)
         scope["app"] = self
-        scope[CLIENT] = client
-        self.replica.clients.add(client)
-        is_reported = is_of_door(scope["path"])
+        replica.clients.add(client)
+        is_reported = is_of_door(path)
         ended_by: BaseException | None = None
         try:
-            client.key_name = self.replica.keys.check(scope["path"], scope["headers"])
-            asks_for_keys = bool(self.replica.keys) or self.replica.settings.no_auth
-            check_origin(scope["path"], scope["headers"], asks_for_keys=asks_for_keys)
-            app = self._at.get((scope["method"], scope["path"]), self.router)
-            await app(scope, receive, client.say)
+            client.key_name = replica.keys.check(path, scope["headers"])
+            if path.startswith(CONSOLE_DATA):
+                asks_for_keys = bool(replica.keys) or replica.settings.no_auth
+                check_origin(scope["headers"], asks_for_keys=asks_for_keys)
+            answer = self._at.get((scope["method"], path))
+            if answer is not None:
+                await answer(client)
+            else:
+                scope[CLIENT] = client
+                await self.router(scope, receive, client.say)
         except ClientDisconnect as error:
             ended_by = error
         except Exception as error:
@@ -261,7 +268,7 @@ class Application(FastAPI):
             ended_by = error
             raise
         finally:
-            self.replica.clients.discard(client)
+            replica.clients.discard(client)
             if is_reported:
                 client.report(ended_by)
             # It refers to this frame, and would keep the body until the next garbage collection.

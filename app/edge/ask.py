@@ -28,6 +28,8 @@ SESSIONS = (
     *(b"session-id", b"session_id", b"conversation-id", b"conversation_id"),
 )
 """Headers in which clients name a session: ours, Claude Code's, OpenCode's and Codex's."""
+SENT = b"x-request-start"
+"""When a proxy, or the client, sent it."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -112,7 +114,7 @@ def request_of(
         tenant=_id(headers, b"x-tenant-id", "tenant", tenant, TENANT_ID)
         or fitting_id(key_name, TENANT_ID, "name of a key"),
         priority=_priority(priority, headers.get(b"x-priority")),
-        began_ms=_sent_ms(headers.get(b"x-request-start")) or came_ms,
+        began_ms=_sent_ms(headers[SENT]) or came_ms if SENT in headers else came_ms,
         balancer_id=headers.get(b"x-balancer-id", b"").decode("latin-1"),
         **options,
     )
@@ -120,7 +122,7 @@ def request_of(
 
 def _session_header(headers: Mapping[bytes, bytes]) -> bytes:
     """The first that names a session."""
-    return next((name for name in SESSIONS if name in headers), SESSIONS[0])
+    return next(filter(headers.__contains__, SESSIONS), SESSIONS[0])
 
 
 def request_id_in(headers: Mapping[bytes, bytes]) -> str:
@@ -147,8 +149,8 @@ def _id(
 ) -> str:
     """ "" for none."""
     if given is None:
-        value = headers.get(header, b"").decode("latin-1")
-        return fitting_id(value, pattern, header.decode())
+        value = headers.get(header)
+        return fitting_id(value.decode("latin-1"), pattern, header.decode()) if value else ""
     if not isinstance(given, str) or not pattern.fullmatch(given):
         most = 64 if pattern is TENANT_ID else 128
         raise InvalidRequest(
@@ -171,9 +173,9 @@ def _priority(given: object, header: bytes | None) -> str:
     return str(given)
 
 
-def _sent_ms(header: bytes | None) -> int | None:
+def _sent_ms(header: bytes) -> int | None:
     try:
-        return checked_sent_ms((header or b"").decode("latin-1"))
+        return checked_sent_ms(header.decode("latin-1"))
     except InvalidRequest:
         _unfit("x-request-start", "not used")
         return None

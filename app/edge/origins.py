@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 
 from app.door.asked import is_of_door
-from app.edge.keys import CONSOLE_DATA
 
 ASKED = b"x-kvroute-console"
 """A header that no form can send, with what changes something: see `check_asked`."""
@@ -20,15 +19,13 @@ def may_be_shared(path: str) -> bool:
     return path.startswith("/v1/") or is_of_door(path)
 
 
-def check_origin(path: str, headers: Iterable[tuple[bytes, bytes]], *, asks_for_keys: bool) -> None:
+def check_origin(headers: Iterable[tuple[bytes, bytes]], *, asks_for_keys: bool) -> None:
     """Raises HTTPException if a page of another origin asks for what the console alone shows. Other
     programs than browsers do not say where they come from.
 
     asks_for_keys: this router, or a proxy in front. Else anybody may have a name that leads to this
     machine, and a page of that origin: so no name but `localhost` is served.
     """
-    if not path.startswith(CONSOLE_DATA):
-        return
     said = dict(headers)
     if not asks_for_keys and not _is_loopback(said.get(b"host", b"").decode("latin-1")):
         raise HTTPException(

@@ -45,6 +45,8 @@ class Route(APIRoute):
         options["responses"] = responses | options.get("responses", {})
         super().__init__(path, endpoint, methods=[method], **options)
 
+        self.answer = endpoint
+
         async def app(scope: Scope, _: Receive, __: Send) -> None:
             await endpoint(scope[CLIENT])
 
