@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from itertools import zip_longest
 
 from app.core.errors import KvrouteError, WrongVersion
 from app.core.overlaps import Overlaps
-from app.core.types import NO_OVERLAP, Incarnation
+from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.decision import Query
 from app.policy.plan import Plan
 from app.policy.trust import Trust
@@ -149,5 +148,5 @@ def with_predicted(overlaps: Overlaps, predicted: dict[Incarnation, int]) -> Ove
     for inc, blocks in predicted.items():
         known = overlaps.get(inc, NO_OVERLAP)
         if blocks > known.total:
-            own[inc] = replace(known, device=known.device + blocks - known.total)
+            own[inc] = TierOverlap(known.device + blocks - known.total, known.host, known.disk)
     return Overlaps(own, overlaps.shared, overlaps.resumes)

@@ -48,7 +48,8 @@ class Prompt:
         self._check(num_blocks, block_size)
         if self.local_hashes is not None:
             num_blocks = len(self.local_hashes)
-        if known is None or self.mm_hashes or not isinstance(self.tokens, bytes | np.ndarray):
+        is_kept = known is not None and num_blocks >= BLOCKS_PER_MARK and not self.mm_hashes
+        if known is None or not is_kept or not isinstance(self.tokens, bytes | np.ndarray):
             return await self._hashed([], num_blocks, block_size)
         self.tokens = token_bytes(self.tokens)
         prompt = marked(self.tokens, block_size, seed_for(self.lora_name, self.cache_namespace))

@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -198,7 +198,7 @@ class Reports:
             await self._sending
 
     async def _send_all(self) -> None:
-        while True:
+        while self._reports or self._must_extend:
             with self._underway(self._take(), self._extensions()) as trip:
                 if not trip.calls:
                     return
@@ -208,6 +208,9 @@ class Reports:
     def riding(self) -> Iterator[Trip]:
         """What is to be told, for the caller to send before its own calls in one round trip: so
         those see what was released. The caller sets the replies."""
+        if not self._reports:
+            yield Trip([], [], [])
+            return
         with self._underway(self._take(), []) as trip:
             yield trip
 
@@ -349,9 +352,11 @@ def _joined(reports: list[_Report]) -> list[_Report]:
         if report.event is _Event.PREFILL_COMPLETE and report.answer is None
     }
     whole = {
-        report.reservation_id: replace(report, is_whole=True)
+        report.reservation_id: report
         for report in reports
         if report.event is _Event.END and report.reservation_id in begun
     }
+    for report in whole.values():
+        report.is_whole = True
     rest = [report for report in reports if report.reservation_id not in whole]
     return [*rest, *whole.values()] if whole else reports
