@@ -7,9 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from prometheus_client import Counter
-
-from app.http.metrics import Table, counter
+from app.http.metrics import Counter, Table, counter
 
 log = logging.getLogger(__name__)
 

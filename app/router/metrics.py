@@ -6,13 +6,22 @@ import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 
-from prometheus_client import Counter, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import GPU, METRICS, Item, WorkerInfo
-from app.http.metrics import Family, Sampled, ScrapeCollector, Table, counter, gauge, histogram
+from app.http.metrics import (
+    Counter,
+    Family,
+    Sampled,
+    ScrapeCollector,
+    Table,
+    counter,
+    gauge,
+    histogram,
+)
 from app.http.supervisor import TASK_FAILURES
 from app.policy.view import View
 from app.router.reuse import Reuse

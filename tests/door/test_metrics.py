@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from app.door.record import Stage
-from app.http.metrics import Children
+from app.http.metrics import Children, Counter, Family
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.door.test_access_log import ASKED, PATH, complete, lines
@@ -105,7 +105,9 @@ async def test_workers_are_told_apart_by_how_requests_ended_there_until_they_lea
 
 def test_a_metric_has_so_many_children_and_one_for_all_others() -> None:
     registry = CollectorRegistry()
-    children = Children(Counter("seen", "help", ("who", "what"), registry=registry), most=2)
+    metric = Counter(Family("seen", "counter", "help", ("who", "what")))
+    registry.register(metric)
+    children = Children(metric, most=2)
     for who in "abcda":
         children(who, "x").inc()
 
