@@ -65,7 +65,9 @@ class Client(Request):
         self.key_name = ""
         self.status = 0
         self._began_s = time.monotonic()
-        self._has_ended = self._is_stream = False
+        self._has_ended = False
+        self._answer_headers: Headers = ()
+        """Of its answer, as far as it has begun."""
         self._waits_since_s = 0.0
         """For a stream that has not begun; 0.0: for none."""
         self._saying: asyncio.Task[None] | None = None
@@ -135,7 +137,8 @@ class Client(Request):
     async def start(self, status: int, headers: Headers) -> None:
         """Raises ClientStalled, like `send` and `say`, if it takes nothing for too long; and
         WorkerFailed if comments have begun a stream, and this is none."""
-        await self._end_comments()
+        if self._waits_since_s:
+            await self._end_comments()
         if not self.status:
             await self._begin(status, headers)
         elif _are_of_stream(headers):
@@ -163,13 +166,9 @@ class Client(Request):
             await self.send(b"".join((*shown, b"\n")))
 
     async def _begin(self, status: int, headers: Headers) -> None:
-        self._is_stream = _are_of_stream(headers)
+        self._answer_headers = [*headers, *self.about]
         await self.say(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*headers, *self.about],
-            }
+            {"type": "http.response.start", "status": status, "headers": self._answer_headers}
         )
 
     async def send(self, piece: bytes, *, last: bool = False) -> None:
@@ -253,7 +252,7 @@ class Client(Request):
             log.error("%s failed", path, exc_info=error)
         if self._has_ended:
             return
-        if self.status and self._is_stream:
+        if self.status and _are_of_stream(self._answer_headers):
             await self.send(event_of(error, path), last=True)
             return
         if self.status:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ async def answer(client: Client) -> None:
     body = await _read(client)
     record.enter(Stage.TOKENS)
     record.asked = generation = asked.read(api, body.fields)
-    asks = request_of(
+    again = partial(
+        request_of,
         headers,
         settings.policy,
         key_name=client.key_name,
@@ -73,9 +75,10 @@ async def answer(client: Client) -> None:
         path=path,
         carried=True,
     )
+    asks = again()
     record.model = model = await _awake(client, generation, body.fields, asks)
     trace = door.tracing.begin(api, headers)
-    exchange = _Exchange(client, body, generation, asks, trace)
+    exchange = _Exchange(client, body, generation, asks, again, trace)
     async with client.watched():
         try:
             await exchange.run(model)
@@ -88,13 +91,15 @@ async def answer(client: Client) -> None:
 class _Exchange:
     """One request, and its answer by a worker of any namespace that serves the model.
 
-    life: as far as it has come; None: it was not let in yet.
+    asks: who asks; again: the same, as nobody has changed it. life: as far as it has come; None: it
+    was not let in yet.
     """
 
     client: Client
     body: JsonBody
     generation: asked.AnswerRequest
     asks: RouteRequest
+    again: Callable[[], RouteRequest]
     trace: Trace
     life: Lifecycle | None = None
 
@@ -111,6 +116,7 @@ class _Exchange:
                 gave_up.add(model.namespace)
                 if shown.has_begun or not _may_go_on(client, model, error, gave_up):
                     raise
+            self.asks = self.again()
             model = await models.find_for(self.generation.model, self.asks.session, gave_up)
 
     async def _ask(self, model: Model, shown: _Shown) -> None:
@@ -119,10 +125,13 @@ class _Exchange:
         door, settings = client.replica.door, client.replica.settings
         record = client.record
         record.model = model
-        record.request = _asked_of(model, self.asks, is_shared=door.models.is_shared(model))
+        record.request = asks = self.asks
+        asks.model, asks.keeps_session = model.name, door.models.is_shared(model)
+        if asks.began_ms is None:
+            asks.began_ms = model.router.fleet.redis_now_ms
         with self.trace.span("tokens"):
             ids = await door.prompts.of(generation.api, model, fields, client.holder)
-        record.request.local_only = not may_have_source(generation, fields, ids)
+        asks.local_only = not may_have_source(generation, fields, ids)
         shown.life = self.life = door.admit(record, ids, self.trace)
         migrates = settings.migrate and can_migrate(generation, fields, ids, model.workers)
         if generation.streams:
@@ -166,12 +175,6 @@ def _may_go_on(client: Client, model: Model, error: Exception, gave_up: set[str]
         *(model.namespace, reason_of(error), client.record.request_id),
     )
     return True
-
-
-def _asked_of(model: Model, asks: RouteRequest, *, is_shared: bool) -> RouteRequest:
-    """A request as it is for one of the models of its name."""
-    began_ms = model.router.fleet.redis_now_ms if asks.began_ms is None else asks.began_ms
-    return replace(asks, model=model.name, began_ms=began_ms, keeps_session=is_shared)
 
 
 async def pass_on(client: Client) -> None:
