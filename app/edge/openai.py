@@ -22,6 +22,7 @@ from app.core.types import REQUEST_ID, random_hex
 from app.core.worker_report import WorkerInfo
 from app.door import asked, members
 from app.door.asked import COUNT_TOKENS, MODELS, PASSED_ON, PATHS, PROMPTS, Api
+from app.door.carriage import Carriage
 from app.door.client import Headers
 from app.door.errors import (
     AnswerTimeout,
@@ -120,7 +121,7 @@ class _Exchange:
             model = await models.find_for(self.generation.model, self.asks.session, gave_up)
 
     async def _ask(self, model: Model, shown: _Shown) -> None:
-        """Raises as Door.carry, and what tells that the request cannot be answered there."""
+        """Raises as Carriage.run, and what tells that the request cannot be answered there."""
         client, generation, fields = self.client, self.generation, self.body.fields
         door, settings = client.replica.door, client.replica.settings
         record = client.record
@@ -136,13 +137,15 @@ class _Exchange:
         migrates = settings.migrate and can_migrate(generation, fields, ids, model.workers)
         if generation.streams:
             client.waits()
-        await door.door.carry(
+        carriage = Carriage(
+            door.door,
             self.life,
             Outgoing(self.body, generation, ids, model.name, migrates),
             client.scope["path"],
             _headers_on(client, _engine_id(client.raw_headers, record.request_id)),
             shown,
         )
+        await carriage.run()
 
     def fail(self, error: BaseException) -> None:
         """Note that it has ended by an error."""

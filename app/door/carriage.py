@@ -1,0 +1,153 @@
+"""Carries a request to a worker and the answer back."""
+
+from __future__ import annotations
+
+from app.core.errors import KvrouteError
+from app.core.outcomes import of_refusal
+from app.core.worker_report import WorkerInfo
+from app.door import after_failure, whole_answer
+from app.door.beginning import Beginning
+from app.door.client import Client, Headers
+from app.door.door import Door
+from app.door.errors import RepeatedFailure
+from app.door.forwarding import Outgoing, Parser
+from app.door.lifecycle import Lifecycle
+from app.door.members import headers_back
+from app.door.migration import Migrating
+from app.door.record import Usage
+from app.door.stream import TAIL_BYTES, Whole, usage_in
+from app.door.tries import Tries
+from app.door.upstream import UpstreamBroken, UpstreamError
+
+
+class Carriage:
+    """One request on its way."""
+
+    def __init__(
+        self,
+        door: Door,
+        life: Lifecycle,
+        outgoing: Outgoing,
+        path: str,
+        headers: Headers,
+        client: Client,
+    ) -> None:
+        self.door = door
+        self.life = life
+        self.outgoing = outgoing
+        self.client = client
+        self._tries = Tries(door, life, outgoing, path, headers)
+
+    async def run(self) -> None:
+        """Have a worker answer; ends `life` unless it raises.
+
+        Until the first byte has gone out to the client, another worker takes the place of one that
+        failed; later, one goes on with a stream that can migrate. Raises as Router.route does;
+        WorkerFailed if there is no further one to try, or one fails later; RepeatedFailure if no
+        further one is to be tried.
+        """
+        try:
+            await self._relay(await self._tries.begin())
+        finally:
+            self._tries.abort()
+
+    async def _relay(self, begun: Beginning) -> None:
+        """Pass an answer on. While it migrates, another worker's beginning takes the place of
+        `begun`."""
+        life, client, answer = self.life, self.client, begun.answer
+        headers = headers_back(answer.headers)
+        status = answer.status
+        if begun.whole and status == 200:
+            status = 502 if begun.failure else whole_answer.status_of(begun.first)
+        life.record.status = status
+        if begun.whole and status >= 400:
+            failure = begun.failure
+            is_full = failure is not None and after_failure.takes_no_more(failure)
+            life.record.error = self._tries.said(begun.first)
+            outcome = of_refusal(status, is_failure=failure is not None, is_full=is_full)
+            life.end(outcome, ended_by="worker")
+            await client.refuse(status, headers, begun.first, begun.worker)
+            return
+        if begun.whole:
+            life.first_token(is_seen=False)
+            life.end("ok", usage=self._usage(begun.first, begun.worker))
+            await client.whole(answer.status, headers, begun.first)
+            return
+        parser: Parser = Whole()
+        if begun.in_events:
+            parser = self.outgoing.parser()
+            life.hears(lambda: (parser.num_said, self._usage(parser.tail, begun.worker)))
+            headers = [each for each in headers if each[0] not in _OF_STREAMS]
+            headers += _OF_STREAMS.items()
+        await client.start(answer.status, headers)
+        while True:
+            try:
+                with self.door.missing.waiting(life, begun.worker):
+                    await self._pass(begun, parser)
+            except UpstreamError as error:
+                if isinstance(parser, Migrating) and parser.is_finished:
+                    rest = parser.ending()
+                    break
+                await self._migrate(begun, parser, error)
+            else:
+                rest = parser.rest()
+                break
+        outcome = "ok"
+        if parser.failed:
+            outcome = "error_event"
+            life.record.error = self._tries.said(parser.error)
+            if begun.failure is None and (failure := after_failure.of_event(parser.error)):
+                await self._tries.leave(failure, failure.cause, life.record.error)
+        usage = self._usage(parser.tail, begun.worker) if outcome == "ok" else None
+        life.end(outcome, ended_by="worker", usage=usage)
+        await client.send(rest, last=True)
+
+    def _usage(self, text: bytes, worker: WorkerInfo) -> Usage | None:
+        most = self.outgoing.most_tokens(worker)
+        return usage_in(text[-TAIL_BYTES:], most)
+
+    async def _pass(self, begun: Beginning, parser: Parser) -> None:
+        """Pass the answer of one worker on. Raises UpstreamBroken."""
+        piece = begun.first
+        while piece:
+            passed = parser.passed(piece)
+            if parser.has_first_token:
+                self.life.first_token()
+            if passed:
+                await self.client.send(passed)
+            if parser.is_broken:
+                raise UpstreamBroken("told an error", cause=after_failure.ERROR_EVENT)
+            piece = await begun.answer.read(self.door.patience.between_s)
+        if not parser.has_ended and begun.answer.status == 200:
+            raise UpstreamBroken("ended before its answer did", cause=after_failure.CUT)
+
+    async def _migrate(self, begun: Beginning, parser: Parser, error: UpstreamError) -> None:
+        """Have another worker go on with the answer. Raises WorkerFailed if none can."""
+        begun.answer.abort()
+        failure = await self._tries.broken(error)
+        try:
+            if not isinstance(parser, Migrating) or not parser.can_go_on:
+                raise failure
+            if not self.outgoing.goes_on(parser.output) or isinstance(failure, RepeatedFailure):
+                raise failure
+            self.life.goes_on(parser.output)
+            try:
+                next_one = await self._tries.begin()
+            except RepeatedFailure:
+                raise
+            except KvrouteError:
+                raise failure from None
+            begun.worker, begun.answer = next_one.worker, next_one.answer
+            begun.first = next_one.first
+            if begun.answer.status != 200:
+                raise failure
+        finally:
+            del failure  # as in Tries.begin
+        parser.goes_on()
+
+
+_OF_STREAMS = {
+    b"content-type": b"text/event-stream; charset=utf-8",
+    b"x-accel-buffering": b"no",
+    b"cache-control": b"no-cache",
+}

@@ -1,0 +1,339 @@
+"""Has one worker after another begin an answer to a request, until one does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import isinf
+
+from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
+from app.core.failures import Failure, Whose
+from app.door import after_failure, whole_answer
+from app.door.after_failure import Tally
+from app.door.beginning import Beginning, opening_of
+from app.door.client import Headers
+from app.door.door import Door
+from app.door.errors import AnswerTimeout, RepeatedFailure, Unreached, WorkerFailed
+from app.door.forwarding import Outgoing
+from app.door.lifecycle import Lifecycle
+from app.door.transfer.leases import KvLease, LeaseEnded, TaintedTarget
+from app.door.transfer.sglang import handover_of
+from app.door.transfer.sources import (
+    NOTHING,
+    TOOK_TOO_LONG,
+    Call,
+    Handover,
+    RefusedWithSource,
+    SourceFailed,
+    nudge,
+    of_rank,
+    source_failed,
+)
+from app.door.upstream import (
+    CONNECT_S,
+    MAX_WHOLE_BYTES,
+    ConnectFailed,
+    EngineAnswer,
+    UpstreamBroken,
+    UpstreamError,
+)
+from app.policy.decision import Decision, Source
+from app.policy.kv_lease import Leases
+from app.policy.transfer import TOGETHER
+from app.policy.trust import Trust
+
+log = logging.getLogger(__name__)
+
+FIRST_TOKEN_S, TIMES_EXPECTED = 120.0, 10.0
+"""A worker has so long until its first token, and so many times what was predicted: longer, and it
+hangs. What is predicted of engines that others use as well may be far too short."""
+
+
+@dataclass(slots=True)
+class Tries:
+    """One request's.
+
+    refusals: decisions whose workers have answered that they fail, and how. That is counted against
+    them, and taken back if no other worker answers better.
+    """
+
+    door: Door
+    life: Lifecycle
+    outgoing: Outgoing
+    path: str
+    headers: Headers
+    tally: Tally = field(default_factory=Tally)
+    refusals: list[tuple[Decision, Failure]] = field(default_factory=list)
+    _latest: EngineAnswer | None = None
+    """The last answer that began, of which more may be to come than was read."""
+    _is_asked_again: bool = False
+
+    def abort(self) -> None:
+        """Have no more of it come."""
+        if self._latest is not None:
+            self._latest.abort()
+
+    async def begin(self) -> Beginning:
+        """The beginning of an answer, by the worker that is the first to begin one. Raises as
+        Carriage.run."""
+        life, loop = self.life, asyncio.get_running_loop()
+        streams, patience = self.outgoing.asked.streams, self.door.patience
+        deadline_s = loop.time() + (patience.answer_s if streams else patience.whole_s)
+        nobody: NoWorkers | None = None
+        refusal: Beginning | None = None
+        """What is answered if no other worker answers better."""
+        failure: WorkerFailed | None = None
+        while not self.tally.is_over:
+            try:
+                decision = await life.decide()
+            except NoWorkers as error:
+                if self._is_asked_again or not self._may_pass(refusal):
+                    nobody = error
+                    break
+                self._is_asked_again = True
+                life.asks_again()
+                continue
+            try:
+                handover = NOTHING
+                if decision.source is not None:
+                    handover = await self._ask_source(decision, decision.source, deadline_s)
+                begun = await self._sure(decision, handover, deadline_s)
+            except (LeaseEnded, RefusedWithSource, TaintedTarget) as error:
+                failure = self._goes_elsewhere(error, decision)
+                continue
+            except SourceFailed as error:
+                failure = await self._source_failed(error)
+                continue
+            except UpstreamError as error:
+                failure = await self.broken(error)
+                if loop.time() >= deadline_s:
+                    failure = AnswerTimeout(str(failure))
+                    break
+                if isinstance(failure, RepeatedFailure):
+                    break
+                continue
+            self.abort()
+            self._latest = begun.answer
+            if begun.failure is None:
+                if begun.answer.status >= 400:
+                    await self._pardon()
+                return begun
+            refusal = begun
+            await self._refused(decision, begun, begun.failure)
+        if len(self.refusals) > 1:
+            await self._pardon()
+        if refusal is not None and refusal.says_why:
+            return refusal
+        try:
+            raise self._unanswered(failure, refusal, nobody)
+        finally:
+            failure = nobody = None  # they refer to this frame, and that to all of the request
+
+    def _unanswered(
+        self, failure: WorkerFailed | None, refusal: Beginning | None, nobody: NoWorkers | None
+    ) -> KvrouteError:
+        """failure: the last one. nobody: why no worker was asked."""
+        if failure is not None:
+            is_unreached = self.tally.nobody_had_it and not isinstance(failure, AnswerTimeout)
+            return Unreached(str(failure)) if is_unreached else failure
+        if refusal is None or refusal.failure is None:
+            return nobody or NoWorkers("no worker is alive")
+        said = f"{refusal.failure.cause} (status {refusal.answer.status})"
+        return WorkerFailed(f"worker {refusal.worker.key}: {said}")
+
+    def _may_pass(self, refusal: Beginning | None) -> bool:
+        """Whether the only worker that had it may do better if it has it again."""
+        failure = refusal.failure if refusal is not None else None
+        return (
+            failure is not None
+            and (self.tally.refused, self.tally.broken) == (1, 0)
+            and failure.whose is Whose.EITHER
+        )
+
+    async def _refused(self, decision: Decision, begun: Beginning, failure: Failure) -> None:
+        """Leave a worker whose answer another one is to better."""
+        self.tally.refused += 1
+        words = self.said(begun.first)
+        if not after_failure.takes_no_more(failure):
+            self.refusals.append((decision, failure))
+            log.warning(
+                "worker %s: %s (status %d): %s; request %s",
+                *(begun.worker.key, failure.cause, begun.answer.status, words),
+                self.life.record.request_id,
+            )
+        await self.leave(failure, failure.cause, words)
+
+    def said(self, by_engine: bytes) -> str:
+        """As logs may have it."""
+        return self.door.words.of(by_engine, self.outgoing.body)
+
+    async def _pardon(self) -> None:
+        """What workers refused, others refuse too: that is the request's own fault."""
+        try:
+            await self.life.pardon(self.refusals)
+        except RedisUnavailable as error:
+            log.debug("workers not pardoned: %s", error)
+        self.refusals = []
+
+    async def broken(self, error: UpstreamError) -> WorkerFailed:
+        """Leave a worker that broke off; returns how it did."""
+        worker = self.life.decision.worker
+        failed = WorkerFailed(f"worker {worker.key}: {error}")
+        log.warning("%s; request %s", failed, self.life.record.request_id)
+        failure = after_failure.of_break(
+            error.cause, is_late=error.is_late, is_whole=not self.outgoing.asked.streams
+        )
+        await self.leave(failure, error.cause, str(error))
+        self.tally.broke(never_sent=isinstance(error, ConnectFailed))
+        if self.tally.has_broken_all:
+            return RepeatedFailure(f"{failed}; so did another one while it had this request")
+        return failed
+
+    async def leave(self, failure: Failure | None, cause: str, words: str) -> None:
+        """Have another worker decided on: see Lifecycle.worker_failed."""
+        try:
+            await self.life.worker_failed(failure, cause, words)
+        except RedisUnavailable as error:
+            log.debug("not told of a failed worker: %s", error)
+
+    def _goes_elsewhere(self, error: UpstreamError, decision: Decision) -> WorkerFailed:
+        """What a source handed on, now or before, is at fault: leave its target, without a word
+        against it."""
+        failure = WorkerFailed(f"worker {decision.worker.key}: {error}")
+        log.warning("%s; request %s", failure, self.life.record.request_id)
+        self.tally.refused += 1
+        self.life.goes_alone(error.cause, elsewhere=not isinstance(error, RefusedWithSource))
+        return failure
+
+    async def _source_failed(self, error: SourceFailed) -> WorkerFailed:
+        source = self.life.decision.source
+        assert source is not None
+        failure = WorkerFailed(f"source {source.worker.key}: {error}")
+        log.warning("%s; request %s", failure, self.life.record.request_id)
+        self.tally.refused += 1
+        with suppress(RedisUnavailable):
+            await self.life.source_failed(error.failure, error.cause, str(error))
+        return failure
+
+    async def _ask_source(self, decision: Decision, source: Source, deadline_s: float) -> Handover:
+        """What the decision's source hands on. Raises SourceFailed."""
+        if source.worker.kv_transfer == TOGETHER:
+            return handover_of(source.worker)
+        try:
+            with self.door.missing.waiting(self.life, source.worker):
+                handover = await self.door.sources.ask(self._call(source, deadline_s))
+        except UpstreamBroken as error:
+            raise source_failed(error) from None
+        self.life.source_complete(decision)
+        return handover
+
+    def _call(self, source: Source, deadline_s: float) -> Call:
+        left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
+        connect_s = min(CONNECT_S, left_s)
+        books = partial(self.life.admitted.model.router.fleet.lease_books, source.worker)
+        return Call(source, self.outgoing, self.path, self.headers, connect_s, left_s, books)
+
+    def _lease(self, decision: Decision, handover: Handover) -> KvLease | None:
+        """What the target has of its source; None: it needs none. Raises SourceFailed."""
+        assert decision.source is not None
+        if isinf(handover.kept_s):
+            return None
+        source = decision.source.worker
+        lease = KvLease(
+            self.life.admitted.model.router,
+            source,
+            decision.worker,
+            self.outgoing.asked.streams,
+            handover.asked_s,
+            handover.kept_s,
+            handover.before,
+            partial(nudge, self.door.upstream, source, self.headers),
+        )
+        if not lease.is_sure and lease.state() is not Leases.KEPT:
+            raise SourceFailed(TOOK_TOO_LONG, None)
+        return lease
+
+    async def _sure(self, decision: Decision, handover: Handover, deadline_s: float) -> Beginning:
+        """As `_try`, if the worker has fetched, now and before, nothing of other prompts. Raises
+        LeaseEnded and TaintedTarget besides."""
+        leases, worker = self.door.leases, decision.worker
+        lease = None if decision.source is None else self._lease(decision, handover)
+        sent_s = asyncio.get_running_loop().time()
+        begun = awaited = None
+        try:
+            watched = nullcontext() if lease is None else leases.watched(lease)
+            with self.door.missing.waiting(self.life, worker), watched:
+                if lease is not None:
+                    awaited = self.door.transfers.sent(lease.router, lease.source, worker)
+                begun = await self._try(decision, handover, deadline_s)
+            if awaited is not None:
+                awaited.began()
+            if begun.failure is None and begun.answer.status == 200:
+                await leases.confirm(worker.key, sent_s, lease)
+                if self.life.admitted.model.router.fleet.is_tainted(worker.key):
+                    raise TaintedTarget("may hold KV that is not its prompt's")
+        except BaseException:
+            if begun is not None:
+                begun.answer.abort()
+            if lease is not None:
+                leases.leave(lease)
+            raise
+        return begun
+
+    async def _try(self, decision: Decision, handover: Handover, deadline_s: float) -> Beginning:
+        """The beginning of one worker's answer. Raises UpstreamError, as RefusedWithSource and
+        SourceFailed are."""
+        worker = decision.worker
+        left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
+        if self.outgoing.asked.streams:
+            left_s = min(left_s, FIRST_TOKEN_S + TIMES_EXPECTED * decision.expected_s)
+        connect_s = min(CONNECT_S, left_s)
+        more = [*self.life.trace.try_begins(str(worker.key)), *of_rank(worker)]
+        answering = self.door.upstream.send(
+            worker.address,
+            self.path,
+            [*self.headers, *more],
+            self.outgoing.for_worker(worker, handover.params, handover.members),
+            connect_s=connect_s,
+            answer_s=left_s,
+            # On a new connection nothing is sent twice.
+            kept=self.life.record.tries == 1,
+        )
+        if handover.members and decision.source is not None:
+            answering = self.door.meetings.beside(
+                self._call(decision.source, deadline_s),
+                worker,
+                handover,
+                answering,
+                watch=self.door.missing.waiting(self.life, decision.source.worker),
+                on_computed=partial(self.life.source_complete, decision),
+            )
+        answer = await answering
+        is_all = False
+        failure: Failure | None
+        in_events = self._is_in_events(answer)
+        if in_events:
+            first, failure = await opening_of(answer, left_s)
+        else:
+            first, is_all = await answer.read_up_to(MAX_WHOLE_BYTES, left_s)
+            model = self.life.admitted.model.name
+            failure = whole_answer.failure_of(
+                *(answer.status, answer.headers, first),
+                model=model,
+                path=self.path,
+                is_all=is_all,
+            )
+        if handover.params and failure is None and 400 <= answer.status < 500:
+            answer.abort()
+            raise RefusedWithSource(f"answered {answer.status} to a request with a source")
+        if failure is None and decision.trust is not Trust.BLIND:
+            failure = after_failure.of_length(answer.status, first)
+        return Beginning(worker, answer, first, is_all, in_events, failure)
+
+    def _is_in_events(self, answer: EngineAnswer) -> bool:
+        """Whether it should be. Engines that know no streams answer these as a whole."""
+        is_stream = self.outgoing.asked.streams and answer.status == 200
+        return is_stream and not whole_answer.is_json(answer.headers)
