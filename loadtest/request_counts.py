@@ -14,7 +14,6 @@ from typing import Any
 
 import app
 from app.core.settings.router import RouterSettings
-from app.edge.app import serve_router
 from app.http.server import Loop, listen
 from app.http.supervisor import supervised
 from app.local.redis_server import LOOPBACK, free_port
@@ -141,6 +140,8 @@ def _name_of(code: CodeType) -> str:
 
 
 async def _counted(settings: RouterSettings, shapes: Sequence[Shape]) -> dict[str, Any]:
+    from app.edge.app import serve_router
+
     port = free_port()
     loop = asyncio.get_running_loop()
     serving = asyncio.ensure_future(serve_router(settings, listen(LOOPBACK, port)))
