@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.door import door as doors
+from app.door import tries
 from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import replica, until_serving
@@ -72,7 +72,7 @@ async def test_a_whole_answer_that_takes_too_long_is_504_and_blames_nobody(
 async def test_a_stream_that_says_nothing_for_longer_than_predicted_goes_to_another_worker(
     one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "FIRST_TOKEN_S", 0.3)
+    monkeypatch.setattr(tries, "FIRST_TOKEN_S", 0.3)
     async with (
         sick_engine() as one,
         sick_engine() as other,
