@@ -23,6 +23,7 @@ from app.door.tracing import Tracing
 from app.edge.app import create_app
 from app.http.server import listen, serve
 from app.local.redis_server import EmbeddedRedis, free_port
+from app.router import routers
 from app.state.scripts import ScriptRunner
 from tests.e2e.engines import Process
 from tests.eventually import eventually
@@ -43,6 +44,12 @@ def options_of(redis_url: str, name: str) -> dict[str, Any]:
         "model_name": MODEL,
         "speedup": 100,
     }
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas look at the directory of models more often than they do as a rule."""
+    monkeypatch.setattr(routers, "DIRECTORY_INTERVAL_S", 0.1)
 
 
 @contextmanager
