@@ -147,7 +147,7 @@ async def test_engines_with_unlike_blocks_are_not_paired(
 ) -> None:
     """The control: without the guard, texts are wrong."""
     if not guarded:
-        all_alike = KvGroup("nixl", (), "")
+        all_alike = KvGroup("nixl", (), name="", revision="")
         monkeypatch.setattr(transfer, "group_of", lambda info: info.kv_transfer and all_alike)
     rng = random.Random(14)
     async with joined([servers[0], unlike], one_redis_server.url, tmp_path) as pair:
