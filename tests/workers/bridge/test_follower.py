@@ -255,7 +255,7 @@ async def test_an_engine_that_is_gone_leaves_and_is_back_with_its_next_life(
 ) -> None:
     async with followed(redis, tmp_path, lease_ttl_s=LONG_S) as engine:
         before = await engine.incarnation()
-        engine.engine.faults = Faults(away_s=0.5)
+        engine.engine.faults = Faults(away_s=5.0)  # longer than a busy machine overlooks
         await engine.until_state("unavailable")
         await engine.until("e:0")
         assert await engine.incarnation() != before
