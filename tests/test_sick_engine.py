@@ -138,7 +138,7 @@ async def test_it_may_be_away_for_a_while(engine: SickEngine, client: httpx.Asyn
         return engine.running
 
     await eventually(running)
-    engine.faults = Faults(away_s=0.2)
+    engine.faults = Faults(away_s=2.0)
     with pytest.raises(httpx.TransportError):
         await asking
     with pytest.raises(httpx.ConnectError):
