@@ -142,7 +142,7 @@ async def test_clients_that_leave_before_a_token_are_told_from_those_that_leave_
         await until_serving(door, 1)
         engine.faults = faults
         with pytest.raises(httpx.ReadTimeout):
-            await door.post(PATH, json=BODY | {"stream": True}, timeout=1.0)
+            await door.post(PATH, json=BODY | {"stream": True}, timeout=3.0)
 
         def is_counted(found: Scraped) -> bool:
             by_worker = found("door_worker_requests_total", worker="e:0", outcome=outcome, cause="")

@@ -260,7 +260,7 @@ async def test_the_tokens_of_a_stream_are_forwarded_one_by_one_without_delay(
     client = await balancer(replica)
     replica.go.set()
     # Held back to fill packets, ten tokens would take about two seconds.
-    async with asyncio.timeout(1), client.stream("GET", "/stream") as answer:
+    async with asyncio.timeout(1.8), client.stream("GET", "/stream") as answer:
         received = b""
         async for part in answer.aiter_raw():
             received += part
