@@ -53,7 +53,8 @@ class Followed:
     async def live(self) -> list[str]:
         with suppress(NamespaceMissing):
             loads = (await self.runner.one(reservations.loads(KEYS))).loads
-            return sorted([str((await self._info(inc)).key) for inc in loads])
+            told = [await self.redis.hget(KEYS["workers"], str(inc)) for inc in loads]
+            return sorted(str(decode_info(one).key) for one in told if one)  # else replaced
         return []
 
     async def _info(self, inc: Incarnation) -> WorkerInfo:

@@ -99,8 +99,9 @@ async def live(redis: Redis) -> dict[str, WorkerInfo]:
     found = {}
     with suppress(NamespaceMissing, RedisUnavailable):
         for inc in (await ScriptRunner(redis, 5.0).one(reservations.loads(KEYS))).loads:
-            info = decode_info(await client.hget(KEYS["workers"], str(inc)))
-            found[info.key.worker_id] = info
+            if told := await client.hget(KEYS["workers"], str(inc)):  # else replaced meanwhile
+                info = decode_info(told)
+                found[info.key.worker_id] = info
     return found
 
 

@@ -114,11 +114,11 @@ async def test_processes_share_the_engines_and_take_over_those_of_one_that_dies(
     redis: Redis, tmp_path: Path
 ) -> None:
     source = Told()
-    async with engines(4) as some, running(redis, tmp_path / "1", source, lease_s=0.5) as lasting:
+    async with engines(4) as some, running(redis, tmp_path / "1", source, lease_s=5.0) as lasting:
         source.tell({str(i): engine(f"e{i}", one.url) for i, one in enumerate(some)})
         names = [f"e{i}" for i in range(4)]
         await until_live(redis, *names)
-        async with running(redis, tmp_path / "2", source, lease_s=0.5) as dying:
+        async with running(redis, tmp_path / "2", source, lease_s=5.0) as dying:
             await shared(lasting, dying, 2)
             assert not lasting.followers.keys() & dying.followers.keys()
             await until_live(redis, *names)
