@@ -57,12 +57,15 @@ def _settings(process: EngineAgentSettings, name: str, table: object) -> EngineA
 
 
 async def follow(process: EngineAgentSettings, tell: Tell) -> None:
-    """Tell what the file lists, time and again. One that is wrong changes nothing."""
-    problem = ""
+    """Tell what the file lists, time and again. One that is wrong changes nothing, and a change
+    counts when it is read twice: while a file is written it is empty, or ends with any line."""
+    problem, before = "", None
     while True:
         try:
-            tell(await asyncio.to_thread(read, process))
-            problem = ""
+            engines = await asyncio.to_thread(read, process)
+            if before is None or engines == before:
+                tell(engines)
+            problem, before = "", engines
         except ConfigError as error:
             if str(error) != problem:
                 log.warning("%s; the engines stay as they were", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
+from app.core.settings.agent import EngineAgentSettings
 from tests.eventually import eventually
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import file
+from workers.discovery.engine import Engines
 
 
 def told(path: Path, text: str) -> str:
@@ -66,6 +69,31 @@ async def test_a_file_that_is_wrong_or_gone_changes_nothing(
             await eventually(said, lambda text: "the engines stay as they were" in text)
             assert fleet.followers == {"a": follower}
             await until_live(redis, "a")
+
+
+async def test_a_file_that_is_being_written_ends_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "engines.toml"
+    whole = '[a]\nengine-url = "http://a:1"\n[b]\nengine-url = "http://b:1"\n'
+    process = settings(engines=told(path, whole))
+    seen: list[set[str]] = []
+    read, looks = file.read, iter(["", whole[:30], whole, whole, "", ""])
+
+    def read_then_write(process: EngineAgentSettings) -> Engines:
+        engines = read(process)
+        told(path, next(looks, ""))
+        return engines
+
+    async def last() -> set[str]:
+        return seen[-1] if seen else set("?")
+
+    monkeypatch.setattr(file, "read", read_then_write)
+    monkeypatch.setattr(file, "LOOK_S", 0.0)
+    following = asyncio.create_task(file.follow(process, lambda found: seen.append({*found})))
+    await eventually(last, lambda names: names == set())
+    following.cancel()
+    assert seen[:3] == [{"a", "b"}, {"a", "b"}, set()]
 
 
 URL = 'engine-url = "http://a:1"\n'
