@@ -61,8 +61,6 @@ class KeptAnswers:
             if kept is None or time.monotonic() - kept.made_s > STALE_S:
                 raise
             return replace(kept, stale=str(error))
-        finally:
-            self._making.pop(question, None)
 
     async def _make(self, question: str, make: Callable[[], Awaitable[object]]) -> KeptAnswer:
         try:
@@ -70,6 +68,8 @@ class KeptAnswers:
                 value = await make()
         except TimeoutError:
             raise RedisUnavailable(f"no answer within {TIMEOUT_S:g} s") from None
+        finally:
+            del self._making[question]
         body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
         etag = b'"%s"' % hashlib.blake2b(body, digest_size=12).hexdigest().encode()
         made = KeptAnswer(body, etag, self._now_ms() or 0, time.monotonic())

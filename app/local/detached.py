@@ -28,7 +28,9 @@ def running_workers(folder: Path) -> dict[str, int]:
     """The processes that live, by worker; forgets the others."""
     found: dict[str, int] = {}
     for file in folder.glob("auto-*.pid"):
-        text = file.read_text()
+        text = ""
+        with suppress(OSError, ValueError):  # another planner forgets them too
+            text = file.read_text()
         if text.isdigit() and _is_worker(int(text), file.stem):
             found[file.stem] = int(text)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -110,9 +111,22 @@ async def test_a_worker_that_ends_as_it_is_to_be_stopped_is_stopped(
     await Local("", tmp_path, "redis://127.0.0.1", NAMESPACE).remove("auto-1", BOTH, 1)
 
 
+async def test_a_worker_that_cannot_be_noted_does_not_run_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "1")
+    (tmp_path / "auto-1.pid").mkdir()
+    with pytest.raises(ConnectorError, match="worker auto-1 is not noted: Is a directory"):
+        await Local("", tmp_path, "redis://127.0.0.1:1", NAMESPACE).add(BOTH, 1, *MORE)
+    _, status = await asyncio.to_thread(os.wait)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
 async def test_a_number_that_another_process_has_now_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "auto-1.pid").write_text("1")
     (tmp_path / "auto-2.pid").write_text("x")
+    (tmp_path / "auto-3.pid").write_bytes(b"\xff")
+    (tmp_path / "auto-4.pid").symlink_to("one-that-another-planner-has-just-forgotten")
     assert running_workers(tmp_path) == {}
     assert os.listdir(tmp_path) == []
 

@@ -76,7 +76,11 @@ class Local:
                 ),
                 setsid=True,  # it outlives this planner
             )
-            (self._folder / f"{worker}.pid").write_text(str(pid))
         except OSError as error:
             raise ConnectorError(f"no worker started: {error.strerror}") from None
+        try:
+            (self._folder / f"{worker}.pid").write_text(str(pid))
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)  # nobody could find it again
+            raise ConnectorError(f"worker {worker} is not noted: {error.strerror}") from None
         log.info("started worker %s as process %d", worker, pid)
