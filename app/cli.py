@@ -410,13 +410,13 @@ async def _reach(redis_url: str) -> None:
 def _inherited(number: int) -> socket.socket:
     """The listening socket with that file descriptor. Raises ConfigError if there is none."""
     try:
-        found = socket.socket(fileno=number)
-        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        inherited = socket.socket(fileno=number)
+        listens = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
         raise ConfigError(f"shared_fd {number}: {error.strerror}") from None
     if not listens:
         raise ConfigError(f"shared_fd {number}: the socket is not listening")
-    return found
+    return inherited
 
 
 def _listening(cluster: Any) -> str:

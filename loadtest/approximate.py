@@ -148,7 +148,7 @@ def main(
     """Play the demo's prompts to engines that tell what they cache, and to others."""
     trace = read(trace_file).cut(requests=requests)
     prompts = [turn for session in trace.sessions for turn in session.turns]
-    found = []
+    kinds_played = []
     for many in at_once:
         for kind, face in FACES.items():
             with (
@@ -167,16 +167,16 @@ def main(
                 ) as cluster,
             ):
                 outcomes = run(play(cluster.balancer_url, prompts, many))
-            found.append(played(kind, many, outcomes))
-    Console().print(table(found))
+            kinds_played.append(played(kind, many, outcomes))
+    Console().print(table(kinds_played))
     if json_file is not None:
-        save([asdict(one) for one in found], json_file)
+        save([asdict(one) for one in kinds_played], json_file)
 
 
-def table(found: Sequence[PlayedKind]) -> Table:
-    exact = {one.at_once: one.cached for one in found if one.kind == "exact"}
+def table(played: Sequence[PlayedKind]) -> Table:
+    exact = {one.at_once: one.cached for one in played if one.kind == "exact"}
     shown = Table("at once", "engines are", "failed", "from cache", "of exact", "TTFT, s")
-    for one in found:
+    for one in played:
         of_exact = one.cached / exact[one.at_once] if exact[one.at_once] else 0.0
         shown.add_row(
             *(str(one.at_once), one.kind, str(one.failed)),

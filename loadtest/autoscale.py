@@ -140,15 +140,15 @@ def equal(scenario: Scenario, name: str, victim: str, share: float) -> ScalingFi
     for _ in range(HALVINGS):
         x = (few + many) / 2
         x = round(x) if name == STATIC else float(f"{x:.3g}")
-        found = play(scenario, ScalingVariant(f"{name}:{x}"), victim)
-        if found.within_slo >= share:
+        figures = play(scenario, ScalingVariant(f"{name}:{x}"), victim)
+        if figures.within_slo >= share:
             many = x
-            if best is None or best.within_slo < share or found.worker_hours < best.worker_hours:
-                best = found
+            if best is None or best.within_slo < share or figures.worker_hours < best.worker_hours:
+                best = figures
         else:
             few = x
-            if best is None or best.within_slo < found.within_slo < share:
-                best = found
+            if best is None or best.within_slo < figures.within_slo < share:
+                best = figures
     assert best is not None
     return best
 

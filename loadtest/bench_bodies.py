@@ -160,7 +160,7 @@ async def figures(size: int, door_size: int, repeat: int) -> dict[str, dict[str,
     await read_at_the_door("/v1/completions", b"{}")
     collect_seldom()
     base_ms = min([await longest_prompt() for _ in range(repeat)])
-    found: dict[str, dict[str, float | str]] = {}
+    seconds: dict[str, dict[str, float | str]] = {}
     kinds: list[tuple[str, int, Callable[[], Awaitable[bool]]]] = [
         (name, len(raw), partial(read_and_hash, raw)) for name, raw in hostile_bodies(size)
     ]
@@ -171,14 +171,14 @@ async def figures(size: int, door_size: int, repeat: int) -> dict[str, dict[str,
     for name, num_bytes, read in kinds:
         runs = [await measure(read()) for _ in range(repeat)]
         hold_ms, cpu_ms = min(r[0] for r in runs), min(r[1] for r in runs)
-        found[name] = {
+        seconds[name] = {
             "size_mb": num_bytes / 1e6,
             "answer": "accepted" if runs[0][2] else "refused",
             "hold_ms": hold_ms,
             "cpu_ms": cpu_ms,
             "times": cpu_ms / base_ms,
         }
-    return found
+    return seconds
 
 
 @click.command(cls=Command)
@@ -190,11 +190,11 @@ async def figures(size: int, door_size: int, repeat: int) -> dict[str, dict[str,
 @json_option
 def main(size: int, door_size: int, repeat: int, json_file: Path | None) -> None:
     """Read hostile bodies; fails if one holds the event loop for too long."""
-    found = run(figures(size, door_size, repeat))
+    results = run(figures(size, door_size, repeat))
     title = f"Bodies of {size:,} bytes, at the front door of {door_size:,}"
     heads = ("body", "MB", "answer", "holds the loop, ms", "CPU, ms", "times")
     cells = table(*heads, left=("body", "answer"), title=title)
-    for name, row in found.items():
+    for name, row in results.items():
         cells.add_row(
             name,
             f"{row['size_mb']:.1f}",
@@ -202,8 +202,8 @@ def main(size: int, door_size: int, repeat: int, json_file: Path | None) -> None
             *(f"{row[key]:.1f}" for key in ("hold_ms", "cpu_ms", "times")),
         )
     Console(width=100).print(cells)
-    save(found, json_file)
-    slow = [name for name, row in found.items() if float(row["hold_ms"]) > LIMIT_MS]
+    save(results, json_file)
+    slow = [name for name, row in results.items() if float(row["hold_ms"]) > LIMIT_MS]
     if slow:
         raise click.ClickException(f"over {LIMIT_MS:g} ms: {', '.join(slow)}")
 

@@ -97,8 +97,8 @@ async def measure(
         pairs = []
         for number in range(rounds):
             order = (0, viewers) if number % 2 else (viewers, 0)
-            found = {v: await play(router, url, shape, requests, v) for v in order}
-            pairs.append((found[0], found[viewers]))
+            by_viewers = {v: await play(router, url, shape, requests, v) for v in order}
+            pairs.append((by_viewers[0], by_viewers[viewers]))
     return {
         "workers": workers,
         "viewers": viewers,
@@ -118,17 +118,17 @@ def main(requests: int, rounds: int, viewers: int, workers: int, json_file: Path
     """Measure what open consoles cost."""
     console = Console()
     with redis_to_measure() as url:
-        found = asyncio.run(measure(url, requests, rounds, viewers, workers))
-    for before, after in found["rounds"]:
+        results = asyncio.run(measure(url, requests, rounds, viewers, workers))
+    for before, after in results["rounds"]:
         console.print(
             f"{before.per_s:,.0f} decisions/s without, {after.per_s:,.0f} with; Redis read "
             f"{before.redis_share:.2%} and {after.redis_share:.2%} of the time"
         )
     console.print(
-        f"{viewers} consoles, {workers} workers: {found['ratio']:.3f} times the decisions per "
-        f"second, {found['redis_share']:.2%} of Redis's time"
+        f"{viewers} consoles, {workers} workers: {results['ratio']:.3f} times the decisions per "
+        f"second, {results['redis_share']:.2%} of Redis's time"
     )
-    save(found, json_file)
+    save(results, json_file)
 
 
 if __name__ == "__main__":

@@ -126,10 +126,10 @@ Loads = dict[str, dict[int, list[Load]]]
 """The rounds, by shape, then by concurrent requests or by replicas."""
 
 
-def _figures(found: Loads) -> dict[str, dict[str, dict[str, float]]]:
+def _figures(costs: Loads) -> dict[str, dict[str, dict[str, float]]]:
     return {
         name: {str(column): figures(loads) for column, loads in columns.items()}
-        for name, columns in found.items()
+        for name, columns in costs.items()
     }
 
 
@@ -157,13 +157,13 @@ def measure(
 
         def play(cases: Sequence[tuple[Shape, int, list[Server], int]]) -> Loads:
             """cases: the shape, the column, the servers, and how many requests at once."""
-            found: Loads = {}
+            loads: Loads = {}
             for turn in range(rounds + 1):
                 for shape, column, servers, concurrency in cases:
                     made = run(loaded(servers, shape, concurrency))
                     if turn:  # the first one warms up
-                        found.setdefault(shape.name, {}).setdefault(column, []).append(made)
-            return found
+                        loads.setdefault(shape.name, {}).setdefault(column, []).append(made)
+            return loads
 
         bare, router = start(answer_forever, 0), start(route_forever, 0)
         forms = shapes()
@@ -179,11 +179,11 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(_curve(result["replicas"]))
 
 
-def _one(found: dict[str, Any]) -> Table:
+def _one(results: dict[str, Any]) -> Table:
     heads = ("", "at once", "per s", "CPU, µs", "of the bare endpoint's", "p50, ms", "p99, ms")
     cells = table(*heads, title=f"{NUM_TOKENS:,} tokens a prompt, one replica")
-    yardstick = next(iter(found.values()))
-    for name, by_concurrency in found.items():
+    yardstick = next(iter(results.values()))
+    for name, by_concurrency in results.items():
         for concurrency, made in by_concurrency.items():
             cells.add_row(
                 name,
@@ -202,7 +202,7 @@ def _ratio(measured: float, yardstick: float) -> str:
     return f"{measured / yardstick:.2f}" if yardstick else "-"
 
 
-def _curve(found: dict[str, Any]) -> Table:
+def _curve(results: dict[str, Any]) -> Table:
     cores = {server_core(n) for n in range(max(REPLICAS))}
     heads = ("", "replicas", "per s", "CPU, µs", "Redis, µs", "scripts, µs", "busy: replicas")
     cells = table(
@@ -213,7 +213,7 @@ def _curve(found: dict[str, Any]) -> Table:
         caption="busy: so many cores. Where those on one core do not add up to it, other processes "
         "have the rest, or all wait. Redis ends where it would be busy all the time.",
     )
-    for name, by_count in found.items():
+    for name, by_count in results.items():
         for count, made in by_count.items():
             cells.add_row(
                 name,

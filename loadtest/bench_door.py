@@ -273,12 +273,12 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
         for turn in range(rounds + 1):
             for shape in forms:
                 for name, at in servers.items():
-                    found = run(load([at], url, shape, CONCURRENCY, requests))
+                    loads = run(load([at], url, shape, CONCURRENCY, requests))
                     if turn:  # the first one warms up
-                        made.setdefault(shape.name, {}).setdefault(name, []).append(found)
+                        made.setdefault(shape.name, {}).setdefault(name, []).append(loads)
         cost = {
-            shape: {name: figures(loads) for name, loads in found.items()}
-            for shape, found in made.items()
+            shape: {name: figures(loads) for name, loads in by_name.items()}
+            for shape, by_name in made.items()
         }
         tokens = [tokenizing(tokenizer) for _ in range(rounds)]
         first = {
@@ -293,8 +293,8 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
         "counts": counts,
         "cost": cost,
         "times_proxy": {
-            shape: found["door"]["cpu_us"] / found["proxy"]["cpu_us"]
-            for shape, found in cost.items()
+            shape: numbers["door"]["cpu_us"] / numbers["proxy"]["cpu_us"]
+            for shape, numbers in cost.items()
         },
         "added_first_token_ms": added,
         "tokenizing": {name: median(each[name] for each in tokens) for name in tokens[0]},
@@ -324,13 +324,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(_counts(result["counts"]))
     heads = ("", "proxy, µs of CPU", "door, µs of CPU", "times", "door, per s")
     cells = table(*heads, title=f"{CONCURRENCY} connections")
-    for shape, found in result["cost"].items():
+    for shape, numbers in result["cost"].items():
         cells.add_row(
             shape,
-            f"{found['proxy']['cpu_us']:.0f}",
-            f"{found['door']['cpu_us']:.0f}",
+            f"{numbers['proxy']['cpu_us']:.0f}",
+            f"{numbers['door']['cpu_us']:.0f}",
             f"{result['times_proxy'][shape]:.2f}",
-            f"{found['door']['per_s']:,.0f}",
+            f"{numbers['door']['per_s']:,.0f}",
         )
     console.print(cells)
     added = ", ".join(f"{name} {ms:.1f}" for name, ms in result["added_first_token_ms"].items())
@@ -344,8 +344,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 def _counts(counts: dict[str, dict[str, Any]]) -> Table:
     columns = ("functions", "files", "calls", "awaits", "tasks", "futures", "timers", "redis")
     cells = table("", *columns, left=("",), title="What one warm request calls and makes")
-    for shape, found in counts.items():
-        cells.add_row(shape, *(f"{found[column]:,}" for column in columns))
+    for shape, numbers in counts.items():
+        cells.add_row(shape, *(f"{numbers[column]:,}" for column in columns))
     return cells
 
 

@@ -205,21 +205,21 @@ def measure(engine_urls: Sequence[str], asked: Conversations, rounds: int) -> di
     for number in range(rounds * len(POLICIES)):
         policy = POLICIES[number % len(POLICIES)]
         played[policy].append(play(engine_urls, policy, asked, first + number))
-    found = {policy: summary(turns) for policy, turns in played.items()}
-    blind, aware = (found[policy] for policy in POLICIES)
+    summaries = {policy: summary(turns) for policy, turns in played.items()}
+    blind, aware = (summaries[policy] for policy in POLICIES)
     compared = {name: aware[name] / blind[name] for name in aware}
-    return {"asked": asdict(asked), "policies": found, "compared": compared}
+    return {"asked": asdict(asked), "policies": summaries, "compared": compared}
 
 
 def show(result: dict[str, Any], console: Console) -> None:
     heads = ("policy", "tokens from cache", "share of prompts", "mean TTFT")
     cells = table(*heads, left=("policy",), box=box.SIMPLE_HEAD)
-    for policy, found in result["policies"].items():
+    for policy, numbers in result["policies"].items():
         cells.add_row(
             policy,
-            f"{found['cached_tokens']:,.0f}",
-            f"{found['cached_share']:.1%}",
-            f"{found['mean_ttft_ms']:.0f} ms",
+            f"{numbers['cached_tokens']:,.0f}",
+            f"{numbers['cached_share']:.1%}",
+            f"{numbers['mean_ttft_ms']:.0f} ms",
         )
     console.print(cells)
 

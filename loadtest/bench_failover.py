@@ -59,7 +59,7 @@ class Sample:
     at: float
     took: float
     degraded: bool
-    found: int
+    overlap: int
     """Blocks of overlap on the chosen worker."""
 
 
@@ -124,7 +124,7 @@ class Caller:
         """Ask until CHAINS requests in a row find theirs whole; returns when the first was made."""
         good = 0
         while good < CHAINS:
-            good = good + 1 if (await self.ask()).found == CHAIN else 0
+            good = good + 1 if (await self.ask()).overlap == CHAIN else 0
         return self.samples[-CHAINS].at
 
 
@@ -143,7 +143,7 @@ async def run(url: str, kill: Callable[[], None]) -> dict[str, float]:
         kill()
         async with asyncio.timeout(WHOLE_WITHIN_S):
             sample = await caller.ask()
-            while not sample.degraded and sample.found == CHAIN:
+            while not sample.degraded and sample.overlap == CHAIN:
                 sample = await caller.ask()
             whole = await caller.ask_until_whole()
     degraded = [sample for sample in caller.samples if sample.degraded]

@@ -148,9 +148,9 @@ async def look_up_cost(
         if not learns:
             boundaries = deepcopy(learnt)
         begin = time.process_time()
-        found, _ = await match(runner, KEYS, fresh, boundaries=boundaries)
+        overlaps, _ = await match(runner, KEYS, fresh, boundaries=boundaries)
         cpu_s += time.process_time() - begin
-        check_found(found, held[at : at + together])
+        check_found(overlaps, held[at : at + together])
     in_all = (await look_up_us(redis), cpu_s * 1e6, runner.round_trips)
     return LookUpCost(*(figure / len(chains) for figure in in_all))
 

@@ -129,15 +129,15 @@ class RadixTree:
 
     def match(self, chain: Chain) -> dict[int, int]:
         """Number of leading blocks that each worker holds."""
-        found: list[set[int] | None] = []
+        owners: list[set[int] | None] = []
         node = self._root
         for block in chain:
             child = node.children.get(block)
             if child is None:
                 break
-            found.append(child.owners)
+            owners.append(child.owners)
             node = child
-        return overlaps(found)
+        return overlaps(owners)
 
 
 IN_PROCESS: dict[str, type[InProcess]] = {"radix_tree": RadixTree, "flat_map": FlatMap}
@@ -231,9 +231,9 @@ async def in_redis(redis: RedisClient, load: Workload, width: int) -> dict[str, 
     cpu_s = 0.0
     for query in load.queries:
         begin = time.process_time()
-        found, _ = await match(runner, KEYS, [query])
+        overlaps, _ = await match(runner, KEYS, [query])
         cpu_s += time.process_time() - begin
-        check_found(found, [load.held])
+        check_found(overlaps, [load.held])
     return {
         "store": store,
         "match": await look_up_us(redis) / QUERIES,

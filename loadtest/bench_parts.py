@@ -96,9 +96,9 @@ def parts_of(redis_url: str, shape: Shape, requests: int) -> dict[str, float]:
         out = Path(folder, "ticks.json")
         with server(partial(sampled, target, out), redis_url, server_core(0)) as serving:
             run(load([serving], redis_url, shape, PER_REPLICA, requests))
-        found: dict[str, Any] = orjson.loads(out.read_bytes())
-    us_per_tick = found["cpu_s"] * 1e6 / requests / sum(found["ticks"].values())
-    return {part: found["ticks"].get(part, 0) * us_per_tick for part in (*PARTS, REST)}
+        profile: dict[str, Any] = orjson.loads(out.read_bytes())
+    us_per_tick = profile["cpu_s"] * 1e6 / requests / sum(profile["ticks"].values())
+    return {part: profile["ticks"].get(part, 0) * us_per_tick for part in (*PARTS, REST)}
 
 
 def measure(redis_url: str, requests: int) -> dict[str, dict[str, float]]:
@@ -107,12 +107,12 @@ def measure(redis_url: str, requests: int) -> dict[str, dict[str, float]]:
     return {shape.name: parts_of(redis_url, shape, requests) for shape in shapes()}
 
 
-def show(found: dict[str, dict[str, float]], console: Console) -> None:
+def show(results: dict[str, dict[str, float]], console: Console) -> None:
     title = f"µs of CPU a request: {PER_REPLICA} at once of {NUM_TOKENS:,} tokens"
-    cells = table("", *found, left=("",), title=f"{title}, {NUM_WORKERS} workers")
+    cells = table("", *results, left=("",), title=f"{title}, {NUM_WORKERS} workers")
     for part in (*PARTS, REST):
-        cells.add_row(part, *(f"{parts[part]:.0f}" for parts in found.values()))
-    cells.add_row("in all", *(f"{sum(parts.values()):.0f}" for parts in found.values()))
+        cells.add_row(part, *(f"{parts[part]:.0f}" for parts in results.values()))
+    cells.add_row("in all", *(f"{sum(parts.values()):.0f}" for parts in results.values()))
     console.print(cells)
 
 

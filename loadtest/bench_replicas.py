@@ -195,8 +195,8 @@ def show(made: dict[int, list[Round]], console: Console) -> None:
         f"noise: with {compared['base']}, the rounds' TTFT mean is {noise['least']:.3f} to "
         f"{noise['most']:.3f} times their median"
     )
-    for count, found in compared["against"].items():
-        ratio, points = found["ttft_mean"], found["hit_points"]
+    for count, numbers in compared["against"].items():
+        ratio, points = numbers["ttft_mean"], numbers["hit_points"]
         console.print(
             f"{count} against {compared['base']}: TTFT mean {ratio['median']:.3f} times "
             f"({ratio['least']:.3f} to {ratio['most']:.3f}), {points['median']:+.2f} points from "

@@ -63,8 +63,8 @@ async def spread(
     rng = np.random.default_rng(2)
     reset_statistics(servers.servers)
     for n in rng.integers(0, len(chains), queries):
-        found, _ = await match(runner, KEYS, [chains[n]], SHARDS)
-        check_found(found, [DEPTH])
+        overlaps, _ = await match(runner, KEYS, [chains[n]], SHARDS)
+        check_found(overlaps, [DEPTH])
     masters, replicas = look_up_us(servers.masters), look_up_us(servers.replicas)
     spent = masters + replicas
     return {
@@ -84,8 +84,8 @@ async def behind_ms(
         await holders.store(0, chain)
         applied = time.perf_counter()
         while True:
-            (found,), _ = await match(runner, KEYS, [chain], SHARDS)
-            if any(overlap.total == len(chain) for overlap in (found or {}).values()):
+            (overlaps,), _ = await match(runner, KEYS, [chain], SHARDS)
+            if any(overlap.total == len(chain) for overlap in (overlaps or {}).values()):
                 break
         took.append((time.perf_counter() - applied) * 1000)
     return {f"p{q}": float(np.percentile(took, q)) for q in (50, 99)}
@@ -129,13 +129,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     title = f"Look-ups of {DEPTH} blocks in {SHARDS} shards on three masters"
     cells = table(*heads, title=title)
     for name, kinds in result["look_ups"].items():
-        for kind, found in kinds.items():
+        for kind, numbers in kinds.items():
             cells.add_row(
                 name,
                 kind,
-                f"{found['masters_us']:.0f}",
-                f"{found['replicas_us']:.0f}",
-                f"{found['busiest']:.0%}",
+                f"{numbers['masters_us']:.0f}",
+                f"{numbers['replicas_us']:.0f}",
+                f"{numbers['busiest']:.0%}",
             )
     console.print(cells)
     for name, behind in result["behind_ms"].items():

@@ -131,10 +131,10 @@ class Bench:
 
     def _check(self, source: Tier, target: Tier, target_ids: Sequence[int]) -> None:
         """Raises ClickException unless a copy from `source_ids` brings what is there."""
-        wanted, found = self.pools[source].words, self.pools[target].words
-        found.random_()
+        wanted, words = self.pools[source].words, self.pools[target].words
+        words.random_()
         self._copy(source, target, self.source_ids, target_ids)
-        if not torch.equal(wanted[self.source_ids].cpu(), found[target_ids].cpu()):
+        if not torch.equal(wanted[self.source_ids].cpu(), words[target_ids].cpu()):
             raise click.ClickException(f"copies from {source.name} to {target.name} are wrong")
 
     def _plain(
@@ -220,15 +220,15 @@ def show(result: dict[str, Any], console: Console) -> None:
     names = "tiers", "block,\nKiB", "plain,\nGB/s", "checked", "in a row", "in runs", "scattered"
     cells = table(*names, title=title)
     for pair, sizes in result["pairs"].items():
-        for size, found in sizes.items():
+        for size, numbers in sizes.items():
             cells.add_row(
                 pair,
                 size,
-                f"{found['plain_gb_per_s']:.1f}",
-                f"{found['checked']:.2f}" if "checked" in found else "",
-                f"{found['packed']:.2f}",
-                f"{found['runs']:.2f}",
-                f"{found['scattered']:.2f}",
+                f"{numbers['plain_gb_per_s']:.1f}",
+                f"{numbers['checked']:.2f}" if "checked" in numbers else "",
+                f"{numbers['packed']:.2f}",
+                f"{numbers['runs']:.2f}",
+                f"{numbers['scattered']:.2f}",
             )
     console.print(cells)
 

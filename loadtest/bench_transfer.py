@@ -229,13 +229,13 @@ def show(figures: Figures, tokens: int, console: Console) -> None:
     )
     for name in ("", "fetched", "computed", "median", "of alone"):
         table.add_column(name, justify="right" if name else "left")
-    for form, found in figures.items():
-        fetched, share = found["fetched_tokens"], found["seconds"] / figures["alone"]["seconds"]
+    for form, numbers in figures.items():
+        fetched, share = numbers["fetched_tokens"], numbers["seconds"] / figures["alone"]["seconds"]
         table.add_row(
             form,
             f"{fetched:,}",
             f"{tokens - fetched:,}",
-            f"{found['seconds']:.3f} s",
+            f"{numbers['seconds']:.3f} s",
             f"{share:.3f}",
         )
     console.print(table)

@@ -132,7 +132,7 @@ async def _measure(redis_url: str, urls: Sequence[str], seconds: float) -> dict[
 
 def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
     """What `_measure` finds, for each number of replicas."""
-    found = {}
+    by_threshold = {}
     with EmbeddedRedis() as redis:
         asyncio.run(register(redis.url))
         with Cluster(
@@ -152,8 +152,8 @@ def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
         ) as cluster:
             urls = [member.url for member in cluster.routers]
             for count in counts:
-                found[count] = asyncio.run(_measure(redis.url, urls[:count], seconds))
-    return found
+                by_threshold[count] = asyncio.run(_measure(redis.url, urls[:count], seconds))
+    return by_threshold
 
 
 @click.command(cls=Command)
@@ -175,12 +175,12 @@ def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
 @json_option
 def main(replicas: Sequence[int], seconds: float, json_file: Path | None) -> None:
     """Measure how turns are shared, and print a table."""
-    found = measure(replicas, seconds)
+    results = measure(replicas, seconds)
     total = sum(WEIGHTS.values())
     table = Table("replicas", "turns", *(f"{t}, due {w / total:.1%}" for t, w in WEIGHTS.items()))
     for name in ("slot free, p50", "p99", "Redis a turn"):
         table.add_column(name)
-    for count, one in found.items():
+    for count, one in results.items():
         free = one["hand_over_ms"]
         table.add_row(
             str(count),
@@ -191,7 +191,7 @@ def main(replicas: Sequence[int], seconds: float, json_file: Path | None) -> Non
             f"{one['redis_us_per_turn']:.0f} µs",
         )
     Console().print(table)
-    save(found, json_file)
+    save(results, json_file)
 
 
 if __name__ == "__main__":

@@ -220,8 +220,8 @@ class ClusterClient:
             ):
                 if response.status != 200:
                     raise await status_error(response, FailureKind.UNAVAILABLE)
-                found = orjson.loads(await response.read())
-            return sorted(_worker_name(worker) for worker in found["workers"])
+                answer = orjson.loads(await response.read())
+            return sorted(_worker_name(worker) for worker in answer["workers"])
 
     async def send(
         self,

@@ -37,8 +37,8 @@ def curve(seconds: int, *, bursts: float, seed: int) -> Rates:
     number = math.ceil(seconds / BURST_S)
     height = rng.gamma(BURST_SHAPE, 1.0 / BURST_SHAPE, number).repeat(round(BURST_S))[:seconds]
     rates *= 1.0 - bursts + bursts * height
-    found: Rates = rates / rates.mean()
-    return found
+    shares: Rates = rates / rates.mean()
+    return shares
 
 
 def day_of(trace: Trace, rates: Rates, load: float) -> Trace:

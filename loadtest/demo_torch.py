@@ -250,14 +250,14 @@ def main(
     console.print(report.table(runs))
     file = out / "demo-torch.json"
     tiers = {name: {"ttft_s": s, "times_faster": speedup(times, name)} for name, s in times.items()}
-    found = {
+    results = {
         "model": model,
         "bound": bound(),
         "tiers": tiers,
         "transfers": transfers,
         "routing": report.as_json(runs),
     }
-    save(found, file)
+    save(results, file)
     console.print(f"Also in {file}")
 
 

@@ -91,9 +91,9 @@ class Holders:
         assert all(await self._runner.run(calls))
 
 
-def check_found(found: Sequence[Overlaps | None], held: Sequence[int]) -> None:
+def check_found(looked_up: Sequence[Overlaps | None], held: Sequence[int]) -> None:
     """Raises ClickException unless each lookup found as many blocks on a worker as one holds."""
-    for overlaps, due in zip(found, held, strict=True):
+    for overlaps, due in zip(looked_up, held, strict=True):
         most = max((overlap.total for overlap in (overlaps or {}).values()), default=0)
         if most != due:
             raise click.ClickException(f"a lookup found {most} blocks; a worker holds {due}")

@@ -44,9 +44,9 @@ class _Engine(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         while True:
-            head, found, rest = self._received.partition(b"\r\n\r\n")
+            head, end, rest = self._received.partition(b"\r\n\r\n")
             length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
-            if not found or len(rest) < int(length or 0):
+            if not end or len(rest) < int(length or 0):
                 return
             body, self._received = rest[: int(length or 0)], rest[int(length or 0) :]
             if head.startswith(b"POST /tokenize "):

@@ -106,9 +106,9 @@ def main(
     if not loads and not real:
         raise click.UsageError(f"{IDEAL} has no knee to take loads from: set --load")
     if not loads:
-        result["knee"] = found = knee(scenario, real[-1])
-        console.print(f"{real[-1]} reaches its knee at {found:.2f}x the recorded rate")
-        loads = tuple(part * found for part in SHARES_OF_KNEE)
+        result["knee"] = knee_load = knee(scenario, real[-1])
+        console.print(f"{real[-1]} reaches its knee at {knee_load:.2f}x the recorded rate")
+        loads = tuple(part * knee_load for part in SHARES_OF_KNEE)
     rows = {policy: (scenario.setting, policy) for policy in policies}
     figures: list[Figures] = []
     with processes(scenario.trace, jobs) as executor:

@@ -134,8 +134,8 @@ def main(
     trace = read(trace_file).cut(requests=requests)
     compared = rows(splits, links_gbit, split_above)
     if not loads:
-        found = knee(Scenario(trace, compared["all local"]), LATENCY)
-        loads = tuple(share * found for share in SHARES_OF_KNEE)
+        knee_load = knee(Scenario(trace, compared["all local"]), LATENCY)
+        loads = tuple(share * knee_load for share in SHARES_OF_KNEE)
     named = {name: (setting, LATENCY) for name, setting in compared.items()}
     result = {}
     with processes(trace, jobs) as executor:

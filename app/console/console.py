@@ -128,7 +128,7 @@ class Console:
             if now_ms - at_ms <= replicas.SPOKE_MS
         }
         together = Together(figures for _, figures in there.values())
-        found = await self._checks.now()
+        results = await self._checks.now()
         return {
             "namespace": self._router.namespace,
             "version": self._version,
@@ -146,12 +146,12 @@ class Console:
             "errors": await self._errors(),
             "localities": together.localities(),
             "localities_window_s": LONG_WINDOW_S,
-            "findings": findings.shown(found, holding(together)),
+            "findings": findings.shown(results, holding(together)),
         }
 
     async def _errors(self, worker: str = "") -> dict[str, Any]:
-        found = await self._last_errors.now()
-        rows = [one.as_dict() for one in found if worker in ("", one.error.worker)]
+        errors = await self._last_errors.now()
+        rows = [one.as_dict() for one in errors if worker in ("", one.error.worker)]
         return {
             "columns": ERROR_COLUMNS,
             "rows": [[row[name] for name in ERROR_COLUMNS] for row in rows[:MAX_ERRORS]],
@@ -189,19 +189,19 @@ class Console:
         }
 
     async def _ask_errors(self) -> list[Errors]:
-        _, found = await last_errors.read(self._redis, self._keyspace)
-        return found
+        _, errors = await last_errors.read(self._redis, self._keyspace)
+        return errors
 
     async def _check(self) -> list[Check]:
-        found = [check async for check in checks.of_server(self._redis)]
-        found += await checks.of_routers(self._redis, self._keyspace)
+        results = [check async for check in checks.of_server(self._redis)]
+        results += await checks.of_routers(self._redis, self._keyspace)
         view = await self._view()
         if view is not None:
             names = await names_of(self._redis, self._router.namespace, view.infos)
             await self._followed.now()
             records = [entry.record for entry in reversed(self._tail.entries)]
-            found += findings.of_workers(view, self._router.namespace, names, records)
-        return found
+            results += findings.of_workers(view, self._router.namespace, names, records)
+        return results
 
     async def workers(self) -> dict[str, Any]:
         """All workers, as columns. Raises RedisUnavailable."""
@@ -257,13 +257,13 @@ class Console:
     async def decision(self, request_id: str) -> dict[str, Any] | None:
         """The newest one about a request, in the form of `decisions`. Raises RedisUnavailable."""
         await self._followed.now()
-        found = [e.row() for e in reversed(self._tail.entries) if e.record.request_id == request_id]
-        if not found:
+        rows = [e.row() for e in reversed(self._tail.entries) if e.record.request_id == request_id]
+        if not rows:
             record = await find(self._redis, self._keyspace, request_id)
             if record is not None:
-                found = [Entry(f"{record.at_ms}-0", record, record.seen is not None).row()]
+                rows = [Entry(f"{record.at_ms}-0", record, record.seen is not None).row()]
         last = self._tail.entries[-1].id if self._tail.entries else ""
-        return {"last": last, "missed": False, "columns": COLUMNS, "rows": found}
+        return {"last": last, "missed": False, "columns": COLUMNS, "rows": rows}
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         """Why a request went where it went; None: no decision is kept. Raises RedisUnavailable."""
@@ -292,11 +292,11 @@ class Console:
 
     async def events(self, after: str, limit: int) -> dict[str, Any]:
         """What happened, the newest first. Raises RedisUnavailable."""
-        found = await events.read(self._redis, self._keyspace, after, limit)
+        page = await events.read(self._redis, self._keyspace, after, limit)
         return {
-            "last": found[0].id if found else after,
+            "last": page[0].id if page else after,
             "events": [
-                event._asdict() | {"level": LEVELS.get(event.kind, "info")} for event in found
+                event._asdict() | {"level": LEVELS.get(event.kind, "info")} for event in page
             ],
         }
 
@@ -306,13 +306,13 @@ class Console:
 
     async def waiting(self) -> dict[str, Any]:
         """Who waits for a worker, in the order of turns. Raises RedisUnavailable."""
-        found = await flows(self._redis, self._keyspace)
+        waiting = await flows(self._redis, self._keyspace)
         return {
             "flows": {
                 "columns": ("tenant", "priority", "requests", "oldest_s"),
                 "rows": [
                     [flow.tenant, flow.priority, flow.requests, round(flow.oldest_s, 1)]
-                    for flow in found[:MAX_ROWS]
+                    for flow in waiting[:MAX_ROWS]
                 ],
             },
         }
@@ -320,7 +320,7 @@ class Console:
 
 def _models(together: Together, view: View | None) -> dict[str, Any]:
     """How requests ended in the last minute, the models with most trouble first."""
-    found = sorted(together.models.items(), key=lambda item: (-trouble(item[1]), item[0]))
+    models = sorted(together.models.items(), key=lambda item: (-trouble(item[1]), item[0]))
     queues = roster.queues_by_model(view) if view else {}
     rows = [
         [
@@ -329,7 +329,7 @@ def _models(together: Together, view: View | None) -> dict[str, Any]:
             short(share(counts["ttft_s"], counts["ttft"])),
             short(queues.get(name)),
         ]
-        for name, counts in found[:MAX_ROWS]
+        for name, counts in models[:MAX_ROWS]
     ]
     columns = ("model", *(k.value for k in Kind), *MODEL_WORK, "failed_share", "ttft_mean_s")
     return {"columns": (*columns, "queue_s"), "rows": rows}

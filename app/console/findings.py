@@ -62,10 +62,10 @@ def of_workers(
         yield checks.predicted(records, [w for w in live if w.incarnation not in view.failing])
 
 
-def shown(found: Iterable[Check], conditions: Iterable[Check]) -> list[dict[str, Any]]:
+def shown(results: Iterable[Check], conditions: Iterable[Check]) -> list[dict[str, Any]]:
     """In JSON's types, what is wrong first."""
     rows = [_row(check, "bad" if check.about in FAILING else "warn") for check in conditions]
-    rows += [_row(check, LEVELS[check.ok]) for check in found]
+    rows += [_row(check, LEVELS[check.ok]) for check in results]
     order = ("bad", "warn", "unknown", "ok")
     return sorted(rows, key=lambda row: order.index(row["level"]))
 

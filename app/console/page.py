@@ -72,14 +72,14 @@ def static_files() -> Mapping[str, File]:
 
 
 def _below(folder: Traversable, path: str) -> list[tuple[str, File]]:
-    found = []
+    files = []
     for entry in folder.iterdir():
         if entry.is_dir():
-            found += _below(entry, f"{path}{entry.name}/")
+            files += _below(entry, f"{path}{entry.name}/")
             continue
         kind = TYPES.get(f".{entry.name.rpartition('.')[2]}")
         if kind is not None:
             body = entry.read_bytes()
             etag = b'"%s"' % hashlib.blake2b(body, digest_size=12).hexdigest().encode()
-            found.append((path + entry.name, File(body, gzip.compress(body), kind, etag)))
-    return found
+            files.append((path + entry.name, File(body, gzip.compress(body), kind, etag)))
+    return files

@@ -96,11 +96,11 @@ def _about(inc: Incarnation, info: WorkerInfo) -> dict[str, Any]:
 
 def queues_by_model(view: View) -> dict[str, float]:
     """Mean seconds of prefill in line at the workers of each model."""
-    found: dict[str, list[float]] = {}
+    queues_of: dict[str, list[float]] = {}
     for info, load in zip(view.infos, view.loads, strict=True):
         for model in info.models:
-            found.setdefault(model, []).append(load.queue_s(view.now_ms))
-    return {model: sum(queues) / len(queues) for model, queues in found.items()}
+            queues_of.setdefault(model, []).append(load.queue_s(view.now_ms))
+    return {model: sum(queues) / len(queues) for model, queues in queues_of.items()}
 
 
 COLUMNS = (
@@ -139,11 +139,11 @@ def with_endings(
     last: dict[str, Errors] = {}
     for one in errors:
         last.setdefault(one.error.worker, one)
-    found = []
+    complete = []
     for row in rows:
         counts = _endings(ended.get(row["worker"], {}), last.get(row["worker"]))
-        found.append(row | counts | _trouble(row["state"], counts))
-    return found
+        complete.append(row | counts | _trouble(row["state"], counts))
+    return complete
 
 
 def _trouble(state: str, counts: Mapping[str, Any]) -> dict[str, Any]:

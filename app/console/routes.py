@@ -128,11 +128,11 @@ async def whatif(client: Client) -> None:
     console = _console(client)
     body = await _body(client, schemas.WhatIfAsked)
     async with client.watched():
-        found = await console.whatif.run(
+        answer = await console.whatif.run(
             client.holder, body.policy, body.prefill_weight, body.workers, body.last
         )
-        by_size = isinstance(found, list)
-        shown = {"kind": "workers", "sizes": found} if by_size else {"kind": "policy", **found}
+        by_size = isinstance(answer, list)
+        shown = {"kind": "workers", "sizes": answer} if by_size else {"kind": "policy", **answer}
         await _say(client, shown)
 
 

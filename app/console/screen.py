@@ -99,12 +99,12 @@ def objects(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
 
 
-def _overview(found: Mapping[str, Any]) -> Iterable[Text]:
-    tiles, redis = found["tiles"], found["redis"]
-    replicas = len(found["replicas"]["rows"])
+def _overview(overview: Mapping[str, Any]) -> Iterable[Text]:
+    tiles, redis = overview["tiles"], overview["redis"]
+    replicas = len(overview["replicas"]["rows"])
     used = (redis["used_bytes"] or 0) / 2**20
     yield _line(
-        ("namespace", printable(str(found["namespace"]))),
+        ("namespace", printable(str(overview["namespace"]))),
         ("replicas", str(replicas)),
         ("workers", _number(tiles["workers"])),
         ("Redis", f"{printable(str(redis['version']))}, {used:,.0f} MiB, {_ms(redis['rtt_s'])}"),
@@ -133,11 +133,11 @@ def _overview(found: Mapping[str, Any]) -> Iterable[Text]:
         ("predicted", _percent(tiles["predicted_share"])),
         ("split/s", _number(tiles["sources_per_s"])),
     )
-    wrong = [one for one in found["findings"] if one["level"] in LEVELS]
+    wrong = [one for one in overview["findings"] if one["level"] in LEVELS]
     for one in wrong[:MAX_FINDINGS]:
         text = f"{one['name']}: {one['detail']}; {one['remedy']}"
         yield Text(printable(text), style=LEVELS[one["level"]], overflow="ellipsis", no_wrap=True)
-    for error in objects(found["errors"])[:MAX_ERRORS]:
+    for error in objects(overview["errors"])[:MAX_ERRORS]:
         who = error["worker"] or "router"
         text = f"{error['requests']} at {who} {error['cause']}: {error['words']}"
         yield Text(printable(text), style="red", overflow="ellipsis", no_wrap=True)

@@ -74,7 +74,7 @@ class DecisionTail:
         """Read what has been added since. Raises RedisUnavailable."""
         oldest = f"({self._last}" if self._last else "-"
         most = MAX_READ if self._last else KEPT
-        found: list[Entry] = []
+        new: list[Entry] = []
         newest = ""
         is_all = True
         async for page in pages_backwards(
@@ -82,15 +82,15 @@ class DecisionTail:
         ):
             if page and not newest:
                 newest = page[0][0].decode()
-            found += entries(page)
-            if len(found) >= most:
+            new += entries(page)
+            if len(new) >= most:
                 is_all = False
                 break
         if newest:
             self._last = newest
-        if found and not is_all:
-            self._read_from = found[-1].id
-        self.entries.extend(reversed(found))
+        if new and not is_all:
+            self._read_from = new[-1].id
+        self.entries.extend(reversed(new))
 
     def lacks(self, after: str) -> bool:
         """Whether decisions that followed `after` may be missing here."""

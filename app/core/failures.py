@@ -114,8 +114,8 @@ _AWAY = re.compile(rb"(\d{1,15}) (\d{1,15})")
 
 def parse_away(text: bytes, now_ms: int) -> int | None:
     """Since when an agent is away, ms, by the Redis clock; None: it is not, or not any more."""
-    found = _AWAY.fullmatch(text)
-    return int(found[1]) if found and int(found[2]) > now_ms else None
+    match = _AWAY.fullmatch(text)
+    return int(match[1]) if match and int(match[2]) > now_ms else None
 
 
 def parse_failing(text: bytes) -> Failing | None:
@@ -124,8 +124,8 @@ def parse_failing(text: bytes) -> Failing | None:
         return Failing(0, DRAINING)
     if text == TAINTED.encode():
         return IS_TAINTED
-    found = ENTRY.fullmatch(text.decode(errors="replace"))
-    if found is None:
+    match = ENTRY.fullmatch(text.decode(errors="replace"))
+    if match is None:
         return None
-    count, _, until_ms, share, at_ms, trial = map(int, found.groups()[:6])
-    return Failing(count, until_ms, min(share, 1000) / 1000, at_ms, bool(trial), found[7])
+    count, _, until_ms, share, at_ms, trial = map(int, match.groups()[:6])
+    return Failing(count, until_ms, min(share, 1000) / 1000, at_ms, bool(trial), match[7])

@@ -427,7 +427,7 @@ class Keyspace:
 
     def parse(self, key: bytes) -> tuple[int | None, str] | None:
         """Shard (None: the namespace's own tag) and name of a key; None: of another namespace."""
-        found = _KEY.fullmatch(key.decode(errors="replace"))
-        if not found or found["namespace"] != self.namespace:
+        match = _KEY.fullmatch(key.decode(errors="replace"))
+        if not match or match["namespace"] != self.namespace:
             return None
-        return (int(found["shard"]) if found["shard"] else None), found["name"]
+        return (int(match["shard"]) if match["shard"] else None), match["name"]

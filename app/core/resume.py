@@ -29,8 +29,8 @@ class ReuseRule(NamedTuple):
 
     def reused(self, held: int, most: int) -> int:
         """Of `held` leading blocks; most: how many the prompt has without its last token."""
-        found = min(held - self.lookahead, most) - self.recomputed
-        return max(found, 0) // self.granule * self.granule
+        usable = min(held - self.lookahead, most) - self.recomputed
+        return max(usable, 0) // self.granule * self.granule
 
     def back(self, held: int, last: int, before: int) -> Back:
         """How to say that an engine that holds so many blocks goes on after `last` of them, or, if

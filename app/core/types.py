@@ -78,12 +78,12 @@ def checked_sent_ms(value: str | None) -> int | None:
     """
     if not value:
         return None
-    found = _SENT.fullmatch(value)
-    if not found:
+    match = _SENT.fullmatch(value)
+    if not match:
         raise InvalidRequest(
             "x-request-start", f"needs t=<ms since 1970>, as t=1700000000123, got {shown(value)}"
         )
-    return int(found[1] + found[2])
+    return int(match[1] + match[2])
 
 
 def request_id_of(reservation_id: str) -> str:

@@ -102,7 +102,7 @@ def _said(help_text: str, default: Any = MISSING, **about: Any) -> Any:
 def _items(cls: type, prefix: str = "", *, gauges: bool = False) -> tuple[Item, ...]:
     """The fields of `cls`. prefix: of their names in Redis and gauges. gauges: all have one."""
     hints = get_type_hints(cls)
-    found = []
+    items = []
     for f in fields(cls):
         optional = get_origin(hints[f.name]) is UnionType
         kinds = [kind for kind in get_args(hints[f.name]) if kind is not NoneType and optional]
@@ -113,7 +113,7 @@ def _items(cls: type, prefix: str = "", *, gauges: bool = False) -> tuple[Item, 
             "text": f"{f.name} {{}}",
         }
         [kind] = kinds or [hints[f.name]]
-        found.append(
+        items.append(
             Item(
                 name=f.name,
                 annotation=hints[f.name],
@@ -122,7 +122,7 @@ def _items(cls: type, prefix: str = "", *, gauges: bool = False) -> tuple[Item, 
                 **(named | f.metadata),
             )
         )
-    return tuple(found)
+    return tuple(items)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,8 +165,8 @@ def of_error(fields: Mapping[str, Any]) -> Failure | None:
     if not {code, kind}.isdisjoint(_OVERLOAD_TYPES):
         return BACK_PRESSURE
     if status := status_in(fields):
-        found = of_status(status)
-        return found and replace(found, cause=ERROR_EVENT if found.weight else found.cause)
+        failure = of_status(status)
+        return failure and replace(failure, cause=ERROR_EVENT if failure.weight else failure.cause)
     return None if _REQUEST_AT_FAULT.search(f"{kind} {code}") else wrong(ERROR_EVENT)
 
 

@@ -160,8 +160,8 @@ def _session(fields: Mapping[str, Any]) -> object:
         return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
     metadata = fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    found = _IN_USER.search(user) if isinstance(user, str) else None
-    return found and found[1]
+    match = _IN_USER.search(user) if isinstance(user, str) else None
+    return match and match[1]
 
 
 def _user(fields: Mapping[str, Any]) -> str:

@@ -86,9 +86,9 @@ class Model:
 
     async def pardon(self, failures: Iterable[tuple[WorkerInfo, Failure]]) -> None:
         """Take back what was counted against some of them."""
-        found = [(self.router.fleet.incarnation_of(info.key), one) for info, one in failures]
+        pairs = [(self.router.fleet.incarnation_of(info.key), one) for info, one in failures]
         with suppress(RedisUnavailable):
-            await self.router.pardon([(inc, one) for inc, one in found if inc is not None])
+            await self.router.pardon([(inc, one) for inc, one in pairs if inc is not None])
 
     @property
     def base(self) -> str:
@@ -345,8 +345,8 @@ def _state(router: Router) -> object:
 
 def _standings(router: Router) -> dict[str, Availability]:
     view = router.fleet.last_view
-    found = standings(view) if view is not None else {}
-    return dict.fromkeys(found, Availability.LEAVES) if router.fleet.is_missing else found
+    by_name = standings(view) if view is not None else {}
+    return dict.fromkeys(by_name, Availability.LEAVES) if router.fleet.is_missing else by_name
 
 
 def _model(router: Router, name: str) -> Model:

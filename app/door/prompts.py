@@ -142,11 +142,11 @@ class Prompts:
     def apart(self) -> dict[str, bool]:
         """For each model whose prompts came, whether an engine of it gives other ids than are found
         here."""
-        found: dict[str, bool] = {}
+        are_apart: dict[str, bool] = {}
         for (_, name), rendering in self._renderings.items():
             is_apart = rendering.is_other or bool(rendering.differs)
-            found[name] = found.get(name, False) or is_apart
-        return found
+            are_apart[name] = are_apart.get(name, False) or is_apart
+        return are_apart
 
     async def of(self, api: Api, model: Model, fields: Fields, holder: str = "") -> PromptIds:
         """The ids of the prompt in a body. holder: who asks: see TokenizerThreads. Raises

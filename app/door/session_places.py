@@ -48,12 +48,12 @@ class SessionPlaces:
         except RedisUnavailable:
             return None
         oldest_ms = (own.fleet.redis_now_ms or 0) - 1000 * self._ttl_s
-        found = [
+        latest = [
             (visit.at_ms, name)
             for name, (visit,) in zip(namespaces, visits, strict=True)
             if visit is not None and visit.at_ms > oldest_ms
         ]
-        return max(found)[1] if found else None
+        return max(latest)[1] if latest else None
 
     def note(self, session: str, namespace: str) -> None:
         """It is there now."""

@@ -107,7 +107,7 @@ class Tokenizers:
         """Raises TokenizerUnavailable."""
         if not source:
             raise TokenizerUnavailable("its workers do not say where its tokenizer is")
-        path, stamp = await _in_thread(_found, source)
+        path, stamp = await _in_thread(_stamped, source)
         folder = self._by_folder.get(path)
         if folder is None or folder.stamp != stamp:
             renderer = await _in_thread(load, str(path))
@@ -132,9 +132,9 @@ async def _in_thread(call: Callable[[str], T], source: str) -> T:
     return await asyncio.to_thread(run)
 
 
-def _found(source: str) -> tuple[Path, Stamp]:
+def _stamped(source: str) -> tuple[Path, Stamp]:
     """The folder of a tokenizer, under one name, and what tells that its files have changed. Raises
     TokenizerUnavailable."""
     folder = folder_of(source).resolve()
-    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return folder, tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in found)
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return folder, tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in files)

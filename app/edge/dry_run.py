@@ -114,12 +114,12 @@ async def _rendered(
     api, field = (Api.CHAT, "messages") if body.text is None else (Api.COMPLETIONS, "text")
     asked = {"messages": body.messages, "tools": body.tools, "prompt": body.text}
     members = {name: msgspec.Raw(orjson.dumps(value)) for name, value in asked.items() if value}
-    found = await replica.door.prompts.of(api, model, Fields(members), holder)
-    if found.ids is None:
-        why = found.tokens_from
+    prompt = await replica.door.prompts.of(api, model, Fields(members), holder)
+    if prompt.ids is None:
+        why = prompt.tokens_from
         raise InvalidRequest(field, f"cannot be tokenized here ({why}): give token_ids")
     body.lora_name = body.lora_name or model.lora_name
-    return _of_tokens(body, found.ids, most), found.tokens_from
+    return _of_tokens(body, prompt.ids, most), prompt.tokens_from
 
 
 def _of_tokens(body: PrefixAsked, tokens: Any, most: int) -> Prompt:

@@ -123,9 +123,9 @@ class _KeyFile(NamedTuple):
 
 def _read(path: str) -> _KeyFile:
     """The keys in a file; "": none. Raises ConfigError."""
-    found = _KeyFile([], [], [])
+    keys_in = _KeyFile([], [], [])
     if not path:
-        return found
+        return keys_in
     try:
         with Path(path).open(encoding="utf-8-sig") as file:
             text = file.read(MAX_KEYS_BYTES + 1)
@@ -133,7 +133,7 @@ def _read(path: str) -> _KeyFile:
         raise ConfigError(f"api_key_file {path}: {error}") from None
     if len(text) > MAX_KEYS_BYTES:
         raise ConfigError(f"api_key_file {path}: over {MAX_KEYS_BYTES} bytes")
-    by_role = dict(zip(("", *ROLES), found, strict=True))
+    by_role = dict(zip(("", *ROLES), keys_in, strict=True))
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -156,7 +156,7 @@ def _read(path: str) -> _KeyFile:
             )
         keys = by_role[words[2] if len(words) == 3 else ""]
         keys.append((name, digest_of(key.encode())))
-    return found
+    return keys_in
 
 
 def check_open(host: str, keys: Keys, *, no_auth: bool) -> None:

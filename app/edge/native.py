@@ -96,8 +96,8 @@ async def route(client: Client) -> None:
 async def prefill_complete(client: Client) -> None:
     """Report that a request's first token is out. Idempotent."""
     request_id = client.path_params["request_id"]
-    found = await client.replica.router.prefill_complete(checked_reservation_id(request_id))
-    await client.answer({"request_id": request_id, "found": found})
+    is_reserved = await client.replica.router.prefill_complete(checked_reservation_id(request_id))
+    await client.answer({"request_id": request_id, "found": is_reserved})
 
 
 async def source_complete(client: Client) -> None:
@@ -107,8 +107,8 @@ async def source_complete(client: Client) -> None:
     most. Idempotent.
     """
     request_id = client.path_params["request_id"]
-    found = await client.replica.router.source_complete(checked_reservation_id(request_id))
-    await client.answer({"request_id": request_id, "found": found})
+    is_reserved = await client.replica.router.source_complete(checked_reservation_id(request_id))
+    await client.answer({"request_id": request_id, "found": is_reserved})
 
 
 async def release(client: Client) -> None:
@@ -121,12 +121,12 @@ async def release(client: Client) -> None:
         raise InvalidRequest(
             "output_tokens", f"no worker takes over {most:,} tokens, got {options.output_tokens:,}"
         )
-    found = await router.release(
+    was_reserved = await router.release(
         checked_reservation_id(request_id),
         failure=REPORTED if options.worker_failed else None,
         ending=Ending(options.output_tokens, options.ttft_ms) if options.output_tokens else None,
     )
-    await client.answer({"request_id": request_id, "found": found})
+    await client.answer({"request_id": request_id, "found": was_reserved})
 
 
 async def workers(client: Client) -> None:

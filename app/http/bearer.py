@@ -21,15 +21,15 @@ def authorization_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     Raises InvalidRequest if there are two: which of them counts is told differently by what is in
     front of this and what is behind.
     """
-    found: dict[bytes, bytes] = {}
+    values: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in (b"authorization", b"x-api-key"):
-            if name in found:
+            if name in values:
                 raise InvalidRequest(name.decode(), "comes twice")
-            found[name] = value
-    if b"authorization" not in found and b"x-api-key" in found:
-        return b"Bearer " + found[b"x-api-key"]  # as Anthropic's clients send it
-    return found.get(b"authorization")
+            values[name] = value
+    if b"authorization" not in values and b"x-api-key" in values:
+        return b"Bearer " + values[b"x-api-key"]  # as Anthropic's clients send it
+    return values.get(b"authorization")
 
 
 def name_of(authorization: bytes | None, digests: Sequence[tuple[str, bytes]]) -> str | None:
@@ -40,8 +40,8 @@ def name_of(authorization: bytes | None, digests: Sequence[tuple[str, bytes]]) -
     scheme, _, key = (authorization or b"").partition(b" ")
     if scheme.lower() != b"bearer" or len(key) > _LONGEST:
         return None
-    given, found = digest_of(key.strip()), None
+    given, matching = digest_of(key.strip()), None
     for name, digest in digests:
         if hmac.compare_digest(digest, given):
-            found = name
-    return found
+            matching = name
+    return matching

@@ -181,12 +181,12 @@ def _ids(text: bytes) -> NDArray[np.uint64] | None:
     if begin and (text[1:begin].strip() or _ONE.search(text, begin) is None):
         return None
     flat = text[begin : text.find(b"]") + 1]
-    found = numbers.unsigned_of(flat)
-    if found is None and numbers.simdjson is None:
+    ids = numbers.unsigned_of(flat)
+    if ids is None and numbers.simdjson is None:
         given = orjson.loads(flat)
         if {*map(type, given)} == {int}:  # it makes floats of larger ones
-            found = np.array(given, np.uint64)
-    return found if found is not None and len(found) else None
+            ids = np.array(given, np.uint64)
+    return ids if ids is not None and len(ids) else None
 
 
 async def _num_values(name: str, text: bytes, most: int) -> int:

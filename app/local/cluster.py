@@ -210,10 +210,10 @@ class Cluster:
 
     def ended(self) -> dict[str, int]:
         """Name and exit status of each process that has ended, the embedded Redis's included."""
-        found = {member.name: member.process.poll() for member in self.members}
+        statuses = {member.name: member.process.poll() for member in self.members}
         if self.redis is not None:
-            found["redis"] = self.redis.exit_status
-        return {name: status for name, status in found.items() if status is not None}
+            statuses["redis"] = self.redis.exit_status
+        return {name: status for name, status in statuses.items() if status is not None}
 
     def __enter__(self) -> Cluster:
         try:

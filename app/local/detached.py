@@ -26,16 +26,16 @@ def stop_workers(folder: Path) -> None:
 
 def running_workers(folder: Path) -> dict[str, int]:
     """The processes that live, by worker; forgets the others."""
-    found: dict[str, int] = {}
+    pids: dict[str, int] = {}
     for file in folder.glob("auto-*.pid"):
         text = ""
         with suppress(OSError, ValueError):  # another planner forgets them too
             text = file.read_text()
         if text.isdigit() and _is_worker(int(text), file.stem):
-            found[file.stem] = int(text)
+            pids[file.stem] = int(text)
         else:
             file.unlink(missing_ok=True)
-    return found
+    return pids
 
 
 def _is_worker(pid: int, worker: str) -> bool:

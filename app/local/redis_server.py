@@ -39,8 +39,8 @@ def system_binary(name: str) -> Path | None:
     own = os.path.join(sys.prefix, "bin") if sys.prefix != sys.base_prefix else None
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     folders = [f for f in folders if f != own] + ["/usr/sbin", "/usr/local/sbin"]
-    found = shutil.which(name, path=os.pathsep.join(folders))
-    return Path(found) if found else None
+    path = shutil.which(name, path=os.pathsep.join(folders))
+    return Path(path) if path else None
 
 
 def binary_in_wheel(package: str, pattern: str) -> Path | None:

@@ -336,8 +336,8 @@ def _contexts(infos: list[WorkerInfo]) -> Check:
         return Check(about, None, f"not known of {counted(silent, 'worker')}")
     if len(lengths) < 2:
         return Check(about, True, f"{lengths[0] if lengths else 0:,}, the same on all workers")
-    found = f"{lengths[0]:,} to {lengths[-1]:,}: each request goes where it fits"
-    return Check(about, True, found)
+    text = f"{lengths[0]:,} to {lengths[-1]:,}: each request goes where it fits"
+    return Check(about, True, text)
 
 
 def _adapters(infos: list[WorkerInfo]) -> Check:
@@ -387,11 +387,11 @@ def predicted(records: Iterable[DecisionRecord], workers: list[WorkerStatus]) ->
         compared += 1
         if abs(share - worker.hit_rate) > HIT_RATE_GAP:
             gaps.append(f"{key}: {share:.0%} predicted, {worker.hit_rate:.0%} reported")
-    found = f"{counted(compared, 'worker')} with {MIN_DECISIONS} or more recorded predictions"
+    text = f"{counted(compared, 'worker')} with {MIN_DECISIONS} or more recorded predictions"
     return Check(
         "cache hits",
         not gaps if compared else None,
-        "; ".join(gaps[:3]) if gaps else f"{'as predicted' if compared else 'not known'}: {found}",
+        "; ".join(gaps[:3]) if gaps else f"{'as predicted' if compared else 'not known'}: {text}",
         "do clients send the prompts that they route, tokenized alike, to the worker chosen?",
     )
 
@@ -414,8 +414,8 @@ async def of_router(url: str) -> Check:
             readiness = orjson.loads(await asyncio.to_thread(_get, f"{url.rstrip('/')}/readiness"))
         ready, missing = bool(readiness["ready"]), [str(what) for what in readiness["missing"]]
     except (HTTPException, OSError, ValueError, LookupError, TypeError) as error:
-        found = f"no answer of a router: {error or type(error).__name__}"
-        return Check(about, False, cut(found), "is it running, and reachable from here?")
+        text = f"no answer of a router: {error or type(error).__name__}"
+        return Check(about, False, cut(text), "is it running, and reachable from here?")
     return Check(
         about,
         ready and not missing,

@@ -20,45 +20,45 @@ FEW = 10
 MAX_TOLD = 3
 FAILING = frozenset({"KvrouteRequestsFail", "KvrouteWorkerFailsRequests"})
 """What clients feel, and so what is told first."""
-Found = Callable[[Together, float], str]
+Judge = Callable[[Together, float], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """name: of the alert. threshold: above which it holds. found: what to say if it does; "": it
+    """name: of the alert. threshold: above which it holds. judge: what to say if it does; "": it
     does not."""
 
     name: str
     threshold: float
-    found: Found
+    judge: Judge
     remedy: str
 
 
 def holding(all_of: Together) -> Iterator[Check]:
     """Those that hold. Their alerts fire once they have for a while."""
     for one in CONDITIONS:
-        if found := one.found(all_of, one.threshold):
-            yield Check(one.name, False, found, one.remedy)
+        if text := one.judge(all_of, one.threshold):
+            yield Check(one.name, False, text, one.remedy)
 
 
-def _count(name: str, text: str) -> Found:
+def _count(name: str, text: str) -> Judge:
     return lambda all_of, most: (
         text.format(all_of.minute[name]) if all_of.minute[name] > most else ""
     )
 
 
-def _gauge(name: str, text: str) -> Found:
-    def found(all_of: Together, most: float) -> str:
+def _gauge(name: str, text: str) -> Judge:
+    def judge(all_of: Together, most: float) -> str:
         value = all_of.gauges.get(name, 0.0)
         return text.format(value) if value > most else ""
 
-    return found
+    return judge
 
 
-def _of_each(rows: str, part: Sequence[str], of: Sequence[str], text: str) -> Found:
+def _of_each(rows: str, part: Sequence[str], of: Sequence[str], text: str) -> Judge:
     """Of each model or worker with too large a share of `part` in `of`."""
 
-    def found(all_of: Together, most: float) -> str:
+    def judge(all_of: Together, most: float) -> str:
         said = []
         for name, counts in sorted(getattr(all_of, rows).items()):
             whole = sum(counts[kind] for kind in of)
@@ -68,17 +68,17 @@ def _of_each(rows: str, part: Sequence[str], of: Sequence[str], text: str) -> Fo
         more = [f"{len(said) - MAX_TOLD} more"] if len(said) > MAX_TOLD else []
         return "; ".join(said[:MAX_TOLD] + more)
 
-    return found
+    return judge
 
 
-def _told_by(kind: str, text: str) -> Found:
+def _told_by(kind: str, text: str) -> Judge:
     """Of each worker whose engine has counted more. Each replica tells all that it counted."""
 
-    def found(all_of: Together, most: float) -> str:
+    def judge(all_of: Together, most: float) -> str:
         some = sorted(name for name, counts in all_of.workers.items() if counts[kind] > most)
         return text.format(cut(", ".join(some))) if some else ""
 
-    return found
+    return judge
 
 
 def _refused(all_of: Together, most: float) -> str:

@@ -63,14 +63,14 @@ async def doctor(
     A line that begins with ✗ says what is wrong and what to do; the exit status is then 1. One with
     ? says what is not known.
     """
-    found: list[Check] = []
+    results: list[Check] = []
     async for check in _all(redis, keyspace, engine_urls, engine_api_key, router_urls, probe):
-        found.append(check)
+        results.append(check)
         if not as_json:
             say(*_lines(check))
     if as_json:
-        say(json_text([asdict(check) for check in found]))
-    if any(check.ok is False for check in found):
+        say(json_text([asdict(check) for check in results]))
+    if any(check.ok is False for check in results):
         raise click.exceptions.Exit(1)
 
 
@@ -111,19 +111,19 @@ async def _of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
             return [
                 Check("routers", None, "not known: no router with a console tells how requests end")
             ]
-        found = await checks.of_routers(redis, keyspace)
+        results = await checks.of_routers(redis, keyspace)
         wrong = list(conditions.holding(Together(said.values())))
     except KvrouteError as error:
         return [Check("routers", None, str(error))]
     fine = Check("requests", True, f"no alert's condition holds, of {len(conditions.CONDITIONS)}")
-    return [*found, *(wrong or [fine])]
+    return [*results, *(wrong or [fine])]
 
 
 async def _live(redis: RedisClient, keyspace: Keyspace) -> list[WorkerInfo]:
     """None where no worker has registered yet, as when an agent refuses its engine."""
     with suppress(KvrouteError):
-        found = await workers.everyone(redis, keyspace)
-        return [w.info for w in found if w.info and w.is_routed_to]
+        statuses = await workers.everyone(redis, keyspace)
+        return [w.info for w in statuses if w.info and w.is_routed_to]
     return []
 
 

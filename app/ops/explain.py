@@ -184,23 +184,24 @@ async def whatif(
         )
     cost = None if prefill_weight is None else partial(blocks, prefill_weight=prefill_weight)
     rng = np.random.default_rng(0)
-    found = Comparison()
+    comparison = Comparison()
     async for record in decisions.read(redis, keyspace):
         if record.seen is None:
             continue
-        found.add(record, policy, cost, rng)
-        if found.decisions == last:
+        comparison.add(record, policy, cost, rng)
+        if comparison.decisions == last:
             break
-    if not found.decisions:
+    if not comparison.decisions:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
     if as_json:
-        say(json_text(found.means()))
+        say(json_text(comparison.means()))
         return
-    say(f"{counted(found.decisions, 'decision')}; {found.changed:,} would have gone elsewhere")
+    compared = counted(comparison.decisions, "decision")
+    say(f"{compared}; {comparison.changed:,} would have gone elsewhere")
     rows = [
         (name, _short(mean["were"]), _short(mean["would be"]))
-        for name, mean in found.means()["mean"].items()
+        for name, mean in comparison.means()["mean"].items()
     ]
     say(*text_table(("mean", "were", "would be"), rows))
 
@@ -212,12 +213,12 @@ async def _with_workers(
 
     view = await _num_workers_now(redis, keyspace)
     sizes = sorted({view, workers} - {0})
-    found = await predicted(redis, keyspace, sizes, policy)
-    if not found[0].requests:
+    forecasts = await predicted(redis, keyspace, sizes, policy)
+    if not forecasts[0].requests:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision of the last minutes is kept")
     if as_json:
-        say(json_text([asdict(one) for one in found]))
+        say(json_text([asdict(one) for one in forecasts]))
         return
     head = ("workers", "requests", "within the SLO", "p99 TTFT, s", "from cache")
     rows = [
@@ -228,7 +229,7 @@ async def _with_workers(
             f"{one.ttft_p99_s:.2f}",
             f"{one.hit_rate:.1%}",
         )
-        for one in found
+        for one in forecasts
     ]
     say(*text_table(head, rows))
 

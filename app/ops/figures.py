@@ -89,39 +89,39 @@ class Reading:
 
 def read(registry: CollectorRegistry) -> Reading:
     """What a replica has counted since its start, over all models."""
-    found = Reading()
+    reading = Reading()
     # typeshed does not know that it is a registry too.
     restricted: Any = registry.restricted_registry(_NAMES)
     for metric in restricted.collect():
         for name, labels, value, *_ in metric.samples:
             if name in _COUNTS:
-                found.counts[_COUNTS[name]] += value
+                reading.counts[_COUNTS[name]] += value
             elif name in _BUCKETS and labels.get("step", "look_up") == "look_up":
-                bounds = found.buckets.setdefault(_BUCKETS[name], Counter())
+                bounds = reading.buckets.setdefault(_BUCKETS[name], Counter())
                 bounds[float(labels["le"])] += value
             elif name in _GAUGES:
-                found.gauges[_GAUGES[name]] = value
+                reading.gauges[_GAUGES[name]] = value
             elif name in _BY_LABEL:
                 prefix, label = _BY_LABEL[name]
-                found.counts[f"{prefix}:{labels[label]}"] += value
+                reading.counts[f"{prefix}:{labels[label]}"] += value
             elif name == _OF_WORKERS:
-                counts = found.workers.setdefault(labels["worker"], Counter())
+                counts = reading.workers.setdefault(labels["worker"], Counter())
                 counts[_at_worker(labels["outcome"])] += value
             elif name in _WORK_OF_WORKERS:
-                counts = found.workers.setdefault(labels["worker"], Counter())
+                counts = reading.workers.setdefault(labels["worker"], Counter())
                 counts[_WORK_OF_WORKERS[name]] += value
             if name == _ENDED:
                 kind = kind_of(labels["outcome"])
-                found.counts[f"ended:{kind}"] += value
-                of_model = found.models.setdefault(labels["model"], Counter())
+                reading.counts[f"ended:{kind}"] += value
+                of_model = reading.models.setdefault(labels["model"], Counter())
                 of_model[kind.value] += value
                 if labels["code"].startswith("4") and labels["code"] not in _NOT_WRONG:
                     of_model[WRONG] += value
             elif name in _OF_MODELS:
-                found.models.setdefault(labels["model"], Counter())[_OF_MODELS[name]] += value
+                reading.models.setdefault(labels["model"], Counter())[_OF_MODELS[name]] += value
             elif name == _TOKENS and labels["kind"] == "output":
-                found.models.setdefault(labels["model"], Counter())["output"] += value
-    return found
+                reading.models.setdefault(labels["model"], Counter())["output"] += value
+    return reading
 
 
 def count_transfers(reading: Reading, view: View) -> None:

@@ -34,7 +34,7 @@ async def owners_of(
     Raises RedisUnavailable.
     """
     name = f"{block:016x}"
-    found = []
+    owners_by_block = []
     async for node, keys in buckets(redis, keyspace):
         async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
             for key in keys:
@@ -42,8 +42,8 @@ async def owners_of(
             replies = await pipe.execute(raise_on_error=False)
         for key, owners in zip(keys, replies, strict=True):
             if isinstance(owners, bytes):
-                found.append((readable(key), list(parse_owners(owners))))
-    return found
+                owners_by_block.append((readable(key), list(parse_owners(owners))))
+    return owners_by_block
 
 
 class Holding(NamedTuple):
@@ -69,14 +69,14 @@ async def prefix(
     except RedisUnavailable as error:
         shard = keyspace.of_shard(shard_of(chain[0], shards))
         raise RedisUnavailable(f"the index cannot be read in {shard.tag!r}: {error}") from error
-    found = {}
+    holdings = {}
     for name, number in control.current.items():
         inc = parse_incarnation(number) or Incarnation(0)
         held = overlaps.get(inc)
         if held and control.leases.get(number, 0) > control.now_ms:
             resume, info = overlaps.resumes.get(inc), control.workers.get(number)
-            found[readable(name)] = Holding(held, _reused(held, resume, info, num_tokens))
-    return found
+            holdings[readable(name)] = Holding(held, _reused(held, resume, info, num_tokens))
+    return holdings
 
 
 def _reused(held: TierOverlap, resume: Resume | None, text: bytes | None, num_tokens: int) -> int:

@@ -56,25 +56,25 @@ inspect.add_command(reuse.command)
 async def summary(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
     """Show namespaces, workers, blocks by worker and tier, memory and the age of metrics."""
     names = await namespaces.names(redis)
-    found = await namespaces.summary(redis, keyspace)
+    about = await namespaces.summary(redis, keyspace)
     if as_json:
-        plain = found and asdict(found) | {"workers": [_worker_dict(w) for w in found.workers]}
+        plain = about and asdict(about) | {"workers": [_worker_dict(w) for w in about.workers]}
         say(json_text({"namespaces": names, "summary": plain}))
     else:
         say(f"namespaces  {', '.join(names) or 'none'}")
-    if found is None:
+    if about is None:
         raise click.ClickException(f"namespace {keyspace.namespace!r} does not exist")
     if as_json:
         return
     say(
-        f"namespace   {found.namespace}: blocks of {counted(found.block_size, 'token')}, "
-        f"{counted(found.shards, 'shard')}",
-        f"index       {counted(found.unique_blocks, 'unique block')}, "
-        f"laid out for {found.laid_out_blocks:,}"
-        + (" (overfull: changes are slower)" if found.overfull else ""),
-        f"memory      {found.memory_bytes / 2**20:,.1f} MiB used by Redis",
+        f"namespace   {about.namespace}: blocks of {counted(about.block_size, 'token')}, "
+        f"{counted(about.shards, 'shard')}",
+        f"index       {counted(about.unique_blocks, 'unique block')}, "
+        f"laid out for {about.laid_out_blocks:,}"
+        + (" (overfull: changes are slower)" if about.overfull else ""),
+        f"memory      {about.memory_bytes / 2**20:,.1f} MiB used by Redis",
         "",
-        *_workers_table(found.workers),
+        *_workers_table(about.workers),
     )
 
 
@@ -118,9 +118,9 @@ def _workers_table(rows: list[workers.WorkerStatus]) -> list[str]:
 async def errors(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
     """Show what requests failed of lately, in the engines' own words, the latest first."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
-    now_ms, found = await last_errors.read(redis, keyspace)
+    now_ms, latest = await last_errors.read(redis, keyspace)
     if as_json:
-        say(json_text([one.as_dict() for one in found]))
+        say(json_text([one.as_dict() for one in latest]))
         return
     head = ("last", "first", "requests", "model", "worker", "cause", "words", "request")
     rows = [
@@ -128,7 +128,7 @@ async def errors(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
             *(_ago(now_ms - one.last_ms), _ago(now_ms - one.first_ms), f"{one.requests:,}"),
             *(text or "-" for text in one.error),
         )
-        for one in found
+        for one in latest
     ]
     say(*(text_table(head, rows) if rows else ["no request failed lately"]))
 
@@ -176,24 +176,24 @@ RESERVED_TEXT = (
 @on_redis
 async def worker(redis: RedisClient, keyspace: Keyspace, name: str, as_json: bool) -> None:
     """Show a worker's lease, load, blocks, GPU and reservations, by its id or <id>:<dp_rank>."""
-    found = await workers.worker(redis, keyspace, name)
-    if not found:
+    ranks = await workers.worker(redis, keyspace, name)
+    if not ranks:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"worker {name!r} does not exist")
     values = await planner.values(redis, keyspace)
     requests = {
-        w.incarnation: await workers.requests_on(redis, keyspace, w.incarnation) for w in found
+        w.incarnation: await workers.requests_on(redis, keyspace, w.incarnation) for w in ranks
     }
     if as_json:
         rows = [
             _worker_dict(w)
             | {"reserved": requests[w.incarnation], "unique_value_s": _value(w, values)}
-            for w in found
+            for w in ranks
         ]
         say(json_text(rows))
         return
-    say(*_workers_table(found))
-    for w in found:
+    say(*_workers_table(ranks))
+    for w in ranks:
         if w.info:
             say("", f"{w.info.key} {_said(INFO, w.info)}")
         value_s = _value(w, values)
@@ -254,9 +254,9 @@ async def prefix(
     tokens = list(file.read()) if text else _tokens(file)
     block_size = await namespaces.block_size(redis, keyspace)
     _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora_name, cache_namespace))
-    found = await holders.prefix(redis, keyspace, chain, len(tokens)) if chain else {}
+    holdings = await holders.prefix(redis, keyspace, chain, len(tokens)) if chain else {}
     rows = sorted(
-        ((name, *_row(one)) for name, one in found.items()),
+        ((name, *_row(one)) for name, one in holdings.items()),
         key=lambda row: -row[4],
     )
     head = ("worker", *[t.name.lower() for t in Tier], "blocks", "reused")
@@ -330,12 +330,12 @@ async def verify(redis: RedisClient, keyspace: Keyspace, max_buckets: int, as_js
 async def waiting(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
     """Show who waits for a worker, in the order of turns."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
-    found = await flows(redis, keyspace)
+    queues = await flows(redis, keyspace)
     if as_json:
-        say(json_text([asdict(flow) for flow in found]))
+        say(json_text([asdict(flow) for flow in queues]))
         return
     rows = [
-        (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in found
+        (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in queues
     ]
     head = ("tenant", "priority", "requests", "oldest")
     say(*(text_table(head, rows) if rows else ["no requests are waiting"]))
@@ -360,15 +360,15 @@ async def usage(redis: RedisClient, keyspace: Keyspace, window_s: float, as_json
         if records and record.at_ms < records[0].at_ms - window_s * 1000:
             break
         records.append(record)
-    found = list(usages(records))
+    used = list(usages(records))
     if as_json:
-        prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in found]
+        prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in used]
         say(json_text({"decisions": len(records), "prefixes": prefixes}))
         return
     say(
         f"{counted(len(records), 'decision')}; "
         "a prefix is left out if a longer one was requested as often"
     )
-    rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in found[:MAX_SHOWN]]
+    rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in used[:MAX_SHOWN]]
     head = ("last block", "blocks", "requests")
     say(*(text_table(head, rows) if rows else ["no prefixes are kept"]))

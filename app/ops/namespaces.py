@@ -45,11 +45,11 @@ class Summary:
 
 async def names(redis: RedisClient) -> list[str]:
     """Names of all namespaces, in order. Raises RedisUnavailable."""
-    found = set()
+    namespaces = set()
     async for _, keys in scan(redis, "kvroute:1:{*}:meta"):
-        found |= {readable(key)[len("kvroute:1:{") : -len("}:meta")] for key in keys}
+        namespaces |= {readable(key)[len("kvroute:1:{") : -len("}:meta")] for key in keys}
     # A key that ends in a tenant's name may match as well.
-    return sorted(filter(NAMESPACE.fullmatch, found))
+    return sorted(filter(NAMESPACE.fullmatch, namespaces))
 
 
 async def summary(redis: RedisClient, keyspace: Keyspace) -> Summary | None:

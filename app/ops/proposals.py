@@ -21,17 +21,17 @@ from app.state.connect import deadline
 @on_redis
 async def explain(redis: RedisClient, keyspace: Keyspace, last: int, as_json: bool) -> None:
     """Show the last proposals of the planner, and what they were made from, the newest first."""
-    found = await planner.proposals(redis, keyspace, last)
+    proposals = await planner.proposals(redis, keyspace, last)
     if as_json:
-        say(json_text(found))
+        say(json_text(proposals))
         return
-    if not found:
+    if not proposals:
         raise click.ClickException(f"no planner has proposed anything in {keyspace.namespace!r}")
     async with deadline(TIMEOUT_S):
         now_s, _ = await redis.time()
-    ages = [f"{max(0, round(now_s - proposal['at_s']))} s" for proposal in found]
+    ages = [f"{max(0, round(now_s - proposal['at_s']))} s" for proposal in proposals]
     head = ("ago", "policy", "workers", "desired", "reason", "leaves", "from")
-    say(*text_table(head, [(age, *_row(one)) for age, one in zip(ages, found, strict=True)]))
+    say(*text_table(head, [(age, *_row(one)) for age, one in zip(ages, proposals, strict=True)]))
     rows = [
         (
             age,
@@ -41,7 +41,7 @@ async def explain(redis: RedisClient, keyspace: Keyspace, last: int, as_json: bo
             f"{prediction['ttft_p99_s']:.2f}",
             f"{prediction['hit_rate']:.1%}",
         )
-        for age, proposal in zip(ages, found, strict=True)
+        for age, proposal in zip(ages, proposals, strict=True)
         for prediction in proposal.get("candidates", ())
     ]
     if rows:

@@ -243,14 +243,14 @@ def _errors() -> Iterator[tuple[str, ...]]:
     from app.core.errors import AllWorkersBusy
     from app.edge.errors import ERRORS, MAX_RETRY_AFTER_S, RETRIED
 
-    found = {(status, code): (meaning, "") for code, status, meaning in FRAMEWORK_ERRORS}
+    rows = {(status, code): (meaning, "") for code, status, meaning in FRAMEWORK_ERRORS}
     for kind, (status, code, _) in ERRORS.items():
         meaning = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
         retry = "1" if status in RETRIED else ""
         if kind is AllWorkersBusy:
             retry = f"1 to {MAX_RETRY_AFTER_S}"
-        found.setdefault((status, code), (meaning, retry))
-    for (status, code), (meaning, retry) in sorted(found.items()):
+        rows.setdefault((status, code), (meaning, retry))
+    for (status, code), (meaning, retry) in sorted(rows.items()):
         yield f"`{code}`", str(status), meaning, retry
 
 

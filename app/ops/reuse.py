@@ -73,12 +73,12 @@ async def command(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None
     """Show how much of the prompts of the last hour was reused, and where the rest was lost."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     said = await replicas.present(redis, keyspace)
-    found = funnel(said.values())
+    together = funnel(said.values())
     if as_json:
-        say(json_text(found))
-    elif ALL in found["models"]:
-        whole = found["models"][ALL]
-        for model, steps in found["models"].items():
+        say(json_text(together))
+    elif ALL in together["models"]:
+        whole = together["models"][ALL]
+        for model, steps in together["models"].items():
             if model == ALL or steps != whole:
                 say(*_picture(model, steps))
     else:

@@ -38,9 +38,9 @@ def usages(records: Iterable[DecisionRecord]) -> Iterator[PrefixUsage]:
             if child is not None:
                 # If all requests go on with the same child, it is also the one seen last.
                 continued[block] = counts.get(child, 0) + 1
-    found = [
+    most_asked = [
         PrefixUsage(block, place[block], count)
         for block, count in counts.items()
         if continued.get(block, 0) < count
     ]
-    yield from sorted(found, key=lambda usage: (-usage.requests, -usage.num_blocks))
+    yield from sorted(most_asked, key=lambda usage: (-usage.requests, -usage.num_blocks))

@@ -93,14 +93,14 @@ async def verify(
     know a block's parent. Raises RedisUnavailable.
     """
     findings: dict[str, Finding] = {}
-    found, unusable = await _look(redis, keyspace)
-    suspects = dict.fromkeys(found)
+    wrong, unusable = await _look(redis, keyspace)
+    suspects = dict.fromkeys(wrong)
     for _ in range(LOOKS - 1):
         if not suspects:
             break
         await asyncio.sleep(LOOK_INTERVAL_S)
-        found, unusable = await _look(redis, keyspace)
-        again = set(found)
+        wrong, unusable = await _look(redis, keyspace)
+        again = set(wrong)
         suspects = {suspect: None for suspect in suspects if suspect in again}
     for what, where in suspects:
         _note(findings, what, where)
@@ -137,20 +137,20 @@ async def _look(
 ) -> tuple[list[tuple[str, str]], frozenset[str]]:
     """(what, where) for everything that looks wrong now, except in the buckets of the index; and
     the keys that are not of their type."""
-    found, incarnations, shards, unusable = await _look_at_names(redis, keyspace)
-    found += await _look_at_models(redis)
+    wrong, incarnations, shards, unusable = await _look_at_names(redis, keyspace)
+    wrong += await _look_at_models(redis)
     keyspace = _Usable(keyspace.namespace, unusable=unusable)
-    found += await _look_at_planner(redis, keyspace)
+    wrong += await _look_at_planner(redis, keyspace)
     control = await read_control(redis, keyspace)
     promised = await read_reservations(redis, keyspace, control.writers)
     num_shards = number_in(control.meta, b"shards") or MAX_SHARDS
     for inc in incarnations - control.writers.keys():
-        found.append(("requests of an incarnation that has ended", readable(inc)))
+        wrong.append(("requests of an incarnation that has ended", readable(inc)))
     for shard in shards:
         if shard >= num_shards:
-            found.append(("a shard past the last one", str(shard)))
+            wrong.append(("a shard past the last one", str(shard)))
         else:
-            found += await _look_at_shard(redis, keyspace.of_shard(shard))
+            wrong += await _look_at_shard(redis, keyspace.of_shard(shard))
     infos = []
     for text in control.workers.values():
         with suppress(ValueError):
@@ -159,9 +159,9 @@ async def _look(
     with suppress(RedisUnavailable):
         names = await names_of(redis, keyspace.namespace, infos)
         for name in names.taken(keyspace.namespace, infos):
-            found.append(("a model's name that another namespace has", name))
-    found += [*_unreadable(control, promised), *_contradictions(control, promised)]
-    return found, unusable
+            wrong.append(("a model's name that another namespace has", name))
+    wrong += [*_unreadable(control, promised), *_contradictions(control, promised)]
+    return wrong, unusable
 
 
 async def _look_at_names(
@@ -170,7 +170,7 @@ async def _look_at_names(
     """Keys that are none of the keyspace's; which incarnations have keys, and which shards; and
     the keys that are not of their type."""
     types = {(key.prefix, key.in_shard): key.type for key in KEYSPACE}
-    found: list[tuple[str, str]] = []
+    wrong: list[tuple[str, str]] = []
     incarnations, shards, unusable = set[bytes](), set[int](), set[str]()
     async for node, keys in scan(redis, keyspace.pattern):
         parsed = {key: keyspace.parse(key) for key in keys}
@@ -188,13 +188,13 @@ async def _look_at_names(
             family, colon, member = name.partition(":")
             expected = types.get((family + colon, shard is not None))
             if expected is None:
-                found.append(("a key that is none of kvroute's", readable(key)))
+                wrong.append(("a key that is none of kvroute's", readable(key)))
             elif kind not in (b"none", expected.encode()):
-                found.append((f"a key that is not a {expected}", readable(key)))
+                wrong.append((f"a key that is not a {expected}", readable(key)))
                 unusable.add(readable(key))
             elif family in ("requests", "prefills"):
                 incarnations.add(member.encode())
-    return found, incarnations, shards, frozenset(unusable)
+    return wrong, incarnations, shards, frozenset(unusable)
 
 
 async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
@@ -205,15 +205,15 @@ async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
         if kind not in (b"none", b"hash"):
             return [("a key that is not a hash", MODELS)]
         reply: Any = await redis.hscan(MODELS, 0, count=models.MOST)
-    found = []
+    wrong = []
     for member, entry in reply[1].items():
         words = readable(entry).split(" ")
         spoke_s = [int(word) if word.isdecimal() else None for word in words[1::2]]
         if len(words) % 2 or None in spoke_s or len(models.claims_in(entry)) < len(spoke_s):
-            found.append(("an entry in the list of models that cannot be read", readable(member)))
+            wrong.append(("an entry in the list of models that cannot be read", readable(member)))
         elif max(at_s or 0 for at_s in spoke_s) > seconds + 1:
-            found.append(("a model announced later than now", readable(member)))
-    return found
+            wrong.append(("a model announced later than now", readable(member)))
+    return wrong
 
 
 async def _look_at_planner(redis: RedisClient, keyspace: Keyspace) -> list[tuple[str, str]]:
@@ -234,15 +234,15 @@ async def _look_at_planner(redis: RedisClient, keyspace: Keyspace) -> list[tuple
 
     checks = dict.fromkeys(("token", "until_ms", "desired", "size"), is_whole)
     checks |= dict.fromkeys(("state", "values"), is_object)
-    found = [
+    wrong = [
         ("a field of the planner that cannot be read", f"{name} {cut(value)}")
         for name, value in text.items()
         if name in checks and not checks[name](value)
     ]
     until = text.get("until_ms", "")
     if is_whole(until) and int(until) > 1000 * (seconds + LONGEST_LEASE_S):
-        found.append(("a planner's lease that ends later than any asks for", until))
-    return found
+        wrong.append(("a planner's lease that ends later than any asks for", until))
+    return wrong
 
 
 async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str, str]]:
@@ -256,16 +256,16 @@ async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str,
 
     node = redis.node_of(shard["shard"]).client
     bits, applied, dead, predictions = await read_together(node, queue)
-    found = []
+    wrong = []
     if applied and not BUCKET_BITS.fullmatch(bits or b""):
-        found.append(("bucket bits that cannot be read", shard["shard"]))
+        wrong.append(("bucket bits that cannot be read", shard["shard"]))
     for inc in {*applied, *dead}:
         if parse_incarnation(inc) is None:
-            found.append(("a writer that is no incarnation", f"{shard.tag} {readable(inc)}"))
+            wrong.append(("a writer that is no incarnation", f"{shard.tag} {readable(inc)}"))
     for name, number in predictions.items():
         if not re.fullmatch(rb"-?\d{1,15}", number):
-            found.append(("a number of predictions that cannot be read", readable(name)))
-    return found
+            wrong.append(("a number of predictions that cannot be read", readable(name)))
+    return wrong
 
 
 def _unreadable(c: Control, promised: ReservationRecords) -> Iterator[tuple[str, str]]:
@@ -368,10 +368,10 @@ async def _verify_index(
     redis: RedisClient, keyspace: Keyspace, max_buckets: int, findings: dict[str, Finding]
 ) -> Extent:
     extent = Extent()
-    async for node, found in buckets(redis, keyspace):
-        keys = dict(islice(found.items(), max_buckets - extent.buckets))
+    async for node, shard_of in buckets(redis, keyspace):
+        keys = dict(islice(shard_of.items(), max_buckets - extent.buckets))
         extent.buckets += len(keys)
-        extent.existing_buckets += len(found)
+        extent.existing_buckets += len(shard_of)
         suspects = set(await _bad_entries(redis, keyspace, node, keys))
         for _ in range(LOOKS - 1):
             if not suspects:
@@ -402,23 +402,23 @@ async def _bad_entries(
             writing = await redis.hkeys(names["applied"])
             dying = await redis.smembers(names["dead"])
             known[shard] = set(filter(None, map(parse_incarnation, (*writing, *dying))))
-    found = []
+    wrong = []
     for (key, shard), entries in zip(keys.items(), held, strict=True):
         _, name = keyspace.parse(key) or (None, "")
         if not is_bucket(name.removeprefix("blocks:"), bits[shard]):
-            found.append((key, "a bucket that nobody looks for", ""))
+            wrong.append((key, "a bucket that nobody looks for", ""))
             continue
         if entries is None:
-            found.append((key, "a bucket that is not a hash", ""))
+            wrong.append((key, "a bucket that is not a hash", ""))
             continue
         for block, owners in entries.items():
             where = f"{readable(block)} {readable(owners)}"
             is_one = OWNERS.fullmatch(owners)
             incs = [inc for inc, _ in parse_owners(owners)] if is_one else []
             if not is_one or incs != sorted(set(incs)):
-                found.append((key, "owners that cannot be read", where))
+                wrong.append((key, "owners that cannot be read", where))
             elif set(incs) - known[shard]:
-                found.append((key, "an unknown owner that no sweep removes", where))
+                wrong.append((key, "an unknown owner that no sweep removes", where))
             elif parse_backs(parse_field(owners)[0]).keys() - set(incs):
-                found.append((key, "where the engine of no owner goes on", where))
-    return found
+                wrong.append((key, "where the engine of no owner goes on", where))
+    return wrong

@@ -90,8 +90,8 @@ async def requests_on(
 ) -> dict[str, str]:
     """Request id → record, of all that is reserved on the incarnation. Raises RedisUnavailable."""
     async with deadline(STEP_TIMEOUT_S):
-        found: Any = await redis.hgetall(keyspace[f"requests:{incarnation}"])
-    return {readable(name): readable(text) for name, text in found.items()}
+        reply: Any = await redis.hgetall(keyspace[f"requests:{incarnation}"])
+    return {readable(name): readable(text) for name, text in reply.items()}
 
 
 async def with_blocks(
@@ -110,7 +110,7 @@ async def with_blocks(
     tainted = {
         inc for worker, inc in control.current.items() if b"tainted " + worker in control.failures
     }
-    found = []
+    counted = []
     for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
         expiry = control.leases.get(inc)
         info = control.workers.get(inc)
@@ -118,7 +118,7 @@ async def with_blocks(
         at_ms, entry = newest.get(inc, (None, {}))
         measured, _, gpu = _readable_report(entry)
         since_ms = parse_away(control.failures.get(AWAY + inc, b""), control.now_ms)
-        found.append(
+        counted.append(
             WorkerStatus(
                 incarnation=number,
                 info=_readable_info(info),
@@ -136,7 +136,7 @@ async def with_blocks(
                 events_silent_s=measured.events_silent_s,
             )
         )
-    return found
+    return counted
 
 
 def _finite(score: float) -> int:

@@ -59,9 +59,9 @@ class Changing:
 
     def joined(self, role: Role, now_s: float) -> None:
         """A worker of that role has registered; if none was asked for, it may be another one."""
-        found = self.pending.get(role) or next(filter(None, self.pending.values()), None)
-        if found:
-            took_s = now_s - found.pop(0)
+        pending = self.pending.get(role) or next(filter(None, self.pending.values()), None)
+        if pending:
+            took_s = now_s - pending.pop(0)
             self.startup_s = (self.startup_s + max(0.0, took_s)) / 2
 
     def as_json(self) -> dict[str, Any]:

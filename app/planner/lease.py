@@ -49,19 +49,19 @@ class Lease:
         if now_s < self._due_s:
             return None
         self._due_s = now_s + self._lease_s / RENEWALS
-        found = await self._runner.one(
+        state = await self._runner.one(
             planner.lead(self._keyspace, self._holder, round(self._lease_s * 1000))
         )
-        before, self.token = self.token, found.token
-        if not found.token:
+        before, self.token = self.token, state.token
+        if not state.token:
             if before:
-                log.warning("leads no more: %s does", found.holder)
+                log.warning("leads no more: %s does", state.holder)
             return None
         self._ends_s = now_s + self._lease_s
-        if found.token == before:
+        if state.token == before:
             return None
-        log.info("leads from now on, with token %d", found.token)
-        return found.state
+        log.info("leads from now on, with token %d", state.token)
+        return state.state
 
     async def hold(self, work: Awaitable[T]) -> T:
         """What `work` comes to, with the lease renewed until it does. Raises LeadershipLost if

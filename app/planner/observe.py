@@ -106,7 +106,7 @@ class Observer:
         self.somebody_waits = snapshot.somebody_waits and (
             bool(infos) or await self._longest_wait_s() >= WAKES_AFTER_S
         )
-        found: dict[str, list[tuple[WorkerInfo, Load | None, Measurement, bool]]] = {}
+        by_model: dict[str, list[tuple[WorkerInfo, Load | None, Measurement, bool]]] = {}
         for inc, info in infos.items():
             measured = self._fleet.measured(inc)
             failing = snapshot.failing.get(inc)
@@ -114,10 +114,10 @@ class Observer:
             if measured.is_stale(snapshot.now_ms, len(infos)):
                 load = None
             drains = failing is not None and (failing.drains or failing.is_tainted)
-            found.setdefault(info.key.worker_id, []).append((info, load, measured, drains))
-        for name in self.workers_seen.keys() - found.keys():
+            by_model.setdefault(info.key.worker_id, []).append((info, load, measured, drains))
+        for name in self.workers_seen.keys() - by_model.keys():
             del self.workers_seen[name]
-        for name, ranks in found.items():
+        for name, ranks in by_model.items():
             self._take(name, ranks, snapshot)
 
     async def _longest_wait_s(self) -> float:

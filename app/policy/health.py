@@ -75,8 +75,8 @@ def avoided(view: View, subjects: Iterable[str]) -> Mask | None:
     shares = view.failed_shares
     failing = None if shares is None else shares >= AVOIDED
     masks = [one for one in (failing, view.tried(), view.lack(subjects)) if one is not None]
-    found: Mask | None = np.logical_or.reduce(masks) if masks else None
-    return found
+    avoid: Mask | None = np.logical_or.reduce(masks) if masks else None
+    return avoid
 
 
 def without_avoided(eligible: Mask, room: Mask, avoid: Mask, roles: Iterable[Mask] = ()) -> Mask:
@@ -85,8 +85,8 @@ def without_avoided(eligible: Mask, room: Mask, avoid: Mask, roles: Iterable[Mas
     roles: sets of workers of each of which the same is true, instead of all.
     """
     well = eligible & ~avoid
-    found = well
+    allowed = well
     for some in roles or (np.ones_like(eligible),):
         if not (well & room & some).any():
-            found = found | (eligible & some)
-    return found
+            allowed = allowed | (eligible & some)
+    return allowed

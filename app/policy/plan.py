@@ -262,13 +262,13 @@ class WorkerSelector:
         if shut and not roles.together:
             others = eligible.copy()
             others[[route.source for route in shut]] = False
-            found = routes_with_source(
+            elsewhere = routes_with_source(
                 *(policy, candidates, size, choice.costs, others, room, targets, roles),
                 *(published, self._rng, below),
             )
-            still_shut = _shut(found, view)
+            still_shut = _shut(elsewhere, view)
             routes = [r for r in routes if r not in shut] + [
-                r for r in found if r not in still_shut
+                r for r in elsewhere if r not in still_shut
             ]
         # Other policies do not count in seconds: where a request can be split, it is.
         if not must_split and (policy == "latency" or not routes):

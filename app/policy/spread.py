@@ -31,17 +31,17 @@ class Availability(IntEnum):
 
 def standings(view: View) -> dict[str, Availability]:
     """Of a namespace, for each name that its workers serve."""
-    found: dict[str, Availability] = {}
+    by_name: dict[str, Availability] = {}
 
     def note(info: WorkerInfo, standing: Availability) -> None:
         for name in (*info.models, *info.adapters):
-            found[name] = max(found.get(name, standing), standing)
+            by_name[name] = max(by_name.get(name, standing), standing)
 
     for info in view.infos:
         note(info, Availability.SERVES)
     for inc, info in view.paused.items():
         note(info, Availability.LEAVES if view.failing[inc].drains else Availability.STAYS)
-    return found
+    return by_name
 
 
 def owner_of(claims: Sequence[str], standings: Mapping[str, Availability]) -> str | None:

@@ -157,7 +157,7 @@ def routes_with_source(
     split wherever there is a worker for nothing but prefill, between the cheapest of those and of
     the others.
     """
-    found = [
+    routes = [
         route
         for group in roles.groups
         for route in _routes_within(
@@ -166,9 +166,9 @@ def routes_with_source(
         )
     ]
     if len(roles.groups) < 2:
-        return found
-    forms = dict.fromkeys(route.form for route in found)
-    return [min((r for r in found if r.form is form), key=lambda r: r.cost) for form in forms]
+        return routes
+    forms = dict.fromkeys(route.form for route in routes)
+    return [min((r for r in routes if r.form is form), key=lambda r: r.cost) for form in forms]
 
 
 def _routes_within(

@@ -192,8 +192,8 @@ class Workers:
         if places is None:
             if len(self._places) >= MAX_PLACES:
                 self._places.clear()
-            found = [self.position[inc] for inc in many if inc in self.position]
-            places = self._places[many] = np.array(found, np.intp)
+            positions = [self.position[inc] for inc in many if inc in self.position]
+            places = self._places[many] = np.array(positions, np.intp)
         return places
 
     def with_measured(self, measured: Mapping[Incarnation, Measurement]) -> Workers:

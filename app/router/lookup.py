@@ -94,8 +94,8 @@ class LookUp:
             if snapshot.shards == shards:
                 break
         self._replica.telemetry.blind.inc(overlaps.count(None))
-        for query, found, ahead in zip_longest(queries, overlaps, predicted):
-            self._tell(query, view, found, ahead if isinstance(ahead, dict) else {})
+        for query, published, ahead in zip_longest(queries, overlaps, predicted):
+            self._tell(query, view, published, ahead if isinstance(ahead, dict) else {})
         for visits in recalled:
             if isinstance(visits, list):
                 self._history.follow(queries, visits, snapshot.now_ms)
@@ -105,10 +105,10 @@ class LookUp:
         self,
         query: Query,
         view: View,
-        found: Overlaps | None,
+        published: Overlaps | None,
         predicted: dict[Incarnation, int],
     ) -> None:
-        """Set what the query knows of its prompt. found: as `overlap.match` tells. predicted:
+        """Set what the query knows of its prompt. published: as `overlap.match` tells. predicted:
         blocks that are to come, by those who will hold them."""
         if not self._history.predicts_all:
             # Of others, those who publish what they hold say more.
@@ -118,12 +118,14 @@ class LookUp:
             inc: held_by(inc, chain, blocks, view) if inc in view.guessed else blocks
             for inc, blocks in predicted.items()
         }
-        query.is_short = found is None or isinstance(found, overlap.LowerBound) or view.is_short
-        overlaps = Overlaps() if found is None else found
+        query.is_short = (
+            published is None or isinstance(published, overlap.LowerBound) or view.is_short
+        )
+        overlaps = Overlaps() if published is None else published
         query.published = overlaps if predicted else None
         overlaps = with_predicted(overlaps, predicted)
         is_predicted = not view.guessed >= predicted.keys()
-        query.trust = _trust(found, query.is_short, is_predicted)
+        query.trust = _trust(published, query.is_short, is_predicted)
         held = self._recent.held(query.request.chain, overlaps, time.monotonic())
         query.bound = {
             inc: blocks - overlaps.get(inc, NO_OVERLAP).total for inc, blocks in held.items()
@@ -132,11 +134,11 @@ class LookUp:
         query.overlaps = view.reusable(overlaps, query.request.isl_tokens)
 
 
-def _trust(found: Overlaps | None, is_short: bool, is_predicted: bool) -> Trust:
-    """found: by the index; None: it did not tell. is_predicted: in part."""
-    if found is None:
+def _trust(published: Overlaps | None, is_short: bool, is_predicted: bool) -> Trust:
+    """published: by the index; None: it did not tell. is_predicted: in part."""
+    if published is None:
         return Trust.BLIND
-    is_bound = is_short or is_predicted or isinstance(found, overlap.Rough)
+    is_bound = is_short or is_predicted or isinstance(published, overlap.Rough)
     return Trust.BOUND if is_bound else Trust.EXACT
 
 

@@ -52,13 +52,13 @@ class Recent:
         """Leading blocks of `chain` that workers hold, where that is more than is published."""
         while self._answered and now_s - self._answered[0].at_s > KEPT_S:
             self._forget_first()
-        found: dict[Incarnation, int] = {}
+        longer: dict[Incarnation, int] = {}
         for inc, answered, _ in self._by_root.get(chain[0], ()) if chain else ():
-            known = max(found.get(inc, 0), published.get(inc, NO_OVERLAP).total)
+            known = max(longer.get(inc, 0), published.get(inc, NO_OVERLAP).total)
             # Each hash stands for all blocks before it too: most differ in the one after `known`.
             if known < min(len(chain), len(answered)) and chain[known] == answered[known]:
-                found[inc] = _shared(chain, answered, known)
-        return found
+                longer[inc] = _shared(chain, answered, known)
+        return longer
 
 
 def _shared(one: list[SequenceHash], other: list[SequenceHash], known: int) -> int:

@@ -94,8 +94,8 @@ async def answers(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: float)
         done, pending = await asyncio.wait(pending, timeout=patience_s)
         while pending and all(task.exception() for task in done):
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        found = [task.result() for task in done if task.exception() is None]
-        return found or [done.pop().result()]  # which raises
+        results = [task.result() for task in done if task.exception() is None]
+        return results or [done.pop().result()]  # which raises
     finally:
         for task in pending:
             task.cancel()

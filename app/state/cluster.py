@@ -78,7 +78,7 @@ class ClusterClient(RedisClient):
         elif not all(isinstance(error, AskError) for error in errors.values()):
             await self.refresh()
         nodes = {key: self._redirected(node, key, error) for key, error in errors.items()}
-        return {key: found for key, found in nodes.items() if found != node}
+        return {key: other for key, other in nodes.items() if other != node}
 
     async def masters(self) -> list[Redis]:
         if self.stale or not self._slots:

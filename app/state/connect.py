@@ -151,15 +151,15 @@ def _parse(url: str) -> _Target:
 
 
 def _address(url: str, host: str, topology: str) -> Address:
-    found = HOST.fullmatch(host)
-    port = int(found["port"] or DEFAULT_PORT.get(topology, 6379)) if found else 0
-    if not found or not 0 < port < 65536:
+    match = HOST.fullmatch(host)
+    port = int(match["port"] or DEFAULT_PORT.get(topology, 6379)) if match else 0
+    if not match or not 0 < port < 65536:
         # What looks like a host may be part of an unquoted password.
         raise ConfigError(
             f"REDIS_URL {url.partition('://')[0]}://...: write hosts as name or name:port, "
             "separated by commas; write / ? # @ in a password as %2F %3F %23 %40"
         )
-    return found["name"] or found["ipv6"], port
+    return match["name"] or match["ipv6"], port
 
 
 def _db(text: str) -> dict[str, int]:
@@ -259,16 +259,16 @@ class Memory(NamedTuple):
 
 async def memory_of(redis: RedisClient, timeout_s: float) -> Memory:
     """Raises RedisUnavailable."""
-    found = Memory()
+    memory = Memory()
     async with deadline(timeout_s):
         for master in await redis.masters():
             with suppress(NoPermissionError):
                 info: dict[str, Any] = await master.info("memory")
                 most = info.get("maxmemory") or info.get("total_system_memory") or 0
                 fill = info.get("used_memory", 0) / most if most else 0.0
-                danger = found.danger or _danger_of_eviction(info)
-                found = Memory(danger, max(found.fill, fill))
-    return found
+                danger = memory.danger or _danger_of_eviction(info)
+                memory = Memory(danger, max(memory.fill, fill))
+    return memory
 
 
 def _danger_of_eviction(info: dict[str, Any]) -> str:

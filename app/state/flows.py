@@ -29,8 +29,8 @@ async def flows(redis: RedisClient, keyspace: Keyspace) -> list[Flow]:
     node = redis.node_of(keyspace["flows"]).client
     async with deadline(STEP_TIMEOUT_S):
         seconds, micros = await node.time()
-        found: Any = await node.zrange(keyspace["flows"], 0, -1)
-        names = [readable(flow) for flow in found]
+        members: Any = await node.zrange(keyspace["flows"], 0, -1)
+        names = [readable(flow) for flow in members]
         async with node.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.zrange(keyspace[f"waiting:{name}"], 0, -1, withscores=True)

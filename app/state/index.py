@@ -118,11 +118,11 @@ def audit(
         if reply is None:
             return None
         missing, bits, bucket, within, shown = reply
-        found = [
+        digests = [
             (bucket, TIER_OF_LETTER.get(entry[:1]), _hash_of(entry[1:]))
             for bucket, entry in zip(shown[::2], shown[1::2], strict=True)
         ]
-        return Audit(missing, Claims(bits, (bucket, within), found))
+        return Audit(missing, Claims(bits, (bucket, within), digests))
 
     return call(
         "audit",

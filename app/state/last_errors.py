@@ -73,10 +73,10 @@ def _errors(entry_id: bytes, fields: dict[bytes, bytes]) -> Errors:
     return Errors(Error(*texts), int(count) if count.isdigit() else 1, at_ms, at_ms)
 
 
-def together(found: Iterable[Errors]) -> list[Errors]:
-    """found: the latest first."""
+def together(rows: Iterable[Errors]) -> list[Errors]:
+    """rows: the latest first."""
     kinds: dict[tuple[str, ...], Errors] = {}
-    for one in found:
+    for one in rows:
         kind = one.error.kind
         later = kinds.get(kind)
         if later is None:

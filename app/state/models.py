@@ -44,16 +44,16 @@ def announce(namespace: str, names: Iterable[str]) -> Call[dict[str, str]]:
 
 async def directory(redis: RedisClient) -> dict[str, tuple[str, ...]]:
     """Who claims which name. Raises RedisUnavailable."""
-    found: dict[str, tuple[str, ...]] = {}
+    names: dict[str, tuple[str, ...]] = {}
     cursor = -1
-    while cursor != 0 and len(found) < MOST:
+    while cursor != 0 and len(names) < MOST:
         async with deadline(TIMEOUT_S):
             reply: Any = await redis.hscan(MODELS, max(cursor, 0), count=PAGE)
         cursor, page = reply
         for name, entry in page.items():
             if namespaces := claims_in(entry):
-                found[name.decode(errors="replace")] = namespaces
-    return found
+                names[name.decode(errors="replace")] = namespaces
+    return names
 
 
 def claims_in(entry: bytes) -> tuple[str, ...]:

@@ -106,23 +106,23 @@ class Boundaries:
     """
 
     def __init__(self) -> None:
-        self._found: OrderedDict[SequenceHash, int] = OrderedDict()
+        self._ends: OrderedDict[SequenceHash, int] = OrderedDict()
 
     def learn(self, chain: Sequence[SequenceHash], runs: Sequence[Run]) -> None:
         """Remember where the owners change. runs: those of `chain`, in its order."""
         for run, following in zip_longest(runs, runs[1:]):
             if run.end < len(chain) and (not following or following.owners != run.owners):
                 block = chain[(1 << run.end.bit_length() - 1) - 1]
-                self._found[block] = run.end
-                self._found.move_to_end(block)
-        while len(self._found) > MAX_BOUNDARIES:
-            self._found.popitem(last=False)
+                self._ends[block] = run.end
+                self._ends.move_to_end(block)
+        while len(self._ends) > MAX_BOUNDARIES:
+            self._ends.popitem(last=False)
 
     def recall(self, chain: Sequence[SequenceHash]) -> list[int]:
         """Positions in `chain`, ascending, whose owners may differ from those just before."""
         guesses, size = [], 1
         while size < len(chain):
-            guess = self._found.get(chain[size - 1])
+            guess = self._ends.get(chain[size - 1])
             if guess is not None and guess < len(chain):
                 guesses.append(guess)
             size *= 2
@@ -433,5 +433,5 @@ def _longer(overlap: TierOverlap, tier: Tier, blocks: int) -> TierOverlap:
 def _by_tier(owners: bytes) -> dict[Tier, frozenset[Incarnation]]:
     # A corrupted field may name an incarnation twice.
     tiers = dict(parse_owners(owners))
-    found = {tier: frozenset(inc for inc, its in tiers.items() if its is tier) for tier in Tier}
-    return {tier: incs for tier, incs in found.items() if incs}
+    by_tier = {tier: frozenset(inc for inc, its in tiers.items() if its is tier) for tier in Tier}
+    return {tier: incs for tier, incs in by_tier.items() if incs}

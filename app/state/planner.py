@@ -87,15 +87,15 @@ async def proposals(redis: RedisClient, keyspace: Keyspace, count: int) -> list[
     """
     async with deadline(TIMEOUT_S):
         entries: Any = await redis.xrevrange(keyspace["proposals"], count=count)
-    found = []
+    rows = []
     for _, fields in entries:
         try:
             proposal = orjson.loads(fields[b"proposal"])
         except (KeyError, orjson.JSONDecodeError):
             continue
         if isinstance(proposal, dict):
-            found.append(proposal)
-    return found
+            rows.append(proposal)
+    return rows
 
 
 async def values(redis: RedisClient, keyspace: Keyspace) -> dict[str, float]:
@@ -104,7 +104,7 @@ async def values(redis: RedisClient, keyspace: Keyspace) -> dict[str, float]:
     async with deadline(TIMEOUT_S):
         text: Any = await redis.hget(keyspace["planner"], "values")
     try:
-        found = orjson.loads(text or b"{}")
-        return {str(name): float(value) for name, value in found.items()}
+        fields = orjson.loads(text or b"{}")
+        return {str(name): float(value) for name, value in fields.items()}
     except (orjson.JSONDecodeError, AttributeError, TypeError, ValueError):
         return {}

@@ -169,8 +169,8 @@ def number_of(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
 
 async def bucket_bits_of(redis: RedisClient, shard: Keyspace) -> int | None:
     """A shard's bucket bits; None: there are none, or none that make sense."""
-    found: Any = await redis.hget(shard["shard"], "bucket_bits")
-    return parse_bucket_bits(found)
+    bits: Any = await redis.hget(shard["shard"], "bucket_bits")
+    return parse_bucket_bits(bits)
 
 
 def parse_bucket_bits(text: bytes | None) -> int | None:
@@ -230,20 +230,20 @@ async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes
         for key in keys:
             pipe.hscan(key, count=STEP_FIELDS)
         replies = await pipe.execute(raise_on_error=False)
-    found: list[dict[bytes, bytes] | None] = []
+    fields: list[dict[bytes, bytes] | None] = []
     for key, reply in zip(keys, replies, strict=True):
         if isinstance(reply, Exception):
             if not str(reply).startswith("WRONGTYPE"):
                 raise RedisUnavailable(f"{readable(key)}: {reply}") from reply
-            found.append(None)
+            fields.append(None)
             continue
         cursor, entries = reply
         while cursor:
             async with deadline(STEP_TIMEOUT_S):
                 cursor, more = await node.hscan(key, cursor, count=STEP_FIELDS)
             entries |= more
-        found.append(entries)
-    return found
+        fields.append(entries)
+    return fields
 
 
 async def scan(redis: RedisClient, pattern: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
@@ -254,7 +254,7 @@ async def scan(redis: RedisClient, pattern: str) -> AsyncIterator[tuple[Redis, l
         cursor = -1
         while cursor != 0:
             async with deadline(STEP_TIMEOUT_S):
-                found: Any = await master.scan(max(cursor, 0), match=pattern, count=1000)
-            cursor, keys = found
+                page: Any = await master.scan(max(cursor, 0), match=pattern, count=1000)
+            cursor, keys = page
             for at in range(0, len(keys), STEP_KEYS):
                 yield master, keys[at : at + STEP_KEYS]

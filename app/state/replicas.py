@@ -46,13 +46,13 @@ async def read(
         pipe.time()
         pipe.hgetall(keyspace["replicas"])
         (seconds, micros), entries = await pipe.execute()
-    found = {}
+    figures_of = {}
     for name, text in entries.items():
         at_ms, _, said = text.partition(b" ")
         figures = object_in(said)
         if at_ms.isdigit() and figures is not None:
-            found[name.decode(errors="replace")] = (int(at_ms), figures)
-    return seconds * 1000 + micros // 1000, found
+            figures_of[name.decode(errors="replace")] = (int(at_ms), figures)
+    return seconds * 1000 + micros // 1000, figures_of
 
 
 async def present(redis: RedisClient, keyspace: Keyspace) -> dict[str, dict[str, Any]]:
@@ -64,10 +64,10 @@ async def present(redis: RedisClient, keyspace: Keyspace) -> dict[str, dict[str,
 def object_in(text: bytes) -> dict[str, Any] | None:
     """The JSON object that `text` is; None: it is none."""
     try:
-        found = orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def sample(keyspace: Keyspace, values: Mapping[str, Any], *, minute: bool = False) -> Call[int]:
@@ -88,13 +88,13 @@ async def history(
     RedisUnavailable."""
     key = keyspace["history_minutes" if minute else "history"]
     most = MINUTES_KEPT if minute else KEPT
-    found: list[tuple[int, dict[str, Any]]] = []
+    rows: list[tuple[int, dict[str, Any]]] = []
     pages = pages_backwards(redis, key, PAGE, oldest=f"({after_ms}", timeout_s=TIMEOUT_S)
     async for page in pages:
         for entry_id, fields in page:
             values = object_in(fields.get(b"sample", b""))
             if values is not None:
-                found.append((id_ms(entry_id), values))
-        if len(found) >= most:
+                rows.append((id_ms(entry_id), values))
+        if len(rows) >= most:
             break
-    return found[most - 1 :: -1]
+    return rows[most - 1 :: -1]

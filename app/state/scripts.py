@@ -149,8 +149,8 @@ class ScriptRunner:
         replies: list[Any] = [None] * len(calls)
 
         async def answer(node: Node, which: list[int]) -> None:
-            found = await self._bounded(node, [calls[i] for i in which], started)
-            for i, reply in zip(which, found, strict=True):
+            answers = await self._bounded(node, [calls[i] for i in which], started)
+            for i, reply in zip(which, answers, strict=True):
                 replies[i] = reply
 
         async with asyncio.TaskGroup() as tasks:
@@ -188,8 +188,8 @@ class ScriptRunner:
             )
             targets = [(nodes.get(calls[i].keys[0]), i) for i in refused]
             for target, which in _grouped((n, i) for n, i in targets if n is not None).items():
-                found = await self._ask(target, [calls[i] for i in which], redirects - 1)
-                for i, reply in zip(which, found, strict=True):
+                answers = await self._ask(target, [calls[i] for i in which], redirects - 1)
+                for i, reply in zip(which, answers, strict=True):
                     replies[i] = reply
         return replies
 

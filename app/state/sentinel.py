@@ -46,8 +46,8 @@ class Sentinels(Sentinel):
     async def discover_master(self, service_name: str) -> Address:
         # Sentinels inform one another only every 2 s.
         asks = [partial(self._master, sentinel, service_name) for sentinel in self.sentinels]
-        found = await answers(asks, self._patience_s)
-        return max(found)[1]
+        masters = await answers(asks, self._patience_s)
+        return max(masters)[1]
 
     async def discover_slaves(self, service_name: str) -> Sequence[Any]:
         asks = [partial(self._slaves, sentinel, service_name) for sentinel in self.sentinels]

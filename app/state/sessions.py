@@ -38,8 +38,8 @@ def recall(keyspace: Keyspace, sessions: Sequence[str]) -> Call[list[Visit | Non
 
 
 def _visit(text: bytes) -> Visit | None:
-    found = _VISIT.fullmatch(text)
-    return Visit(Incarnation(int(found[1])), int(found[2])) if found else None
+    match = _VISIT.fullmatch(text)
+    return Visit(Incarnation(int(match[1])), int(match[2])) if match else None
 
 
 def remember(

@@ -96,7 +96,7 @@ def _content_loops(tree: nodes.Template) -> Iterator[bool]:
 
 def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
     names = [parameter.name for parameter in macro.args]
-    found = set()
+    parameters = set()
     for call in tree.find_all(nodes.Call):
         if not (isinstance(call.node, nodes.Name) and call.node.name == macro.name):
             continue
@@ -104,5 +104,5 @@ def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list
         given += [(keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in names]
         for name, value in given:
             if any(_is_access(value, message, "content") for message in messages):
-                found.add(name)
-    return found
+                parameters.add(name)
+    return parameters

@@ -67,13 +67,13 @@ class Cuts:
 
         The cuts of a text do not depend on what follows them.
         """
-        found: list[tuple[int, bytes]] = []
+        cuts: list[tuple[int, bytes]] = []
         target = 0
         while self._any is not None and target < len(text):
             end = target + SEARCHED_BYTES + self._longest
             if (place := self._any.search(text, target, end)) is None:
                 target += SEARCHED_BYTES
             else:
-                found.append((place.start(), place[0]))
+                cuts.append((place.start(), place[0]))
                 target = place.start() + MIN_PART_BYTES
-        return found
+        return cuts

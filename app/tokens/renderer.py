@@ -42,20 +42,20 @@ def load(
     their ids, lest they are tokenized again.
     Raises TokenizerUnavailable.
     """
-    found = files.read(files.folder_of(source))
+    model = files.read(files.folder_of(source))
     try:
         templates = {
-            name: ChatTemplate(text, found.special_tokens) for name, text in found.templates.items()
+            name: ChatTemplate(text, model.special_tokens) for name, text in model.templates.items()
         }
     except (jinja2.TemplateError, RecursionError) as error:
         raise TokenizerUnavailable(f"{source}: its chat template: {cut(str(error))}") from None
     used = {
         token.content
-        for token in found.tokenizer.get_added_tokens_decoder().values()
-        if token.content in found.special_tokens.values()
-        or any(token.content in text for text in found.templates.values())
+        for token in model.tokenizer.get_added_tokens_decoder().values()
+        if token.content in model.special_tokens.values()
+        or any(token.content in text for text in model.templates.values())
     }
-    return Renderer(found, templates, Encoder(found.tokenizer, used, max_bytes), pool)
+    return Renderer(model, templates, Encoder(model.tokenizer, used, max_bytes), pool)
 
 
 def _habits(templates: Mapping[str, ChatTemplate]) -> Habits:
@@ -86,17 +86,17 @@ class Renderer:
 
     def __init__(
         self,
-        found: files.ModelFiles,
+        model: files.ModelFiles,
         templates: Mapping[str, ChatTemplate],
         encoder: Encoder,
         pool: TokenizerThreads,
     ) -> None:
-        self._found = found
+        self._model = model
         self._templates = templates
         self._encoder = encoder
         self._pool = pool
         self.habits = _habits(templates)
-        self.media_rule = found.media_rule
+        self.media_rule = model.media_rule
 
     @property
     def fingerprint(self) -> str:
@@ -178,8 +178,8 @@ class Renderer:
         if has_tools:
             template = self._templates.get("tool_use", template)
         if template is None:
-            raise Unrenderable("template", self._found.why_no_template)
-        if unsure := template.variables & self._found.unsure:
+            raise Unrenderable("template", self._model.why_no_template)
+        if unsure := template.variables & self._model.unsure:
             raise Unrenderable("template", f"{', '.join(sorted(unsure))}: known to engines alone")
         return template
 

@@ -135,15 +135,15 @@ def _find(nvml: Any, wanted: str) -> Any:
         return nvml.nvmlDeviceGetHandleByIndex(int(wanted))
     if wanted.startswith("MIG-"):
         return nvml.nvmlDeviceGetHandleByUUID(wanted)
-    found = []
+    devices = []
     for index in range(nvml.nvmlDeviceGetCount()):
         with suppress(nvml.NVMLError):  # from another device, which is lost
             device = nvml.nvmlDeviceGetHandleByIndex(index)
             if nvml.nvmlDeviceGetUUID(device).startswith(wanted):
-                found.append(device)
-    if len(found) != 1:
+                devices.append(device)
+    if len(devices) != 1:
         raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
-    return found[0]
+    return devices[0]
 
 
 def _read(nvml: Any, device: Any) -> GpuReadings:

@@ -363,19 +363,19 @@ class Publisher:
             shard.search_from,
             AUDIT_BUCKETS,
         )
-        (found,) = await self._insist_all([audit], [shard])
-        if found is None:
+        (result,) = await self._insist_all([audit], [shard])
+        if result is None:
             raise IncarnationLost(f"incarnation {incarnation}: lost to shard {shard.number}")
-        if found.missing:
+        if result.missing:
             raise IncarnationLost(
                 f"incarnation {incarnation}: blocks missing in shard {shard.number}: "
-                f"{found.missing}"
+                f"{result.missing}"
             )
-        if not self._ownership.shows(shard.number, found.claims):
+        if not self._ownership.shows(shard.number, result.claims):
             raise IncarnationLost(
                 f"incarnation {incarnation}: shard {shard.number} does not match what was published"
             )
-        shard.search_from = found.claims.following
+        shard.search_from = result.claims.following
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -47,8 +47,8 @@ async def of_engine(
             )
             return
         except EngineUnfit as error:
-            found, _, remedy = str(error).partition(": ")
-            yield Check(f"engine {url}", False, found, remedy or f"see {page('engines.md')}")
+            wrong, _, remedy = str(error).partition(": ")
+            yield Check(f"engine {url}", False, wrong, remedy or f"see {page('engines.md')}")
             return
         engine = EngineHttp(session, url)
         yield _caching(url, facts)
@@ -68,8 +68,8 @@ def _caching(url: str, facts: EngineFacts) -> Check:
     name = f"{facts.kind} {facts.version}".strip() + f", {', '.join(facts.models)}"
     if facts.approximate:
         return Check(f"engine {url}", None, f"{name}: approximate: {facts.approximate}")
-    found = f"{name}: prefix caching and KV events are on, blocks of {facts.block_size} tokens"
-    return Check(f"engine {url}", True, found)
+    text = f"{name}: prefix caching and KV events are on, blocks of {facts.block_size} tokens"
+    return Check(f"engine {url}", True, text)
 
 
 def _blocks(url: str, facts: EngineFacts, block_size: int) -> Check:

@@ -325,7 +325,7 @@ class EngineFollower:
                 return
             before, changed = changed, None
             try:
-                found = await discover(self._session, self._engine.url, self._overrides)
+                latest = await discover(self._session, self._engine.url, self._overrides)
             except EngineUnavailable:
                 continue
             except EngineUnfit as error:
@@ -334,8 +334,8 @@ class EngineFollower:
                 self._unfit = str(error)
                 continue
             self._unfit = ""
-            if replace(found, adapters=facts.adapters, folders=facts.folders) != facts:
-                changed = found
+            if replace(latest, adapters=facts.adapters, folders=facts.folders) != facts:
+                changed = latest
                 if changed == before:
                     log.info("the engine has changed: it registers anew")
                     return
@@ -346,10 +346,10 @@ class EngineFollower:
             has_some = any(rank.agent.info.adapters for rank in self.ranks)
             await asyncio.sleep(POLL_S if has_some else LOOK_AGAIN_S)
             with suppress(EngineUnavailable, EngineUnfit):
-                found = await models_of(self._engine, self._overrides)
+                models = await models_of(self._engine, self._overrides)
                 for rank in self.ranks:
-                    rank.agent.info = replace(rank.agent.info, adapters=found.adapters)
-                    rank.load_adapters(dict(found.folders))
+                    rank.agent.info = replace(rank.agent.info, adapters=models.adapters)
+                    rank.load_adapters(dict(models.folders))
 
     async def _new_ranks(
         self, context: zmq.asyncio.Context, facts: EngineFacts, block_size: int

@@ -12,10 +12,10 @@ MOST = 16
 
 async def kv_hosts(*hosts: str) -> tuple[str, ...]:
     """The hosts, and the addresses that they have now: an engine may name either."""
-    found = {host.lower() for host in hosts if host}
-    for host in sorted(found):
-        found |= set(await _addresses(host))
-    return tuple(sorted(found)[:MOST])
+    names = {host.lower() for host in hosts if host}
+    for host in sorted(names):
+        names |= set(await _addresses(host))
+    return tuple(sorted(names)[:MOST])
 
 
 async def _addresses(host: str) -> list[str]:

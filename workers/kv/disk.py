@@ -257,11 +257,11 @@ class SlotFile:
     def _shared(self, act: Callable[[_Part], list[T]], parts: Sequence[_Part]) -> list[T]:
         """The results of `act` for all parts, in order. Threads share the work."""
         untaken = iter(enumerate(parts))
-        found: dict[int, list[T]] = {}
+        results: dict[int, list[T]] = {}
 
         def take_parts() -> None:
             for n, part in untaken:
-                found[n] = act(part)
+                results[n] = act(part)
 
         begun = []
         try:
@@ -278,7 +278,7 @@ class SlotFile:
             wait(running)
         for other in running:
             other.result()
-        return list(chain.from_iterable(found[n] for n in range(len(parts))))
+        return list(chain.from_iterable(results[n] for n in range(len(parts))))
 
     def _write_gathered(
         self, slots: Ids, memory: Blocks, places: Ids, part: _Part
@@ -343,7 +343,7 @@ class SlotFile:
 
     def _spoilt(self, slot: int, checksum: int, into: memoryview, flags: int = 0) -> str | None:
         """Read a block; says what is wrong with it, if anything."""
-        found = xxh3_64()
+        digest = xxh3_64()
         for at in range(0, self.block_bytes, PART_BYTES):
             part = into[at : at + PART_BYTES]
             try:
@@ -352,8 +352,8 @@ class SlotFile:
                 return str(error)
             if done < len(part):
                 return f"only {at + done} of {self.block_bytes} bytes are there"
-            found.update(part)
-        return None if found.intdigest() == checksum else "the checksum is wrong"
+            digest.update(part)
+        return None if digest.intdigest() == checksum else "the checksum is wrong"
 
 
 def _rows(memory: Blocks, places: Ids) -> list[memoryview]:

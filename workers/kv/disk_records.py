@@ -213,11 +213,11 @@ def _boot_id() -> bytes:
         return os.urandom(16).hex().encode()
 
 
-def _compare(found: bytes, header: bytes) -> tuple[bool, bool]:
+def _compare(written: bytes, header: bytes) -> tuple[bool, bool]:
     """Whether `found` is the header of files like `header`'s, and whether they predate a reboot."""
-    if len(found) != len(header):
+    if len(written) != len(header):
         return False, False
-    *what, boot_id = _HEADER.unpack(found)
+    *what, boot_id = _HEADER.unpack(written)
     *what_now, boot_id_now = _HEADER.unpack(header)
     return what == what_now, boot_id != boot_id_now
 

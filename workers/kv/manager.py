@@ -100,22 +100,22 @@ class BlockManager:
         """
         if len(prefix) > num_blocks:
             raise ValueError(f"{len(prefix)} blocks do not fit into {num_blocks}")
-        found = self._find(prefix)
-        found = found[: self._reusable(len(found))]
-        num_new = num_blocks - sum(tier is Tier.DEVICE for tier, _ in found)
+        reused = self._find(prefix)
+        reused = reused[: self._reusable(len(reused))]
+        num_new = num_blocks - sum(tier is Tier.DEVICE for tier, _ in reused)
         if num_new > self._device.num_free:
             # The caller will ask again: room must be made from blocks other than those found here.
-            for tier, slot in reversed(found):
+            for tier, slot in reversed(reused):
                 self.tiers[tier].touch(slot)
             kept = sum(
-                self._device.is_evictable(slot) for tier, slot in found if tier is Tier.DEVICE
+                self._device.is_evictable(slot) for tier, slot in reused if tier is Tier.DEVICE
             )
             raise NotEnoughBlocks(num_new, self._device.num_free, kept)
         fresh = self._device.take(num_new)
         fresh.reverse()
         slots = []
         above: dict[Tier, tuple[list[Slot], list[Slot]]] = {}
-        for tier, slot in found:
+        for tier, slot in reused:
             self._hold(tier, slot)
             slot.uses += 1
             if tier is not Tier.DEVICE:
@@ -129,8 +129,8 @@ class BlockManager:
         loads = dict.fromkeys(slot.filling for slot in slots if slot.filling is not None)
         table = BlockTable(
             slots=slots + fresh[::-1],
-            tiers=[tier for tier, _ in found],
-            chain=list(prefix[: len(found)]),
+            tiers=[tier for tier, _ in reused],
+            chain=list(prefix[: len(reused)]),
             loads=list(loads),
         )
         self._tables.add(table)
@@ -338,14 +338,16 @@ class BlockManager:
                 filling = slot.filling
                 under_way = filling is None or filling in self._moves.under_way
                 assert under_way, f"{name} is filled by nobody"
-                found = slot.block is not None and filling is None
-                assert slot.published <= found, f"{name} is published"
-                assert found <= (slot.published or slot.leaving > 0), f"{name} is not published"
+                is_findable = slot.block is not None and filling is None
+                assert slot.published <= is_findable, f"{name} is published"
+                assert is_findable <= (slot.published or slot.leaving > 0), (
+                    f"{name} is not published"
+                )
         assert len(self._uses_before) <= self._device.num_slots
 
     def _find(self, chain: Iterable[SequenceHash]) -> list[tuple[Tier, Slot]]:
         """Where each leading block is, in the fastest tier that has it."""
-        found = []
+        places = []
         tiers = [
             (t, s) for t, s in self.tiers.items() if t is Tier.DEVICE or self.admission.loads(t)
         ]
@@ -353,11 +355,11 @@ class BlockManager:
             for tier, slots in tiers:
                 slot = slots.find(block)
                 if slot is not None:
-                    found.append((tier, slot))
+                    places.append((tier, slot))
                     break
             else:
                 break
-        return found
+        return places
 
     def _reusable(self, num_blocks: int) -> int:
         return num_blocks - num_blocks % self._reuse_multiple

@@ -258,8 +258,8 @@ class Slots:
         num_leaving = 0
         for slot in self._slots:
             n = slot.block_id
-            found = slot.block is not None and self._by_block.get(slot.block) is slot
-            assert found == (slot.block is not None), f"slot {n} cannot be found"
+            is_findable = slot.block is not None and self._by_block.get(slot.block) is slot
+            assert is_findable == (slot.block is not None), f"slot {n} cannot be found"
             assert slot.references >= 0, f"slot {n}: {slot.references} references"
             state = (
                 "free" if n in free else
@@ -270,8 +270,10 @@ class Slots:
             num_leaving += state == "leaving"
             assert (n in free) == (state == "free")
             assert (n in self._idle) == (state == "idle"), f"slot {n} is {state}"
-            assert found or state in ("free", "used"), f"slot {n} is {state} and cannot be found"
-            assert not (found and state == "free"), f"slot {n} is free and may be found"
+            assert is_findable or state in ("free", "used"), (
+                f"slot {n} is {state} and cannot be found"
+            )
+            assert not (is_findable and state == "free"), f"slot {n} is free and may be found"
         assert num_leaving == self._num_leaving
         assert sum(slot.block is not None for slot in self._slots) == len(self._by_block)
 

@@ -78,9 +78,9 @@ class KvLease:
     nudge: Callable[[], Awaitable[None]]
     judged: LeaseBooks | None = None
     """As of when it was last known that nothing had been fetched late."""
-    found: Fetches = Fetches.UNKNOWN
+    fetched: Fetches = Fetches.UNKNOWN
     """What the target had fetched, when that was last found out."""
-    found_since_s: float = -inf
+    fetched_since_s: float = -inf
     """When that began to be found out, by the event loop's clock."""
     steps: int | None = None
     """That the target's engine had made then."""
@@ -165,18 +165,18 @@ class KvLease:
         return books is not None and judged is not None and books.same_leases(judged)
 
     async def find_out(self) -> None:
-        """What the target has fetched by now, as the source's engine says, is `found` then. If that
-        was late, the target is tainted."""
+        """Set `fetched` to what the target has by now, as the source's engine says. If that was
+        late, the target is tainted."""
         loop, asked_ms = asyncio.get_running_loop(), self.router.fleet.redis_now_ms
-        self.found_since_s, self.steps = loop.time(), self._steps()
-        self.found = Fetches.UNKNOWN
+        self.fetched_since_s, self.steps = loop.time(), self._steps()
+        self.fetched = Fetches.UNKNOWN
         if self.router.fleet.is_tainted(self.target.key):
-            self.found = Fetches.LATE
+            self.fetched = Fetches.LATE
         elif self.before is not None and asked_ms is not None:
-            self.found = await self._asked(self.before, asked_ms)
-            if self.found is Fetches.LATE:
+            self.fetched = await self._asked(self.before, asked_ms)
+            if self.fetched is Fetches.LATE:
                 await self.router.taint(self.target, FETCHED_LATE)
-        if self.found is Fetches.LATE:
+        if self.fetched is Fetches.LATE:
             # Its engine may drop what it holds: then only what is fetched late from now on counts.
             self.before = self.books() or self.before
 
@@ -188,11 +188,11 @@ class KvLease:
             books = self.books()
             if first is None and books is not None and books.is_of(asked_ms):
                 first = books
-            found = fetches(before, first, books)
-            if found is Fetches.IN_TIME:
+            state = fetches(before, first, books)
+            if state is Fetches.IN_TIME:
                 self.judged = books
-            if found is not Fetches.UNKNOWN:
-                return found
+            if state is not Fetches.UNKNOWN:
+                return state
             if first is not None and not is_nudged:
                 is_nudged = True
                 await self.nudge()
@@ -251,13 +251,13 @@ class KvLeases:
         TaintedTarget.
         """
         if lease is not None and not lease.is_sure:
-            found = await self._fetched(lease)
-            if found is not Fetches.IN_TIME:
-                raise LeaseEnded(FETCHED_LATE if found is Fetches.LATE else NOT_KNOWN)
+            state = await self._fetched(lease)
+            if state is not Fetches.IN_TIME:
+                raise LeaseEnded(FETCHED_LATE if state is Fetches.LATE else NOT_KNOWN)
         for doubts in list(self._doubts.get(target, {}).values()):
             if doubts and not doubts[0].is_sure:
-                found = await self._fetched(doubts[0])
-                if found is Fetches.LATE:
+                state = await self._fetched(doubts[0])
+                if state is Fetches.LATE:
                     raise TaintedTarget(FETCHED_LATE)
             while doubts and doubts[0].sent_s <= sent_s:
                 doubts.popleft()
@@ -312,9 +312,9 @@ class KvLeases:
         try:
             async with lease.turn:
                 # Not if somebody else began to find out only after this was asked.
-                if lease.found_since_s < asked_s:
+                if lease.fetched_since_s < asked_s:
                     await lease.find_out()
-                return lease.found
+                return lease.fetched
         finally:
             done.set_result(None)
             self._judging[key].discard(done)

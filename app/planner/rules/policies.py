@@ -244,12 +244,14 @@ def change_s(state: FleetState, rules: Rules) -> float:
 
 def _fewer(size: int, rules: Rules, predict: Predict, target: float) -> list[Prediction]:
     """For one worker less, two less, four less ..., until that would have been too few."""
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     less = 1
-    while size - less >= rules.min_workers and (not found or found[-1].attainment >= target):
-        found.append(predict(size - less))
+    while size - less >= rules.min_workers and (
+        not predictions or predictions[-1].attainment >= target
+    ):
+        predictions.append(predict(size - less))
         less *= 2
-    return found
+    return predictions
 
 
 def kept(state: FleetState, rules: Rules, needed: int, cool_down_s: float) -> tuple[int, Reason]:

@@ -138,17 +138,17 @@ def decode(payload: bytes) -> Batch:
         at = _TIME.decode(ts)
     except (msgspec.MsgspecError, ValueError) as error:
         raise WireError(f"not a batch of events: {error}") from None
-    found: list[EngineEvent] = []
+    decoded: list[EngineEvent] = []
     num_unknown = num_broken = 0
     for is_map, raw in batch:
         try:
-            found.append((_MAP if is_map else _ARRAY).decode(raw).event())
+            decoded.append((_MAP if is_map else _ARRAY).decode(raw).event())
         except msgspec.MsgspecError:
             if _kind_of(raw, is_map=is_map) in KINDS:
                 num_broken += 1
             else:
                 num_unknown += 1
-    return Batch(at, found, rank, num_unknown, num_broken)
+    return Batch(at, decoded, rank, num_unknown, num_broken)
 
 
 def encode(ts: float, events: Iterable[EngineEvent], rank: int | None = 0) -> bytes:

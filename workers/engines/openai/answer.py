@@ -91,9 +91,9 @@ class Writer:
             self.finished = output.finished
             reason = self._reason()
             yield Piece(
-                index, text, output.token_ids[:num_tokens], reason, stopped_by=self._stops.found
+                index, text, output.token_ids[:num_tokens], reason, stopped_by=self._stops.stop
             )
-            if self._stops.found is not None:
+            if self._stops.stop is not None:
                 self.cancel()
                 break
 
@@ -114,14 +114,14 @@ class Writer:
         texts = []
         for number, token in enumerate(token_ids, start=1):
             texts.append(self._stops.push(self._text.push(token)))
-            if self._stops.found is not None:
+            if self._stops.stop is not None:
                 return "".join(texts), number
         if is_last:
             texts += [self._stops.push(self._text.end()), self._stops.end()]
         return "".join(texts), len(token_ids)
 
     def _reason(self) -> str | None:
-        if self._stops.found is not None or (self._ends and self.finished is not None):
+        if self._stops.stop is not None or (self._ends and self.finished is not None):
             return "stop"
         return self.finished.finish_reason if self.finished is not None else None
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 class StopStrings:
     """Holds back what may be the beginning of a stop string.
 
-    found: the one that ended the text; None: none has, yet.
+    stop: the one that ended the text; None: none has, yet.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -17,7 +17,7 @@ class StopStrings:
         self._begun = [0] * len(strings)
         """How much of each is at the end of the text by now."""
         self._held = ""
-        self.found: str | None = None
+        self.stop: str | None = None
 
     def push(self, text: str) -> str:
         """The text that is certain to come before any stop string."""
@@ -30,13 +30,13 @@ class StopStrings:
             end = self._read(index, text)
             if end is not None:
                 matches.append((num_held + end - len(string), string))
-        at, found = min(matches, default=(len(self._held) - max(self._begun), None))
-        given, self._held, self.found = self._held[:at], self._held[at:], found
+        at, stop = min(matches, default=(len(self._held) - max(self._begun), None))
+        given, self._held, self.stop = self._held[:at], self._held[at:], stop
         return given
 
     def end(self) -> str:
         """What was held back, as no more text is to come."""
-        return "" if self.found is not None else self._held
+        return "" if self.stop is not None else self._held
 
     def _read(self, index: int, text: str) -> int | None:
         """Where in `text` the string is complete for the first time; None: nowhere. As Knuth,

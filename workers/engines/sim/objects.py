@@ -139,15 +139,15 @@ class _Maker:
         return value
 
     def _at(self, reference: object) -> Mapping[str, Any]:
-        found: Any = self._root
+        schema: Any = self._root
         steps = str(reference).removeprefix("#").strip("/").split("/")
         self._spend(len(steps))
         for step in steps:
             name = step.replace("~1", "/").replace("~0", "~")
-            found = found if not step else found.get(name) if isinstance(found, dict) else None
-        if not isinstance(found, dict):
+            schema = schema if not step else schema.get(name) if isinstance(schema, dict) else None
+        if not isinstance(schema, dict):
             raise self._bad(f"refers to {shown(reference)}, which is not there")
-        return found
+        return schema
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
         properties, required = schema.get("properties") or {}, schema.get("required") or []

@@ -164,8 +164,8 @@ async def connected(source: Source) -> socket.socket:
     loop = asyncio.get_running_loop()
     failure = OSError(f"{source.host} has no address")
     async with asyncio.timeout(CONNECT_S):
-        found = await loop.getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, address in found:
+        addresses = await loop.getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in addresses:
             sock = socket.socket(family, kind, protocol)
             try:
                 sock.setblocking(False)

@@ -11,7 +11,7 @@ def test_a_stop_string_is_found_across_pieces_and_is_not_said() -> None:
     stops = StopStrings(["END", "X"])
 
     assert said(stops, "abE", "N", "Dx") == ["ab", "", ""]
-    assert stops.found == "END"
+    assert stops.stop == "END"
     assert stops.end() == ""
 
 
@@ -21,11 +21,11 @@ def test_what_only_begins_like_a_stop_string_is_said_later() -> None:
     assert said(stops, "aEN", "E", "N!") == ["a", "EN", "EN!"]
     assert said(stops, "zEN") == ["z"]
     assert stops.end() == "EN"
-    assert stops.found is None
+    assert stops.stop is None
 
 
 def test_the_first_of_several_counts() -> None:
     stops = StopStrings(["later", "b"])
 
     assert said(stops, "ab later") == ["a"]
-    assert stops.found == "b"
+    assert stops.stop == "b"
