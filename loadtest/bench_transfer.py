@@ -47,7 +47,7 @@ BLOCK_SIZE = 16
 CHUNK = 128
 OUTPUT_TOKENS = 8
 GREEDY = Sampling(temperature=0.0)
-FORMS = "alone", "split", "fetch"
+KINDS = "alone", "split", "fetch"
 POOL_PROMPTS = 4
 """For which a pool has room: from the second round on, memory has been written to before. The first
 write to memory takes the machine longer than to bring the KV."""
@@ -109,11 +109,11 @@ async def _serve(settings: WorkerSettings, target: Connection) -> None:
     async with running(settings) as engine:
         target.send(None)
         while (asked := await asyncio.to_thread(target.recv)) is not None:
-            prompt, form = asked
-            if form == "fetch":
+            prompt, kind = asked
+            if kind == "fetch":
                 target.send(await engine.hand_on(prompt, KEEP_S))
             else:
-                target.send(await answer(engine, prompt, keep_s=KEEP_S if form == "split" else 0))
+                target.send(await answer(engine, prompt, keep_s=KEEP_S if kind == "split" else 0))
 
 
 def _run_source(settings: WorkerSettings, target: Connection) -> None:
@@ -133,8 +133,8 @@ class SourceWorker:
         """Wait for it."""
         self._received()
 
-    def answer(self, prompt: bytes, form: str = "") -> TransferAnswer:
-        self._pipe.send((prompt, form))
+    def answer(self, prompt: bytes, kind: str = "") -> TransferAnswer:
+        self._pipe.send((prompt, kind))
         answered: TransferAnswer = self._received()
         return answered
 
@@ -154,40 +154,40 @@ class SourceWorker:
 
 
 async def measure(settings: WorkerSettings, tokens: int, rounds: int) -> Figures:
-    """Of each form, the times of all rounds but the first, which finds torch itself cold."""
-    taken: dict[str, list[TransferAnswer]] = {form: [] for form in FORMS}
+    """Of each kind, the times of all rounds but the first, which finds torch itself cold."""
+    taken: dict[str, list[TransferAnswer]] = {kind: [] for kind in KINDS}
     async with running(settings) as engine:
         with closing(SourceWorker(settings)) as source:
             await asyncio.to_thread(source.started)
-            for n in range(len(FORMS) * (rounds + 1)):
-                form = FORMS[n % len(FORMS)]
-                given = await _round(engine, source, form, prompt_of(n, tokens))
-                if n >= len(FORMS):
-                    taken[form].append(given)
+            for n in range(len(KINDS) * (rounds + 1)):
+                kind = KINDS[n % len(KINDS)]
+                given = await _round(engine, source, kind, prompt_of(n, tokens))
+                if n >= len(KINDS):
+                    taken[kind].append(given)
     return {
-        form: {
+        kind: {
             "seconds": median(each.first_s for each in answers),
             "fetched_tokens": answers[0].cached_tokens,
         }
-        for form, answers in taken.items()
+        for kind, answers in taken.items()
     }
 
 
-async def _round(engine: Engine, source: SourceWorker, form: str, prompt: bytes) -> TransferAnswer:
+async def _round(engine: Engine, source: SourceWorker, kind: str, prompt: bytes) -> TransferAnswer:
     """Raises ClickException unless all that was kept was fetched, and both answer alike."""
     kept = None
-    if form == "split":
-        kept = (await asyncio.to_thread(source.answer, prompt, form)).kept
-    elif form == "fetch":
+    if kind == "split":
+        kept = (await asyncio.to_thread(source.answer, prompt, kind)).kept
+    elif kind == "fetch":
         await asyncio.to_thread(source.answer, prompt[: len(prompt) // 4 * 3])
         kept = await asyncio.to_thread(source.hand_on, prompt)
     given = await answer(engine, prompt, kept)
     expected = min(kept.num_tokens, _reusable(len(prompt) // 4)) if kept else 0
-    if given.cached_tokens != expected or (form != "alone" and not kept):
-        raise click.ClickException(f"{form}: {given.cached_tokens} of {expected} tokens came")
+    if given.cached_tokens != expected or (kind != "alone" and not kept):
+        raise click.ClickException(f"{kind}: {given.cached_tokens} of {expected} tokens came")
     alone = await asyncio.to_thread(source.answer, prompt)
     if alone.tokens != given.tokens:
-        raise click.ClickException(f"{form}: the two workers answer differently")
+        raise click.ClickException(f"{kind}: the two workers answer differently")
     return given
 
 
@@ -229,10 +229,10 @@ def show(figures: Figures, tokens: int, console: Console) -> None:
     )
     for name in ("", "fetched", "computed", "median", "of alone"):
         table.add_column(name, justify="right" if name else "left")
-    for form, numbers in figures.items():
+    for kind, numbers in figures.items():
         fetched, share = numbers["fetched_tokens"], numbers["seconds"] / figures["alone"]["seconds"]
         table.add_row(
-            form,
+            kind,
             f"{fetched:,}",
             f"{tokens - fetched:,}",
             f"{numbers['seconds']:.3f} s",

@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from app.options import COUNT, FACTOR, POSITIVE
-from app.policy.transfer import Form
+from app.policy.transfer import TransferKind
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
 from app.simulation.link import Link
@@ -74,13 +74,13 @@ def simulate(setting: Setting, crowd: Crowd) -> Spread:
     fleet.run()
     firsts_s = [a.first_token_s - a.arrival_s for a in answers if a.first_token_s is not None]
     wholes_s = [a.end_s - a.arrival_s for a in answers if a.end_s is not None]
-    forms = Counter(answer.form for answer in answers)
+    kinds = Counter(answer.kind for answer in answers)
     return Spread(
         float(np.mean(firsts_s)),
         float(np.percentile(firsts_s, 99)),
         float(np.mean(wholes_s)),
-        forms[Form.FETCH],
-        forms[Form.SPLIT],
+        kinds[TransferKind.FETCH],
+        kinds[TransferKind.SPLIT],
     )
 
 
@@ -136,8 +136,8 @@ def main(
             for seed in range(seeds)
         ]
         result[name] = [asdict(one) for one in runs]
-        ttft_s, p99_s, whole_s, *forms = np.median([tuple(one.values()) for one in result[name]], 0)
-        numbers = " | ".join(f"{one:.0f}" for one in forms)
+        ttft_s, p99_s, whole_s, *kinds = np.median([tuple(one.values()) for one in result[name]], 0)
+        numbers = " | ".join(f"{one:.0f}" for one in kinds)
         click.echo(f"| {name} | {ttft_s:.2f} | {p99_s:.2f} | {whole_s:.2f} | {numbers} |")
     save(result, json_file)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from app.policy.transfer import Form
+from app.policy.transfer import TransferKind
 from app.simulation.setting import Setting
 from loadtest.figures import Figures, Played
 from loadtest.ideal import ideal
@@ -58,13 +58,13 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
     """Play the scenario's trace once; the first quarter of the requests is not measured."""
     trace, setting = scenario.trace, replace(scenario.setting, seed=seed)
     prompts = _prompts(trace.name, setting.block_size)
-    preemptions, conflicts, forms = 0, 0, Counter[Form]()
+    preemptions, conflicts, kinds = 0, 0, Counter[TransferKind]()
     if policy == IDEAL:
         outcomes = ideal(setting, offered(trace, load), prompts)
     else:
         simulation = Simulation(policy, setting, prompts)
         outcomes = simulation.run(offered(trace, load))
-        conflicts, forms = simulation.fleet.conflicts, simulation.forms
+        conflicts, kinds = simulation.fleet.conflicts, simulation.kinds
         preemptions = sum(worker.engine.num_preemptions for worker in simulation.fleet.workers)
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
     run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
@@ -80,8 +80,8 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
         goodput_per_s=good / span_s if span_s else None,
         token_s=float(np.mean(per_token_s)) if per_token_s else None,
         token_p99_s=float(np.percentile(per_token_s, 99)) if per_token_s else None,
-        split=forms[Form.SPLIT] / len(outcomes),
-        fetched=forms[Form.FETCH] / len(outcomes),
+        split=kinds[TransferKind.SPLIT] / len(outcomes),
+        fetched=kinds[TransferKind.FETCH] / len(outcomes),
         preemptions=preemptions,
         conflicts=conflicts,
     )

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from app.policy.transfer import Form
+from app.policy.transfer import TransferKind
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import Loss, SimAnswer
 from app.simulation.setting import Setting
@@ -48,7 +48,7 @@ class Simulation:
     def __init__(self, policy: str, setting: Setting, prompts: TracePrompts | None = None) -> None:
         self.fleet = SimFleet(policy, setting)
         self.outcomes: list[Outcome] = []
-        self.forms: Counter[Form] = Counter()
+        self.kinds: Counter[TransferKind] = Counter()
         """Of the requests that were answered."""
         self.on_answer: Callable[[SimAnswer], None] | None = None
         self._prompts = prompts or TracePrompts(setting.block_size)
@@ -75,7 +75,7 @@ class Simulation:
     def _end(self, session: Session, turn: int, answer: SimAnswer, now_s: float) -> None:
         self.outcomes.append(outcome_of(answer))
         if answer.loss is None:
-            self.forms[answer.form] += 1
+            self.kinds[answer.kind] += 1
         if self.on_answer is not None:
             self.on_answer(answer)
         turn += 1

@@ -188,7 +188,7 @@ class WorkerInfo:
         default=Role.BOTH, metadata={"help": "both, prefill or decode", "text": "for {}"}
     )
     kv_transfer: str = _said(
-        "the way in which KV travels between it and other workers; empty: in none", "", text=""
+        "the protocol by which KV travels between it and other workers; empty: by none", "", text=""
     )
     tp_size: int = _said("shards that its KV heads are split into", 1, least=1, text="")
     kv_lease_s: float = _said(

@@ -214,7 +214,7 @@ class SourceModel(BaseModel):
     form: str = Field(
         description="split: it computes the prompt; fetch: it hands on what it holds of it"
     )
-    kv_transfer: str = Field(description="the way in which the blocks travel")
+    kv_transfer: str = Field(description="the protocol by which the blocks travel")
 
 
 class Routed(BaseModel):
@@ -260,7 +260,7 @@ class Routed(BaseModel):
     best_overlap: BestOverlap | None = Field(default=None, description="with explain")
     forms: dict[str, float] | None = Field(
         default=None,
-        description="with explain: what the cheapest of each form costs, where workers pass on KV",
+        description="with explain: what the cheapest of each kind costs, where workers pass on KV",
     )
     candidates: list[CandidateModel] | None = Field(default=None, description="with explain")
 

@@ -44,7 +44,7 @@ def routed(decision: Decision) -> dict[str, Any]:
         answer["source"] = {
             **_key(source.worker.key),
             "address": source.worker.address,
-            "form": source.form.value,
+            "form": source.kind.value,
             "kv_transfer": source.worker.kv_transfer,
         }
     if decision.bound_blocks:
@@ -56,8 +56,8 @@ def routed(decision: Decision) -> dict[str, Any]:
         answer["locality"] = decision.locality
         answer["best_overlap"] = decision.best._asdict()
         answer["tries"] = decision.tries
-        if decision.forms:
-            answer["forms"] = {form.value: cost for form, cost in decision.forms.items()}
+        if decision.costs_by_kind:
+            answer["forms"] = {k.value: cost for k, cost in decision.costs_by_kind.items()}
         answer["candidates"] = [_candidate(c) for c in decision.candidates]
     return answer
 

@@ -68,8 +68,8 @@ async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_js
         else ""
     )
     if record.source:
-        form, _, source = record.source.partition(" ")
-        say(f"{form}: {source} {_FORMS[form]}; the overlap is that one's")
+        kind, _, source = record.source.partition(" ")
+        say(f"{kind}: {source} {_TRANSFERS[kind]}; the overlap is that one's")
     say(f"{record.locality.text}{longest}; decided on try {record.tries}")
     say(f"{record.trust}: {record.trust.text}")
     if record.waited_ms:
@@ -103,7 +103,7 @@ def explanation(record: DecisionRecord) -> dict[str, Any]:
     return plain
 
 
-_FORMS = {"split": "computes the prompt", "fetch": "hands on what it holds of the prompt"}
+_TRANSFERS = {"split": "computes the prompt", "fetch": "hands on what it holds of the prompt"}
 
 
 def _scored(record: DecisionRecord) -> tuple[list[list[Any]], list[str]]:

@@ -20,18 +20,18 @@ def of_transfers(infos: Sequence[WorkerInfo]) -> Iterator[Check]:
     able = [info for info in infos if info.kv_transfer]
     if not able and all(info.role is Role.BOTH for info in infos):
         return
-    ways = Counter(info.kv_transfer for info in able)
-    shown = ", ".join(f"{way} ({number})" for way, number in sorted(ways.items()))
+    protocols = Counter(info.kv_transfer for info in able)
+    shown = ", ".join(f"{name} ({number})" for name, number in sorted(protocols.items()))
     yield Check(
         "kv transfer",
-        len(ways) == 1 and len(able) > 1,
-        shown or "in none",
-        "give two workers or more the same --kv-transfer: KV travels in one way, between those",
+        len(protocols) == 1 and len(able) > 1,
+        shown or "by none",
+        "give two workers or more the same --kv-transfer: KV travels between those alone",
     )
     yield _roles(able)
     yield _pairs(able)
     yield from _leases(able)
-    if "nixl" in ways:
+    if "nixl" in protocols:
         yield Check(
             "kv transfer settings",
             None,

@@ -174,9 +174,9 @@ class Observer:
 
     @property
     def kv_transfer(self) -> str:
-        """The way in which KV travels between workers; "": in none."""
-        ways = (worker.info.kv_transfer for worker in self.workers_seen.values())
-        return next(filter(None, ways), "")
+        """The protocol by which KV travels between workers; "": by none."""
+        protocols = (worker.info.kv_transfer for worker in self.workers_seen.values())
+        return next(filter(None, protocols), "")
 
     async def state(
         self,

@@ -44,8 +44,8 @@ def replay_of(
     setting = Setting(count_in_flight=count_in_flight, host_pool_tokens=observer.host_pool_tokens)
     if state.has_roles:
         bytes_per_s = USUAL.kv_bytes_per_token / max(speed.transfer_s_per_token, LEAST_S)
-        link, way = Link(bytes_per_s, speed.transfer_s), observer.kv_transfer
-        setting = replace(setting, link=link, kv_transfer=way)
+        link, protocol = Link(bytes_per_s, speed.transfer_s), observer.kv_transfer
+        setting = replace(setting, link=link, kv_transfer=protocol)
     return Replay(state, rules, policy, setting, speed, is_over, grows)
 
 

@@ -11,7 +11,7 @@ from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import WorkerInfo
 from app.policy.locality import Best, Locality
-from app.policy.transfer import Form
+from app.policy.transfer import TransferKind
 from app.policy.trust import Trust
 
 
@@ -150,7 +150,7 @@ class Source:
     reservation: what it owes; None: nothing is promised.
     """
 
-    form: Form
+    kind: TransferKind
     worker: WorkerInfo
     overlap: TierOverlap
     reservation: Reservation | None
@@ -193,8 +193,8 @@ class Decision:
     expected_s: float
     source: Source | None
     """None: the worker computes itself what it lacks."""
-    forms: dict[Form, float]
-    """What the cheapest of each form costs, in seconds, where workers can pass on their KV. Filled
+    costs_by_kind: dict[TransferKind, float]
+    """What the cheapest of each kind costs, in seconds, where workers can pass on their KV. Filled
     if the request asked for an explanation."""
     lost: Lost
     """Filled if it reserves: what the worker lacks of the prompt. See app/policy/reuse.py."""
@@ -204,7 +204,7 @@ class Decision:
     @property
     def prompt_worker(self) -> WorkerInfo:
         """The one whose engine says how much of the prompt it had cached."""
-        is_split = self.source is not None and self.source.form is Form.SPLIT
+        is_split = self.source is not None and self.source.kind is TransferKind.SPLIT
         return self.source.worker if self.source is not None and is_split else self.worker
 
     @property

@@ -15,7 +15,7 @@ from app.core.worker_report import UNKNOWN, WorkerInfo
 class KvGroup(NamedTuple):
     """Whose members may use each other's KV."""
 
-    way: str
+    protocol: str
     fingerprint: tuple[str, ...]
     name: str
     """That operators gave it."""

@@ -30,7 +30,15 @@ from app.policy.health import avoided, avoiding, late, unheard, without_avoided
 from app.policy.lengths import fitting
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
-from app.policy.transfer import Demand, Form, Roles, Route, awaited_s, demands, routes_with_source
+from app.policy.transfer import (
+    Demand,
+    Roles,
+    Route,
+    TransferKind,
+    awaited_s,
+    demands,
+    routes_with_source,
+)
 from app.policy.trust import Trust
 from app.policy.view import View
 
@@ -200,7 +208,7 @@ class WorkerSelector:
         if request.explain:
             decision.candidates = _explained(query, view, eligible, choice, candidates)
             if view.roles is not None:
-                decision.forms = {one.form: float(one.cost) for one in routes}
+                decision.costs_by_kind = {one.kind: float(one.cost) for one in routes}
         source = None if wish.source is None else route.source
         return Plan(
             *(request, route.target, source, wish, decision, view, candidates, targets, affinity)
@@ -241,10 +249,10 @@ class WorkerSelector:
         published: Floats,
         degraded: bool,
     ) -> list[Route]:
-        """The cheapest route, and where an explanation shows them, that of each form. Raises
+        """The cheapest route, and where an explanation shows them, that of each kind. Raises
         NoWorkers if there is none."""
         at, roles = choice.index, view.roles
-        local = Route(Form.LOCAL, at, at, float(choice.costs.cost[at]))
+        local = Route(TransferKind.LOCAL, at, at, float(choice.costs.cost[at]))
         may_be_alone = degraded or query.request.local_only
         if roles is None or (may_be_alone and not roles.together):
             return [local]
@@ -328,7 +336,7 @@ def _decision(
     reserves = query.request.reserve and not degraded
     source = view.incarnations[route.source]
     overlap = query.overlaps.get(source, NO_OVERLAP)
-    if route.form is Form.FETCH:
+    if route.kind is TransferKind.FETCH:
         overlap = overlap.first(route.held)
     bound = min(overlap.total, query.bound.get(source, 0))
     chosen = (source, view.incarnations[route.target])
@@ -354,7 +362,7 @@ def _decision(
         waited_ms=query.waited_ms,
         expected_s=queue_s + (wish.source or wish).reservation.prefill_us / 1e6,
         source=_source(view, route, overlap, wish, reserves=reserves),
-        forms={},
+        costs_by_kind={},
         lost={},
         candidates=[],
     )
@@ -429,11 +437,11 @@ def _source(
     if wish.source is None:
         return None
     reservation = wish.source.reservation if reserves else None
-    return Source(route.form, view.infos[route.source], overlap, reservation)
+    return Source(route.kind, view.infos[route.source], overlap, reservation)
 
 
 def _source_text(source: Source | None) -> str:
-    return f"{source.form} {source.worker.key}" if source is not None else ""
+    return f"{source.kind} {source.worker.key}" if source is not None else ""
 
 
 def _explained(

@@ -68,7 +68,7 @@ class DecisionRecord:
     model: str = ""
     """Model or adapter that was asked for; "": whichever the namespace has."""
     source: str = ""
-    """`<form> <worker key>`: where the worker gets blocks of the prompt from; "": from nowhere."""
+    """`<kind> <worker key>`: where the worker gets blocks of the prompt from; "": from nowhere."""
 
     @property
     def size(self) -> RequestSize:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from app.policy.decision import Decision, Lost, Query, Step
 from app.policy.locality import Locality
-from app.policy.transfer import Form
+from app.policy.transfer import TransferKind
 
 if TYPE_CHECKING:
     from app.policy.plan import Plan
@@ -84,7 +84,7 @@ def _reached(query: Query, plan: Plan) -> tuple[int, int, int]:
     decision, view = plan.decision, plan.view
     source = plan.position if plan.source_position is None else plan.source_position
     chosen = decision.overlap.total
-    if decision.source is None or decision.source.form is not Form.FETCH:
+    if decision.source is None or decision.source.kind is not TransferKind.FETCH:
         own = query.held.get(view.incarnations[source])
         chosen = own.total if own is not None else 0
     held = max(chosen, query.held.longest)
@@ -107,7 +107,7 @@ def _has_room(plan: Plan, at: int | None) -> bool:
 
 
 def _why_not_best(decision: Decision) -> str:
-    if decision.source is not None and decision.source.form is Form.FETCH:
+    if decision.source is not None and decision.source.kind is TransferKind.FETCH:
         return "fetch"
     if decision.locality in CHOSEN_INSTEAD:
         return decision.locality.value

@@ -35,9 +35,9 @@ from app.policy.pairing import group_of
 
 Mask = NDArray[np.bool_]
 OWN_TRANSFER = "kvroute"
-"""The way in which KV travels between our own engines."""
+"""The protocol by which KV travels between our own engines."""
 TOGETHER = "sglang"
-"""The way between two that get a request at once: neither answers one alone."""
+"""The protocol of two that get a request at once: neither answers one alone."""
 
 
 def kept_s(own_s: float, sources: Iterable[WorkerInfo]) -> float:
@@ -46,7 +46,7 @@ def kept_s(own_s: float, sources: Iterable[WorkerInfo]) -> float:
     return min([own_s, *(info.kv_lease_s for info in sources if info.kv_lease_s)])
 
 
-class Form(StrEnum):
+class TransferKind(StrEnum):
     """How the KV of a prompt gets to the worker that decodes."""
 
     LOCAL = "local"
@@ -87,13 +87,13 @@ class Roles:
 def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
     """None: every worker does both, and no KV can travel between any two.
 
-    KV travels between workers with one way of transfer, the first that any of them names, and
+    KV travels between workers of one protocol, the first that any of them names, and
     within groups of `app.policy.pairing`.
     """
-    way = next((info.kv_transfer for info in infos if info.kv_transfer), "")
+    protocol = next((info.kv_transfer for info in infos if info.kv_transfer), "")
     roles = [info.role for info in infos]
     groups = [group_of(info) for info in infos]
-    number = Counter(group for group in groups if group is not None and group.way == way)
+    number = Counter(group for group in groups if group is not None and group.protocol == protocol)
     pairing = [group for group, members in number.items() if members > 1]
     if set(roles) <= {Role.BOTH} and not pairing:
         return None
@@ -101,8 +101,8 @@ def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
         prefill=np.array([role is Role.PREFILL for role in roles]),
         decode=np.array([role is Role.DECODE for role in roles]),
         groups=tuple(np.array([one == group for one in groups]) for group in pairing),
-        fetches=way == OWN_TRANSFER,
-        together=way == TOGETHER,
+        fetches=protocol == OWN_TRANSFER,
+        together=protocol == TOGETHER,
     )
 
 
@@ -126,7 +126,7 @@ class Route(NamedTuple):
     hands on, and rest_s: for which the target computes what it still lacks; both of a fetch.
     """
 
-    form: Form
+    kind: TransferKind
     target: int
     source: int
     cost: float
@@ -147,7 +147,7 @@ def routes_with_source(
     rng: Generator,
     below: float = inf,
 ) -> list[Route]:
-    """The cheapest route of each form but LOCAL; forms without a pair of workers are left out, and
+    """The cheapest route of each kind but LOCAL; kinds without a pair of workers are left out, and
     so are those of which no pair can cost as little as `below`.
 
     eligible: those that the request allows to compute its prompt, and targets: to decode it. room:
@@ -167,8 +167,8 @@ def routes_with_source(
     ]
     if len(roles.groups) < 2:
         return routes
-    forms = dict.fromkeys(route.form for route in routes)
-    return [min((r for r in routes if r.form is form), key=lambda r: r.cost) for form in forms]
+    kinds = dict.fromkeys(route.kind for route in routes)
+    return [min((r for r in routes if r.kind is kind), key=lambda r: r.cost) for kind in kinds]
 
 
 def _routes_within(
@@ -191,7 +191,7 @@ def _routes_within(
         target = _cheapest(costs.cost, targets, rng)
         if source is None or target is None:
             return []
-        return [Route(Form.SPLIT, target, source, float(costs.cost[target]))]
+        return [Route(TransferKind.SPLIT, target, source, float(costs.cost[target]))]
     # Rounding may make the sum of a bound larger than that of a price.
     below += 1e-9 * abs(below)
     routes = []
@@ -263,7 +263,7 @@ def _split(
             (source, _cheapest(decoding, others[1], rng)),
         ]
     routes = [
-        Route(Form.SPLIT, t, s, float(computing[s] + decoding[t]))
+        Route(TransferKind.SPLIT, t, s, float(computing[s] + decoding[t]))
         for s, t in pairs
         if s is not None and t is not None
     ]
@@ -313,7 +313,12 @@ def _fetch(
     if target is None:
         return None
     return Route(
-        Form.FETCH, target, source, float(total[target]), int(longest), float(rest_s[target])
+        TransferKind.FETCH,
+        target,
+        source,
+        float(total[target]),
+        int(longest),
+        float(rest_s[target]),
     )
 
 
@@ -325,7 +330,7 @@ def demands(
     prefill_s: as predicted of each worker, (workers,).
     """
     source, target = route.source, route.target
-    if route.form is Form.FETCH:
+    if route.kind is TransferKind.FETCH:
         gained = route.held - candidates.overlap_at(target)
         sending_s = _sending_s(candidates, target, gained * size.block_size)
         free_s = float(candidates.sending_s[source] + candidates.transfer_s[target])
@@ -334,7 +339,7 @@ def demands(
         return rest, Demand(0, 0.0, route.held, sending_s)
     tokens = _uncached(size, candidates.overlap_at(source))
     computing = Demand(tokens, float(prefill_s[source]), size.isl_blocks)
-    if route.form is Form.LOCAL:
+    if route.kind is TransferKind.LOCAL:
         return computing, None
     last_s = float(
         candidates.prefill_s_per_token[target]

@@ -17,9 +17,9 @@ from app.policy.cost import Candidates, Floats, RequestSize, predicted_prefill_s
 from app.policy.transfer import (
     OWN_TRANSFER,
     Demand,
-    Form,
     Roles,
     Route,
+    TransferKind,
     awaited_s,
     demands,
     routes_with_source,
@@ -45,7 +45,7 @@ class Plan:
     """One decision, not yet reserved."""
 
     flight: Flight
-    form: Form
+    kind: TransferKind
     target: Share
     source: Share | None
     best_blocks: int
@@ -106,12 +106,16 @@ class Decider:
         )
         # Those of a split count once they have arrived, as in app.router.history.
         target = self._share(
-            route.target, request, of_target, loads, counts_blocks=route.form is not Form.SPLIT
+            route.target,
+            request,
+            of_target,
+            loads,
+            counts_blocks=route.kind is not TransferKind.SPLIT,
         )
         source = of_source and self._share(
-            route.source, request, of_source, loads, counts_blocks=route.form is Form.SPLIT
+            route.source, request, of_source, loads, counts_blocks=route.kind is TransferKind.SPLIT
         )
-        return Plan(flight, route.form, target, source, int(candidates.overlap.max()))
+        return Plan(flight, route.kind, target, source, int(candidates.overlap.max()))
 
     def _candidates(
         self,
@@ -157,9 +161,9 @@ class Decider:
         roles: Roles | None,
         published: Floats,
     ) -> Route:
-        """The cheapest of all forms, or what the fixed rule says."""
+        """The cheapest of all costs_by_kind, or what the fixed rule says."""
         at = choice.index
-        local = Route(Form.LOCAL, at, at, float(choice.costs.cost[at]))
+        local = Route(TransferKind.LOCAL, at, at, float(choice.costs.cost[at]))
         above = self._setting.split_above
         lacking = size.isl_tokens - candidates.overlap[at] * size.block_size
         if roles is None or (above is not None and lacking < above):
@@ -178,7 +182,7 @@ class Decider:
             self._rng,
         )
         if above is not None:
-            return next((route for route in routes if route.form is Form.SPLIT), local)
+            return next((route for route in routes if route.kind is TransferKind.SPLIT), local)
         if self._policy.key != "latency" and routes:
             return routes[0]
         return min([local, *routes], key=lambda route: route.cost)

@@ -19,7 +19,7 @@ from app.core.errors import AllWorkersBusy, NoWorkers
 from app.core.loads import ROUND
 from app.core.types import SequenceHash
 from app.core.worker_report import Role
-from app.policy.transfer import Form
+from app.policy.transfer import TransferKind
 from app.simulation.agenda import Agenda
 from app.simulation.books import Books, rounds_of
 from app.simulation.decide import Decider, Plan
@@ -231,10 +231,10 @@ class SimFleet:
             return
         supplier = self.workers[source.worker]
         name = f"{flight.request.request_id}~source{flight.attempts}"
-        flight.supply = supply = Supply(plan.form, source.worker, name)
+        flight.supply = supply = Supply(plan.kind, source.worker, name)
         self._supplied[name] = flight
         supplier.num_requests += 1
-        if plan.form is Form.SPLIT:
+        if plan.kind is TransferKind.SPLIT:
             alone = replace(flight.request, request_id=name, max_tokens=1)
             self._submit_once_come(supplier, alone, now_s, lambda: supply.is_over)
         else:
@@ -281,7 +281,7 @@ class SimFleet:
         prompt's last token themselves."""
         request, source = flight.request, self.workers[supply.source]
         stop = source.engine.hold(supply.name, chain) * self.setting.block_size
-        if supply.form is Form.SPLIT:
+        if supply.kind is TransferKind.SPLIT:
             stop += len(request.tail_tokens)
         self._transfer(flight, supply, min(stop, request.prompt_tokens - 1), now_s)
 
@@ -384,7 +384,7 @@ class SimFleet:
     def _finish(self, flight: Flight, finished: Finished, now_s: float) -> None:
         self._forget(flight, now_s)
         supply, cached_tokens = flight.supply, finished.cached_tokens
-        if supply is not None and supply.form is Form.SPLIT:
+        if supply is not None and supply.kind is TransferKind.SPLIT:
             cached_tokens = supply.cached_tokens
         answer = SimAnswer(
             flight.request,
@@ -395,7 +395,7 @@ class SimFleet:
             end_s=now_s,
             cached_tokens=cached_tokens,
             output_tokens=finished.output_tokens,
-            form=Form.LOCAL if supply is None else supply.form,
+            kind=TransferKind.LOCAL if supply is None else supply.kind,
         )
         flight.then(answer, now_s)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from app.policy.transfer import Form
+from app.policy.transfer import TransferKind
 from app.simulation.books import Books
 from app.simulation.steps import SimRequest
 
@@ -37,7 +37,7 @@ class SimAnswer:
     cached_tokens: int = 0
     """Those that neither it nor a source computed."""
     output_tokens: int = 0
-    form: Form = Form.LOCAL
+    kind: TransferKind = TransferKind.LOCAL
 
 
 Then = Callable[[SimAnswer, float], None]
@@ -58,7 +58,7 @@ class Decided:
 class Supply:
     """KV of a request that another worker computes or holds for its own."""
 
-    form: Form
+    kind: TransferKind
     source: int
     name: str
     """Of the request there."""

@@ -54,7 +54,7 @@ class Setting:
     link: Link | None = None
     """Of each worker; None: KV travels between none of them."""
     kv_transfer: str = OWN_TRANSFER
-    """The way in which it travels: only our own engines fetch a prefix and compute the rest."""
+    """By which protocol: only our own engines fetch a prefix and compute the rest."""
     roles: tuple[Role, ...] = (Role.BOTH,)
     """Of the workers, in turn."""
     split_above: int | None = None

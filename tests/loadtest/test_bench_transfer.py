@@ -7,7 +7,7 @@ from click import ClickException
 from rich.console import Console
 
 from loadtest import bench_transfer
-from loadtest.bench_transfer import FORMS, measure, prompt_of, running, settings_of, show
+from loadtest.bench_transfer import KINDS, measure, prompt_of, running, settings_of, show
 from workers.kv.transfer.frames import Source
 
 SETTINGS = settings_of("40m", 300)
@@ -16,7 +16,7 @@ SETTINGS = settings_of("40m", 300)
 @pytest.mark.slow
 async def test_the_target_answers_alone_and_with_what_the_source_hands_on() -> None:
     figures = await measure(SETTINGS, tokens=300, rounds=1)
-    assert [figures[form]["fetched_tokens"] for form in FORMS] == [0, 256, 128]
+    assert [figures[kind]["fetched_tokens"] for kind in KINDS] == [0, 256, 128]
     console = Console(record=True, width=100)
     show(figures, 300, console)
     assert "1.000" in console.export_text()
@@ -25,7 +25,7 @@ async def test_the_target_answers_alone_and_with_what_the_source_hands_on() -> N
 class _GoneSource:
     """Keeps something where nobody listens."""
 
-    def answer(self, prompt: bytes, form: str = "") -> bench_transfer.TransferAnswer:
+    def answer(self, prompt: bytes, kind: str = "") -> bench_transfer.TransferAnswer:
         return bench_transfer.TransferAnswer(0.0, [], 0, Source("127.0.0.1", 1, "gone", 256))
 
 

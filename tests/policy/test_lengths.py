@@ -14,7 +14,7 @@ from app.core.types import TierOverlap
 from app.core.worker_report import Role, WorkerInfo
 from app.policy.cost import POLICIES
 from app.policy.locality import Locality
-from app.policy.transfer import Form
+from app.policy.transfer import TransferKind
 from tests.policy.test_plan import plan, query, worker
 from tests.policy.test_transfer import able, fleet
 from tests.policy.test_view import ONE, TWO, info
@@ -71,7 +71,7 @@ def test_a_source_needs_room_for_the_prompt_alone_and_a_target_for_the_answer_to
         asked = query(tokens=200, context_tokens=500, output_tokens=300)
         decision = plan(asked, fleet(prefill, decode), strict_roles=True).decision
         assert decision.source is not None
-        assert decision.source.form is Form.SPLIT
+        assert decision.source.kind is TransferKind.SPLIT
         return decision.source.worker.key.worker_id, decision.worker.key.worker_id
 
     assert route(201, 500) == ("a", "b")

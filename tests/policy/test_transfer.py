@@ -14,7 +14,7 @@ from app.core.overlaps import Overlaps
 from app.core.types import TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Role, Speed, WorkerInfo
 from app.policy.plan import Plan
-from app.policy.transfer import Form, roles_of
+from app.policy.transfer import TransferKind, roles_of
 from app.policy.view import Measurement, View, Workers
 from tests.policy.test_plan import SPEED, plan, query, worker
 from tests.policy.test_view import ONE, THREE, TWO, info
@@ -52,16 +52,16 @@ def source(planned: Plan) -> str | None:
 
 
 def route(planned: Plan) -> tuple[str, str | None, str]:
-    """Who decodes, who computes or hands on the prompt, and the form."""
+    """Who decodes, who computes or hands on the prompt, and the kind."""
     made = planned.decision.source
-    return worker(planned), source(planned), made.form if made else "local"
+    return worker(planned), source(planned), made.kind if made else "local"
 
 
 def test_workers_that_do_all_of_a_request_have_no_roles() -> None:
     assert roles_of([info("a", 4), info("b", 4)]) is None
     assert roles_of([able("a", BOTH, ""), able("b", BOTH)]) is None
     view = fleet(info("a", 4), info("b", 4))
-    assert plan(query(), view).decision.forms == {}
+    assert plan(query(), view).decision.costs_by_kind == {}
 
 
 def test_kv_travels_only_between_workers_with_the_same_way_of_transfer() -> None:
@@ -83,9 +83,9 @@ def test_decodes_in_flight_make_a_split_worth_its_transfer() -> None:
     view = fleet(able("a", PREFILL), able("b", DECODE, max_requests=16), loads=[Load(), decoding])
     planned = plan(query(explain=True, **LONG), view)
     assert route(planned) == ("b", "a", "split")
-    forms = planned.decision.forms
-    assert forms[Form.SPLIT] == pytest.approx(2 * 0.96 + 0.002 + 0.096 + 0.001)
-    assert forms[Form.LOCAL] == pytest.approx(2 * 0.96 + 8 * 0.05 * 0.96)
+    costs = planned.decision.costs_by_kind
+    assert costs[TransferKind.SPLIT] == pytest.approx(2 * 0.96 + 0.002 + 0.096 + 0.001)
+    assert costs[TransferKind.LOCAL] == pytest.approx(2 * 0.96 + 8 * 0.05 * 0.96)
     mine, its = planned.wish.reservation, planned.wish.source
     assert its is not None
     assert (mine.prefill_tokens, mine.blocks, mine.prefill_us) == (1, 60, 1000)
@@ -108,7 +108,10 @@ def test_what_the_target_holds_need_not_travel() -> None:
     held = {ONE: TierOverlap(10), THREE: TierOverlap(30)}
     planned = plan(query(held, explain=True, **LONG), view)
     assert route(planned)[0] == "c"
-    local, split = planned.decision.forms[Form.LOCAL], planned.decision.forms[Form.SPLIT]
+    local, split = (
+        planned.decision.costs_by_kind[TransferKind.LOCAL],
+        planned.decision.costs_by_kind[TransferKind.SPLIT],
+    )
     # The source holds 10 blocks of 60, the target 30.
     assert split == pytest.approx(2 * 0.8 + 0.002 + 0.048 + 0.001)
     assert local == pytest.approx(2 * 0.48 + 8 * 0.05 * 0.48)
@@ -158,7 +161,10 @@ def test_transfers_to_come_delay_the_next_from_the_same_source() -> None:
     planned = plan(alone, view)
     assert route(planned) == ("c", None, "local")
     free = plan(alone, fleet(*infos, loads=[full, full, Load()]))
-    waits = planned.decision.forms[Form.FETCH] - free.decision.forms[Form.FETCH]
+    waits = (
+        planned.decision.costs_by_kind[TransferKind.FETCH]
+        - free.decision.costs_by_kind[TransferKind.FETCH]
+    )
     assert waits == pytest.approx(2 * 1.0)
 
 
@@ -167,10 +173,10 @@ def test_nothing_is_fetched_from_a_worker_that_is_only_foreseen_to_hold_it() -> 
         able("a", BOTH, "kvroute"), able("b", BOTH, "kvroute"), loads=[Load(requests=8), Load()]
     )
     asked = query({ONE: TierOverlap(59)}, **LONG)
-    for published, form in ((None, "fetch"), ({}, "local"), ({ONE: TierOverlap(40)}, "fetch")):
+    for published, kind in ((None, "fetch"), ({}, "local"), ({ONE: TierOverlap(40)}, "fetch")):
         asked.published = None if published is None else Overlaps(published)
         planned = plan(asked, view)
-        assert route(planned)[2] == form
+        assert route(planned)[2] == kind
         if published:
             its = planned.wish.source
             assert its is not None
@@ -187,7 +193,7 @@ def test_a_prefix_on_its_way_is_waited_for_and_not_fetched_again() -> None:
     planned = plan(asked, coming)
     assert route(planned) == ("b", None, "local")
     assert planned.decision.candidates[1].terms["arrival_s"] == pytest.approx(2 * 0.096)
-    assert Form.FETCH not in planned.decision.forms
+    assert TransferKind.FETCH not in planned.decision.costs_by_kind
     # One that has come, or that brings nothing of this prompt, delays nothing.
     asked.published = None
     assert "arrival_s" not in plan(asked, coming).decision.candidates[1].terms
@@ -213,8 +219,8 @@ def test_what_has_yet_to_come_is_not_handed_on() -> None:
 def test_other_policies_split_wherever_there_is_a_prefill_worker(policy: str) -> None:
     view = fleet(able("a", PREFILL), able("b", DECODE), able("c", BOTH))
     for _ in range(4):
-        target, computing, form = route(plan(query(policy=policy, **LONG), view))
-        assert (computing, form) == ("a", "split")
+        target, computing, kind = route(plan(query(policy=policy, **LONG), view))
+        assert (computing, kind) == ("a", "split")
         assert target in {"b", "c"}
     view = fleet(able("a", BOTH), able("b", BOTH))
     assert source(plan(query(policy=policy, **LONG), view)) is None
@@ -297,13 +303,13 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
             growing = sum(terms[t][f"{name}_s"] for name in ("prefill", "blocking", "interference"))
             waits = local[s].load.sending_s(5000)
             fetches.append(local[t].cost - (1 - left) * growing + 2 * waits + moves)
-    forms = planned.decision.forms
-    assert forms[Form.SPLIT] == pytest.approx(min(splits))
-    assert forms[Form.LOCAL] == pytest.approx(min(candidate.cost for candidate in local))
+    costs = planned.decision.costs_by_kind
+    assert costs[TransferKind.SPLIT] == pytest.approx(min(splits))
+    assert costs[TransferKind.LOCAL] == pytest.approx(min(candidate.cost for candidate in local))
     if way == "kvroute":
-        assert forms[Form.FETCH] == pytest.approx(min(fetches))
+        assert costs[TransferKind.FETCH] == pytest.approx(min(fetches))
     made = planned.decision.source
-    assert forms[made.form if made else Form.LOCAL] == min(forms.values())
+    assert costs[made.kind if made else TransferKind.LOCAL] == min(costs.values())
 
 
 def test_a_pair_whose_kv_does_not_arrive_is_left_alone() -> None:

@@ -1184,7 +1184,7 @@ class TestPredictions:
             await replica.route(request("busy", "latency", prompt=prompt[:8]))
             fetched = await replica.route(request("r1", "latency", prompt=prompt))
             assert fetched.source is not None
-            assert (fetched.source.form, fetched.worker.key.worker_id) == ("fetch", "w2")
+            assert (fetched.source.kind, fetched.worker.key.worker_id) == ("fetch", "w2")
 
             async def look() -> dict[str, int]:
                 seen = await replica.route(

@@ -10,7 +10,7 @@ import pytest
 from app.core.loads import Load
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Role
-from app.policy.transfer import Form
+from app.policy.transfer import TransferKind
 from app.simulation.engine import SimEngine
 from app.simulation.flights import Loss
 from app.simulation.link import Link
@@ -49,7 +49,7 @@ def test_a_split_prompt_is_computed_travels_and_is_decoded() -> None:
     computed_s, _ = alone_s(8, 1)
     # 2,047 of 2,048 tokens travel; the last one takes a step.
     step_s = USUAL.compute_s(1, 2048, 0)
-    assert (answer.form, answer.worker, answer.cached_tokens) == (Form.SPLIT, 1, 0)
+    assert (answer.kind, answer.worker, answer.cached_tokens) == (TransferKind.SPLIT, 1, 0)
     assert first_token_s(played, "r") == pytest.approx(computed_s + 0.5 + 2.047 + step_s, abs=1e-5)
     for worker in played.fleet.workers:
         # The last block is complete on both, and published.
@@ -105,8 +105,8 @@ def test_a_prefix_is_fetched_from_a_busy_worker_and_the_rest_computed() -> None:
     played.ask(0.0, *(request(f"busy{i}", blocks=100, first=1000 + 200 * i) for i in range(4)))
     played.ask(0.1, request("r", blocks=41))
     played.fleet.run()
-    made = {name: answer.form for name, answer in played.answers.items()}
-    assert made["r"] in {Form.FETCH, Form.LOCAL}
+    made = {name: answer.kind for name, answer in played.answers.items()}
+    assert made["r"] in {TransferKind.FETCH, TransferKind.LOCAL}
     answer = played.answers["r"]
     assert answer.cached_tokens == 40 * 256
     for worker in played.fleet.workers:

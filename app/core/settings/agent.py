@@ -67,7 +67,7 @@ class EngineAgentSettings(MemberSettings):
     )
     kv_transfer: str = setting(
         "",
-        "The way in which KV travels between this engine and others; unset: in none.",
+        "The protocol by which KV travels between this engine and others; unset: by none.",
         OneOf(("", "nixl", "sglang")),
         often=True,
     )

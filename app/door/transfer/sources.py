@@ -31,7 +31,7 @@ from app.door.transfer.handover import BrokenHandover, Params, nixl_params, own_
 from app.door.upstream import Upstream, UpstreamError
 from app.policy.decision import Source
 from app.policy.kv_lease import LeaseBooks
-from app.policy.transfer import OWN_TRANSFER, Form, kept_s
+from app.policy.transfer import OWN_TRANSFER, TransferKind, kept_s
 
 NIXL = "nixl"
 """The way in which KV travels between vLLM's NixlConnectors."""
@@ -195,7 +195,7 @@ class Own:
 
     async def begin(self, call: Call) -> Handover:
         asked = {"do_remote_decode": True}
-        if call.source.form is Form.FETCH:
+        if call.source.kind is TransferKind.FETCH:
             asked["cached_only"] = True
         body = call.outgoing.for_source(call.source.worker, asked)
         params = await call.handed_on(self._upstream, body, own_params)
