@@ -134,7 +134,7 @@ class Models:
         self.groups = groups
         self._routers = routers
         self._served: dict[str, ServedName] = {}
-        self._asleep: dict[str, Router] = {}
+        self._sleeping: dict[str, Router] = {}
         """Those that have no live worker, and who starts one for a request."""
         self._owners: dict[str, str] = {}
         """Name -> the namespace that it belongs to, of all names that have workers."""
@@ -171,7 +171,7 @@ class Models:
     def sleeping(self) -> list[str]:
         """Names of those that have no live worker, and that a request wakes."""
         self._look()
-        return sorted(self._asleep)
+        return sorted(self._sleeping)
 
     def named(self, name: object) -> tuple[str, ServedName]:
         """The name behind a name or alias, and who answers for it; None: the only one. Raises
@@ -236,11 +236,11 @@ class Models:
     async def wake(self, error: ModelUnavailable, asks: RouteRequest) -> None:
         """Wait, in the line as that request would, for a worker of that model where a planner
         starts one. Raises `error` if none comes, and AllWorkersBusy if too many wait."""
-        router = self._asleep.get(error.model)
-        if router is None or not router.fleet.is_asleep:
+        router = self._sleeping.get(error.model)
+        if router is None or not router.fleet.sleeps:
             raise error
         try:
-            await router.awake(asks)
+            await router.wake(asks)
         except NoWorkers:
             raise error from None
 
@@ -249,14 +249,14 @@ class Models:
         to be asked for."""
         self._look()
         is_answered = any(served.among(()) for served in self._served.values())
-        return is_answered or bool(self._asleep) or not self._owners
+        return is_answered or bool(self._sleeping) or not self._owners
 
     def remarks(self) -> list[str]:
         """Of what the settings say, and workers announce, that which has no effect."""
         self._look()
         said = []
         for alias, name in self.aliases.items():
-            if name not in self._served and name not in self._asleep:
+            if name not in self._served and name not in self._sleeping:
                 what = "no live worker serves" if name in self._known else "nobody has"
                 said.append(f"model_alias: {alias}={name}: {what} a model of that name")
         infos = {name: router.fleet.infos for name, router in self._routers.by_namespace.items()}
@@ -315,32 +315,32 @@ class Models:
                 everywhere.setdefault(name, {})[namespace] = standing
         for name, namespaces in claims.items():
             for namespace in namespaces:
-                if namespace in by_namespace and by_namespace[namespace].fleet.is_asleep:
+                if namespace in by_namespace and by_namespace[namespace].fleet.sleeps:
                     everywhere.setdefault(name, {}).setdefault(namespace, Availability.SLEEPS)
         self._known |= everywhere.keys()
-        self._served, self._asleep, self._owners = {}, {}, {}
+        self._served, self._sleeping, self._owners = {}, {}, {}
         for name, standing_of in everywhere.items():
             # Its workers may be there before the directory is read again.
             order = [*claims.get(name, ()), *standing_of]
             self._owners[name] = owner_of(order, standing_of) or ""
             weights = spread(order, standing_of, self.groups)
-            awake = {n: w for n, w in weights.items() if standing_of[n] is not Availability.SLEEPS}
-            if awake:
-                models = {n: _model(by_namespace[n], name) for n in awake}
+            there = {n: w for n, w in weights.items() if standing_of[n] is not Availability.SLEEPS}
+            if there:
+                models = {n: _model(by_namespace[n], name) for n in there}
                 is_shared = len(self._weights_of(name)) > 1
-                self._served[name] = ServedName(models, awake, is_shared)
+                self._served[name] = ServedName(models, there, is_shared)
             elif weights:
-                self._asleep[name] = by_namespace[next(iter(weights))]
+                self._sleeping[name] = by_namespace[next(iter(weights))]
 
 
 def _state(router: Router) -> object:
     """Equal as long as nothing that matters here changes."""
     view, fleet = router.fleet.last_view, router.fleet
     if view is None:
-        return fleet.is_asleep
+        return fleet.sleeps
     paused = [(info, view.failing[inc].drains) for inc, info in view.paused.items()]
     lapsed = [*view.lapsed.values()]
-    return view.infos, paused, lapsed, fleet.is_missing, fleet.is_asleep
+    return view.infos, paused, lapsed, fleet.is_missing, fleet.sleeps
 
 
 def _standings(router: Router) -> dict[str, Availability]:

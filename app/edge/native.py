@@ -185,7 +185,7 @@ async def _take_stock(router: Router) -> None:
         load_avg, load_std = load_statistics(view)
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)
-    telemetry.asleep.set(telemetry.view is not None and fleet.is_asleep)
+    telemetry.sleeps.set(telemetry.view is not None and fleet.sleeps)
     telemetry.metrics_age.set(fleet.metrics_age_s)
 
 

@@ -77,7 +77,7 @@ async def answer(client: Client) -> None:
         carried=True,
     )
     asks = again()
-    record.model = model = await _awake(client, generation, body.fields, asks)
+    record.model = model = await _model_for(client, generation, body.fields, asks)
     trace = door.tracing.begin(api, headers)
     exchange = _Exchange(client, body, generation, asks, again, trace)
     async with client.watched():
@@ -211,7 +211,7 @@ async def models(client: Client) -> None:
     known = client.replica.door.models
     await known.until_known()
     cards = {model.name: _card(model, model.name) for model in known}
-    cards |= {name: _card_asleep(name) for name in known.sleeping()}
+    cards |= {name: _card_of_sleeping(name) for name in known.sleeping()}
     for alias, name in known.aliases.items():
         cards.pop(alias, None)
         if name in cards:
@@ -224,15 +224,15 @@ async def one_model(client: Client) -> None:
     known, asked_for = client.replica.door.models, client.path_params["model"]
     await known.until_known()
     name = known.aliases.get(asked_for, asked_for)
-    is_asleep = name in known.sleeping()
-    card = _card_asleep(asked_for) if is_asleep else _card(known.find(asked_for), asked_for)
+    sleeps = name in known.sleeping()
+    card = _card_of_sleeping(asked_for) if sleeps else _card(known.find(asked_for), asked_for)
     await client.answer(card)
 
 
-async def _awake(
+async def _model_for(
     client: Client, generation: asked.AnswerRequest, fields: Fields, asks: RouteRequest
 ) -> Model:
-    """As Models.find_for; a request for a model that sleeps waits until it is awake, if it is one
+    """As Models.find_for; a request for a model that sleeps waits until it no longer does, if it is one
     that would be answered then."""
     models, settings = client.replica.door.models, client.replica.settings
     try:
@@ -247,7 +247,7 @@ async def _awake(
     return await models.find_for(generation.model, asks.session)
 
 
-def _card_asleep(name: str) -> dict[str, object]:
+def _card_of_sleeping(name: str) -> dict[str, object]:
     """Of a model of which nothing else is known."""
     about = {"id": name, "object": "model", "created": BEGUN_S, "owned_by": "kvroute"}
     return {**about, "root": name, "parent": None, "max_model_len": None, "asleep": True}

@@ -109,7 +109,7 @@ class Planner:
             await self._observer.sample()
             if self.leads:
                 await self._follow_changes()
-                if time.monotonic() >= self._due_s or self._is_called:
+                if time.monotonic() >= self._due_s or self._must_wake:
                     self._due_s = time.monotonic() + self._settings.interval_s
                     await self._propose()
         except KvrouteError as error:
@@ -125,10 +125,10 @@ class Planner:
             self._metrics.silence()
 
     @property
-    def _is_called(self) -> bool:
+    def _must_wake(self) -> bool:
         """Whether requests wait, and there was to be no worker."""
-        was_asleep = bool(self._proposals) and not self._proposals[-1].desired
-        return was_asleep and self._observer.somebody_waits
+        slept = bool(self._proposals) and not self._proposals[-1].desired
+        return slept and self._observer.somebody_waits
 
     async def leave(self) -> None:
         await self._lease.leave()

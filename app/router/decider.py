@@ -255,7 +255,7 @@ class Decider:
     def _turn_away(self, pending: Pending, view: View, error: RoutingError) -> None:
         """No worker can take it now: let it wait, if that is of use, else fail it."""
         if isinstance(error, NoWorkers):
-            is_of_use = self._replica.fleet.is_asleep
+            is_of_use = self._replica.fleet.sleeps
         else:
             is_of_use = isinstance(error, AllWorkersBusy) and not pending.for_any
         if (

@@ -218,7 +218,7 @@ class Fleet:
         return (self.redis_now_ms or 0) < self.wakes_until_ms + TAKE_OVER_MS
 
     @property
-    def is_asleep(self) -> bool:
+    def sleeps(self) -> bool:
         """Whether, when Redis was last asked, there was no worker that decodes, and one will come
         if a request waits."""
         view = self.last_view

@@ -278,7 +278,7 @@ class Telemetry(Table):
     workers = gauge(
         "workers", "Live workers that can take requests; also 0 while Redis is unreachable."
     )
-    asleep = gauge(
+    sleeps = gauge(
         "asleep",
         "1 if no worker is live that decodes, and a planner starts one for a request that waits, "
         "else 0.",

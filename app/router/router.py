@@ -198,14 +198,14 @@ class Router:
         """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
         return await self._look_up.workers()
 
-    async def awake(self, asks: RouteRequest) -> None:
+    async def wake(self, asks: RouteRequest) -> None:
         """Returns once there is a worker; where a planner starts one for those that wait, waits for
         that, in the line as that request would. Raises NoWorkers, AllWorkersBusy if
         too many wait, and RouterOverloaded."""
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         tag = _tag("")
         request = RouteRequest(
-            f"awake-{tag}",
+            f"wake-{tag}",
             [],
             1,
             self._policy,
@@ -218,7 +218,7 @@ class Router:
         try:
             await self._decided(pending)
         except AllWorkersBusy:
-            if self.fleet.is_asleep:
+            if self.fleet.sleeps:
                 raise
 
     async def _block_size(self, request: RouteRequest) -> int:
@@ -227,7 +227,7 @@ class Router:
             if self.fleet.block_size is None:
                 await self.refresh()
             if self.fleet.block_size is None and request.reserve:
-                await self.awake(request)
+                await self.wake(request)
             size = self.fleet.block_size
             if size is None:
                 raise NoWorkers("no worker is alive")

@@ -243,7 +243,7 @@ class Waiting:
             if queued.since_s <= oldest_s and not queued.deciding:
                 late = f"no worker had room within {self._timeout_s:g} s"
                 error: Exception = AllWorkersBusy(late, self._retry_after_s)
-                if self._fleet.is_asleep:
+                if self._fleet.sleeps:
                     error = NoWorkers(f"no worker has started within {self._timeout_s:g} s")
                 self._end(queued, "timed_out", error)
 

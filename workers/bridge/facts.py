@@ -99,7 +99,7 @@ class EngineLoad:
     running: int
     waiting: int
     kv_usage: float
-    asleep: bool = False
+    sleeps: bool = False
     hit_rate: float | None = None
     idle_before_evict_s: float | None = None
     prompt_tokens: float | None = None

@@ -135,7 +135,7 @@ class EngineFollower:
                     self._fit, EngineUnfit, "the engine is not followed", 0.5, UNFIT_S
                 )
                 reader = LoadReader(self._engine, facts.kind)
-                await self._awake(facts, reader)
+                await self._while_it_sleeps(facts, reader)
                 self.ranks = await self._new_ranks(context, facts, block_size)
                 self._state = "serving"
                 try:
@@ -188,23 +188,23 @@ class EngineFollower:
             log.warning("what it caches is only guessed: %s", self.facts.approximate)
         return self.facts, block_size
 
-    async def _awake(self, facts: EngineFacts, reader: LoadReader) -> None:
+    async def _while_it_sleeps(self, facts: EngineFacts, reader: LoadReader) -> None:
         """Wait while it sleeps: it has dropped all blocks, and would serve nobody."""
         while True:
             with suppress(EngineUnavailable, EngineUnfit):
                 outcome = await self._engine.probe(_health_path(facts))
                 self.read_s = asyncio.get_running_loop().time()
                 self.loads = (await reader.read()).loads
-                is_asleep = any(load.asleep for load in self.loads.values())
-                if outcome in (Probe.ANSWERED, Probe.DENIED) and not is_asleep:
+                sleeps = any(load.sleeps for load in self.loads.values())
+                if outcome in (Probe.ANSWERED, Probe.DENIED) and not sleeps:
                     return
-                self._state = "asleep" if is_asleep else "unavailable"
+                self._state = "asleep" if sleeps else "unavailable"
             await asyncio.sleep(POLL_S)
 
     async def _serve(
         self, context: zmq.asyncio.Context, facts: EngineFacts, reader: LoadReader
     ) -> None:
-        """Until the engine is gone, asleep or another."""
+        """Until the engine is gone, sleeps or is another."""
         now = asyncio.get_running_loop().time()
         self._healths = {
             rank.info.key.dp_rank: EngineHealth(
@@ -274,7 +274,7 @@ class EngineFollower:
             if reading.started_s is not None and reading.started_s != facts.started_s:
                 log.warning("the engine was started again")
                 return
-            if any(load.asleep for load in self.loads.values()):
+            if any(load.sleeps for load in self.loads.values()):
                 log.warning("the engine sleeps: it has dropped what it held, and is not routed to")
                 for rank in self.ranks:
                     rank.clear()

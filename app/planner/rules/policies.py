@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from app.core.settings.planner import ScalingPolicy
 from app.core.worker_report import DEFAULT_SPEED
 from app.planner.rules.forecast import growth
-from app.planner.rules.sleep import asleep, while_awake
+from app.planner.rules.sleep import reason_to_sleep, rules_of_serving
 from app.planner.rules.state import (
     FleetState,
     Phase,
@@ -57,10 +57,10 @@ def propose(
 
     At most one worker leaves at a time.
     """
-    if (sleeps := asleep(state, rules)) is not None:
+    if (sleeps := reason_to_sleep(state, rules)) is not None:
         wish = Advice(max(0, state.size - 1), sleeps)
     else:
-        rules = while_awake(rules)
+        rules = rules_of_serving(rules)
         wish = _bounded(_wish(name, state, rules, predict), state, rules)
     desired = max(wish.desired, state.size - 1)
     return Proposal(

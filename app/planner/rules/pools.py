@@ -21,7 +21,7 @@ from app.planner.rules.policies import (
     kv_load,
     prefill_queue,
 )
-from app.planner.rules.sleep import asleep
+from app.planner.rules.sleep import reason_to_sleep
 from app.planner.rules.state import (
     FleetState,
     Pools,
@@ -77,7 +77,7 @@ def propose_pools(
 
 def _wish(name: str, state: FleetState, rules: Rules, predict: PredictPools) -> Advice[Pools]:
     now = state.pools
-    if (sleeps := asleep(state, rules)) is not None:
+    if (sleeps := reason_to_sleep(state, rules)) is not None:
         fewer = now.but(prefill=-1) if now.prefill else now.but(decode=-min(1, now.decode))
         return Advice(fewer, sleeps)
     if name not in POOL_POLICIES:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from app.planner.rules.state import FleetState, Phase, Reason, Rules
 
 
-def while_awake(rules: Rules) -> Rules:
+def rules_of_serving(rules: Rules) -> Rules:
     """The rules of a fleet that is to have workers: of them the last one never leaves by load."""
     return replace(rules, min_workers=max(1, rules.min_workers))
 
 
-def asleep(state: FleetState, rules: Rules) -> Reason | None:
+def reason_to_sleep(state: FleetState, rules: Rules) -> Reason | None:
     """ASLEEP, or IDLE if one more worker is to leave; None: the fleet is to have workers."""
     if rules.min_workers or not state.may_sleep or state.somebody_waits:
         return None

@@ -95,12 +95,12 @@ async def test_without_a_count_of_computed_tokens_they_are_those_that_were_not_c
 @pytest.mark.parametrize("state", [b"weights_offloaded", b"discard_all"])
 async def test_an_engine_that_sleeps_says_so(state: bytes) -> None:
     line = b'sleep_state="%b"} %b\n'
-    asleep = vllm_metrics(
+    sleeping = vllm_metrics(
         (line % (b"awake", b"1.0"), line % (b"awake", b"0.0")),
         (line % (state, b"0.0"), line % (state, b"1.0")),
     )
-    assert (await load_of("vllm", asleep)).asleep
-    assert not (await load_of("vllm", VLLM)).asleep
+    assert (await load_of("vllm", sleeping)).sleeps
+    assert not (await load_of("vllm", VLLM)).sleeps
 
 
 async def test_idle_times_are_of_what_came_since_the_last_reading_and_hits_of_the_last_ones() -> (

@@ -185,7 +185,7 @@ async def test_an_agent_reads_its_load(url: str, http: httpx.AsyncClient) -> Non
     async with aiohttp.ClientSession() as session:
         reading = await LoadReader(EngineHttp(session, url), "vllm").read()
     load = reading.loads[1]
-    assert (load.running, load.waiting, load.kv_usage, load.asleep) == (0, 0, 0.0, False)
+    assert (load.running, load.waiting, load.kv_usage, load.sleeps) == (0, 0, 0.0, False)
     assert (load.prompt_tokens, load.cached_tokens, load.hit_rate) == (80, 32, 0.4)
     assert (load.prefill_prompt_tokens, load.prefill_computed_tokens) == (80, 48)
     assert (load.prefills, load.finished_requests) == (2, 2)

@@ -114,7 +114,7 @@ class LoadReader:
     def _read(self, samples: list[Sample]) -> EngineReading:
         label = _RANK_LABELS[self._kind]
         by_rank: dict[int, dict[str, float]] = defaultdict(dict)
-        asleep: dict[int, bool] = {}
+        sleeps: dict[int, bool] = {}
         started: float | None = None
         for sample in samples:
             said = sample.labels.get(label, "0")
@@ -123,7 +123,7 @@ class LoadReader:
                 started = sample.value
             elif sample.name == SLEEP:
                 if sample.labels.get("sleep_state") == "awake":
-                    asleep[rank] = not sample.value
+                    sleeps[rank] = not sample.value
             elif self._kind == "vllm":
                 name = sample.name
                 if name == BY_SOURCE:
@@ -136,7 +136,7 @@ class LoadReader:
             else:
                 by_rank[rank][sample.name] = sample.value  # each tensor-parallel rank has a line
         loads = {
-            rank: replace(self._load(rank, values), asleep=asleep.get(rank, False))
+            rank: replace(self._load(rank, values), sleeps=sleeps.get(rank, False))
             for rank, values in sorted(by_rank.items())
         }
         return EngineReading(loads, started)

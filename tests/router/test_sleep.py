@@ -34,10 +34,10 @@ async def planner_says(redis: Redis, replica: Replica, *, wakes: bool) -> None:
     told = {"wakes": int(wakes), "until_ms": 1000 * (seconds + 60)}
     await redis.hset(KEYS["planner"], mapping=told)
 
-    async def is_asleep() -> bool:
-        return replica.fleet.is_asleep
+    async def sleeps() -> bool:
+        return replica.fleet.sleeps
 
-    await eventually(is_asleep, lambda asleep: asleep is wakes)
+    await eventually(sleeps, lambda does: does is wakes)
 
 
 @pytest.mark.parametrize("is_tokenized", [False, True])
@@ -63,7 +63,7 @@ async def test_a_request_is_refused_once_no_worker_has_come_in_time(
         with pytest.raises(NoWorkers, match=LATE):
             await replica.route(request("r1"))
         with pytest.raises(NoWorkers, match=LATE):
-            await replica.awake(RouteRequest("r", []))
+            await replica.wake(RouteRequest("r", []))
 
 
 async def test_without_a_planner_that_would_start_one_a_request_is_refused_at_once(
@@ -84,17 +84,17 @@ async def test_a_caller_that_hangs_up_leaves_the_line(
 ) -> None:
     async with running(one_redis_server.url, **WAITS) as replica:
         await planner_says(redis, replica, wakes=True)
-        going = asyncio.create_task(replica.awake(RouteRequest("r", [])))
+        going = asyncio.create_task(replica.wake(RouteRequest("r", [])))
         await eventually(lambda: redis.exists(KEYS["flows"]))
         going.cancel()
         await eventually(lambda: redis.exists(KEYS["flows"]), lambda found: not found)
 
 
-async def test_workers_that_are_full_are_awake(
+async def test_workers_that_are_full_do_not_sleep(
     one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
 ) -> None:
     async with running(one_redis_server.url, **WAITS) as replica:
         await workers.register("w2", max_requests=1)
         await workers.occupy("w2", "x", prefill_s=100.0)
         async with asyncio.timeout(10):
-            await replica.awake(RouteRequest("r", []))
+            await replica.wake(RouteRequest("r", []))

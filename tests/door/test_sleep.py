@@ -30,7 +30,7 @@ async def planner_wakes(redis: Redis) -> None:
 
 
 @pytest.fixture
-async def asleep_door(
+async def sleeping_door(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a replica whose only model, `m`, sleeps; prompts have at most 8 tokens."""
@@ -38,14 +38,14 @@ async def asleep_door(
     url, line = one_redis_server.url, {"wait_queue": 10, "wait_timeout_s": 600.0}
     async with replica(url, **line, max_prompt_tokens=8) as door:
         async with completing(redis, "a", complete) as worker:
-            await eventually(lambda: asleep(door), lambda found: found == {"m": False})
+            await eventually(lambda: sleeping(door), lambda found: found == {"m": False})
             await ScriptRunner(redis, 5.0).one(directory.announce(NAMESPACE, ["m"]))
             await worker.retire()
-            await eventually(lambda: asleep(door), lambda found: found == {"m": True})
+            await eventually(lambda: sleeping(door), lambda found: found == {"m": True})
         yield door
 
 
-async def asleep(door: httpx.AsyncClient) -> dict[str, bool]:
+async def sleeping(door: httpx.AsyncClient) -> dict[str, bool]:
     return {card["id"]: card["asleep"] for card in (await door.get("/v1/models")).json()["data"]}
 
 
@@ -57,11 +57,11 @@ async def test_a_model_that_sleeps_is_listed_as_such_and_clients_can_read_it(
     await planner_wakes(redis)
     async with replica(one_redis_server.url, wait_queue=10) as door:
         async with completing(redis, "a", complete) as worker:
-            await eventually(lambda: asleep(door), lambda found: found == {"m": False})
+            await eventually(lambda: sleeping(door), lambda found: found == {"m": False})
             assert (await scrape(door))("asleep") == 0
             await ScriptRunner(redis, 5.0).one(directory.announce(NAMESPACE, ["m"]))
             await worker.retire()
-            await eventually(lambda: asleep(door), lambda found: found == {"m": True})
+            await eventually(lambda: sleeping(door), lambda found: found == {"m": True})
         assert (await scrape(door))("asleep") == 1
         assert (await door.get("/v1/models/m")).json()["asleep"] is True
         assert (await door.get("/v1/models/other")).status_code == 404
@@ -108,9 +108,9 @@ OF_TOKENS = {"model": "m", "prompt": [1] * 9}
     ],
 )
 async def test_what_would_not_be_served_wakes_nobody(
-    asleep_door: httpx.AsyncClient, redis: Redis, path: str, body: dict[str, Any], status: int
+    sleeping_door: httpx.AsyncClient, redis: Redis, path: str, body: dict[str, Any], status: int
 ) -> None:
-    answer = await asleep_door.post(path, json=body)
+    answer = await sleeping_door.post(path, json=body)
     assert answer.status_code == status, answer.text
     # Nobody has waited, whose ticket would be there until it is taken out.
     assert await redis.zrange(KEYS["flows"], 0, -1) == []
@@ -137,9 +137,9 @@ async def test_what_would_not_be_served_wakes_nobody(
     ],
 )
 async def test_what_would_be_served_wakes_a_model(
-    asleep_door: httpx.AsyncClient, redis: Redis, path: str, body: dict[str, Any]
+    sleeping_door: httpx.AsyncClient, redis: Redis, path: str, body: dict[str, Any]
 ) -> None:
-    asking = asyncio.create_task(asleep_door.post(path, json=body))
+    asking = asyncio.create_task(sleeping_door.post(path, json=body))
     await eventually(lambda: redis.zrange(KEYS["flows"], 0, -1))
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -147,11 +147,11 @@ async def test_what_would_be_served_wakes_a_model(
 
 
 async def test_who_wakes_a_model_waits_as_its_tenant_and_priority(
-    asleep_door: httpx.AsyncClient, redis: Redis
+    sleeping_door: httpx.AsyncClient, redis: Redis
 ) -> None:
     body = {"model": "m", "prompt": [1, 2, 3]}
     asks = {"x-tenant-id": "acme", "x-priority": "high"}
-    asking = asyncio.create_task(asleep_door.post("/v1/completions", json=body, headers=asks))
+    asking = asyncio.create_task(sleeping_door.post("/v1/completions", json=body, headers=asks))
     flows = await eventually(lambda: redis.zrange(KEYS["flows"], 0, -1))
     assert flows == [b"high:acme"]
     async with completing(redis, "b", complete):
