@@ -232,7 +232,7 @@ async def one_model(client: Client) -> None:
 async def _model_for(
     client: Client, generation: asked.AnswerRequest, fields: Fields, asks: RouteRequest
 ) -> Model:
-    """As Models.find_for; a request for a model that sleeps waits until it no longer does, if it is one
+    """As Models.find_for; a request for a model that sleeps waits until that wakes, if it is one
     that would be answered then."""
     models, settings = client.replica.door.models, client.replica.settings
     try:
