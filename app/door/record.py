@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from app.core.outcomes import told_apart
+from app.core.outcomes import OK, told_apart
 from app.door.asked import AnswerRequest
 from app.door.models import Model
 from app.policy.decision import Decision, RouteRequest
@@ -198,3 +198,9 @@ class RequestRecord:
             self.spent_s[Stage.REST] = whole_s - self.spent_s[Stage.FIRST_TOKEN]
             self.first_token_s = self.ended_s - self.spent_s[Stage.REST]
         return True
+
+    def not_taken(self, outcome: str, *, ended_by: str) -> None:
+        """Of an answer that a worker has ended, the client has not taken all."""
+        if self.outcome == OK:
+            self.outcome = told_apart(outcome, has_begun=True, has_token=True)
+            self.ended_by = ended_by

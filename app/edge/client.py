@@ -41,7 +41,7 @@ from app.edge.errors import (
 from app.edge.services import Services
 from app.http.body import read_body, resumed
 from app.http.held import HELD
-from app.http.protocol import CUT
+from app.http.protocol import CUT, UNTIL_TAKEN
 from app.http.watch import watched
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Client(Request):
         self._waits_since_s = 0.0
         """For a stream that has not begun; 0.0: for none."""
         self._saying: asyncio.Task[None] | None = None
+        self._watched: watched | None = None
         self._task = asyncio.current_task()
         self.ended_by: Exception | None = None
         """Why what is done for the client was cut short, if it was."""
@@ -103,7 +104,8 @@ class Client(Request):
 
     def watched(self) -> watched:
         """Cancels what is done within it once the client is gone."""
-        return watched(self.scope)
+        self._watched = watched(self.scope)
+        return self._watched
 
     def cut_short(self, error: Exception) -> None:
         """End what is done for the client, in whose task this was made, as if it raised `error`."""
@@ -202,15 +204,18 @@ class Client(Request):
         else:
             self._has_ended = not message.get("more_body", False)
         sending = self._send(message).__await__()
-        try:
-            waits_for = next(sending)
-        except StopIteration:
-            return
-        # Only a client that is behind is waited for, and a deadline for each part would cost.
         stalled_s = self.replica.settings.stalled_s
         try:
-            async with asyncio.timeout(stalled_s):
-                await resumed(sending, waits_for)
+            # Only a client that is behind is waited for, and a deadline for each part would cost.
+            try:
+                waits_for = next(sending)
+            except StopIteration:
+                pass
+            else:
+                async with asyncio.timeout(stalled_s):
+                    await resumed(sending, waits_for)
+            if self._has_ended and (until_taken := self.scope.get(UNTIL_TAKEN)) is not None:
+                await until_taken(stalled_s)
         except TimeoutError:
             raise ClientStalled(f"took nothing for {stalled_s:g} s") from None
 
@@ -222,10 +227,12 @@ class Client(Request):
             record.error = reason_of(error)
         if isinstance(error, ModelUnavailable):
             record.unavailable = error.model
-        if error is not None or not self.status:
+        is_gone = self._watched is not None and self._watched.is_gone
+        if error is not None or is_gone or not self.status:
             ending = GONE if error is None else ending_of(error)
             record.status = self.status or ending.status
-            record.end(ending.outcome, ended_by=ending.ended_by)
+            if not record.end(ending.outcome, ended_by=ending.ended_by):
+                record.not_taken(ending.outcome, ended_by=ending.ended_by)
         else:
             record.status = self.status
             is_ok = self.status < 400

@@ -49,6 +49,8 @@ SPARE_DESCRIPTORS = 128
 COMPLAINTS_PER_S = 1
 CUT = "kvroute.cut"
 """In a request's scope: what ends its connection at once."""
+UNTIL_TAKEN = "kvroute.until_taken"
+"""In a request's scope: see Protocol.until_taken."""
 
 _RESET = struct.pack("ii", 1, 0)
 _STATUS = {400: b"Bad Request", 414: b"URI Too Long", 431: b"Request Header Fields Too Large"}
@@ -247,6 +249,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         cycle: Any = self.cycle
         cycle.scope[CUT] = partial(self._cut, cycle)
+        cycle.scope[UNTIL_TAKEN] = self.until_taken
         cycle.scope[HELD] = self._held
         cycle.scope[ON_GONE] = partial(self._watch, cycle)
 
@@ -279,6 +282,18 @@ class Protocol(HttpToolsProtocol):
         self._watched = None if on_gone is None else (cycle, on_gone)
         if on_gone is not None and cycle.disconnected:
             on_gone()
+
+    async def until_taken(self, stalled_s: float) -> None:
+        """Returns once the client has taken nearly all that was written, or is gone. Raises
+        TimeoutError if it takes nothing for so long."""
+        while self.flow.write_paused:
+            left = self.transport.get_write_buffer_size()
+            try:
+                async with asyncio.timeout(stalled_s):
+                    await self.flow.drain()
+            except TimeoutError:
+                if self.transport.get_write_buffer_size() >= left:
+                    raise
 
     def _cut(self, cycle: Any) -> None:
         """End the connection; uvicorn would wait until the client has read what is written, and

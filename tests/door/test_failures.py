@@ -11,10 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 from redis.asyncio import Redis
 
+from app.http.server import listen
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import MODEL, replica, until_serving, worker, worker_here
+from tests.door import conftest
+from tests.door.conftest import MODEL, completing, replica, until_serving, worker, worker_here
 from tests.door.test_answers import chat, counted
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
@@ -103,6 +106,56 @@ async def test_a_client_that_hangs_up_stops_the_engine_and_leaves_nothing_reserv
         await eventually(
             lambda: counted(door, f"requests_total{{{labels}}}"), lambda number: number == 1
         )
+
+
+@pytest.mark.parametrize(
+    ("path", "gone", "outcome"),
+    [
+        ("/v1/completions", False, "client_stalled"),
+        ("/v1/completions", True, "left_after_token"),
+        ("/v1/embeddings", False, "client_stalled"),
+        ("/v1/embeddings", True, "left_after_token"),
+    ],
+)
+async def test_a_client_that_does_not_take_all_of_a_whole_answer_is_not_ok(
+    one_redis_server: EmbeddedRedis,
+    redis: Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    gone: bool,
+    outcome: str,
+) -> None:
+    def listen_with_little_room(*where: Any) -> socket.socket:
+        listening = listen(*where)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listening
+
+    async def complete(request: web.Request) -> web.Response:
+        return web.json_response({"choices": [{"text": "x" * 900_000}], "object": "list"})
+
+    monkeypatch.setattr(conftest, "listen", listen_with_little_room)
+    url, stalled_s = one_redis_server.url, 60.0 if gone else 0.2
+    async with (
+        completing(redis, "w", complete, path=path),
+        replica(url, stalled_s=stalled_s) as door,
+    ):
+        await until_serving(door, 1)
+        body = b'{"model":"m","prompt":"x","input":"x"}'
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", door.base_url.port))
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            await loop.sock_sendall(client, head.encode() + body)
+            assert (await loop.sock_recv(client, 12)).endswith(b"200")
+            await nothing_reserved(redis)
+            if gone:
+                client.close()
+            labels = f'code="200",model="m",outcome="{outcome}"'
+            await eventually(
+                lambda: counted(door, f"requests_total{{{labels}}}"), lambda number: number == 1
+            )
 
 
 async def test_a_client_that_reads_nothing_is_cut_off(

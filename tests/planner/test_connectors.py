@@ -114,11 +114,14 @@ async def test_a_worker_that_ends_as_it_is_to_be_stopped_is_stopped(
 async def test_a_worker_that_cannot_be_noted_does_not_run_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pids = list[int]()
+    spawn = os.posix_spawn
+    monkeypatch.setattr(os, "posix_spawn", lambda *a, **o: pids.append(spawn(*a, **o)) or pids[0])
     monkeypatch.setattr("secrets.token_hex", lambda _: "1")
     (tmp_path / "auto-1.pid").mkdir()
     with pytest.raises(ConnectorError, match="worker auto-1 is not noted: Is a directory"):
         await Local("", tmp_path, "redis://127.0.0.1:1", NAMESPACE).add(BOTH, 1, *MORE)
-    _, status = await asyncio.to_thread(os.wait)
+    _, status = await asyncio.to_thread(os.waitpid, pids[0], 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
