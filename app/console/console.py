@@ -18,13 +18,12 @@ from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.outcomes import Kind
 from app.core.types import Incarnation
-from app.ops import checks
+from app.ops import checks, reuse
 from app.ops.conditions import holding
 from app.ops.drain import named
 from app.ops.explain import explanation, find
 from app.ops.figures import LONG_WINDOW_S, WINDOW_S, Together, share, trouble
 from app.ops.names import names_of
-from app.ops.reuse import funnel
 from app.ops.usage import usages
 from app.ops.workers import requests_on
 from app.policy.view import View
@@ -300,9 +299,9 @@ class Console:
             ],
         }
 
-    async def funnel(self) -> dict[str, Any]:
+    async def reuse(self) -> dict[str, Any]:
         """Where reuse is lost, by model; "": all of them. Raises RedisUnavailable."""
-        return funnel((await replicas.present(self._redis, self._keyspace)).values())
+        return reuse.together((await replicas.present(self._redis, self._keyspace)).values())
 
     async def waiting(self) -> dict[str, Any]:
         """Who waits for a worker, in the order of turns. Raises RedisUnavailable."""

@@ -91,10 +91,10 @@ async def events(client: Client) -> None:
     )
 
 
-async def funnel(client: Client) -> None:
+async def reuse(client: Client) -> None:
     """Of all prompt tokens, how many were held, reached and used, and why the others were not."""
     console = _console(client)
-    await _answer(client, "funnel", console.funnel)
+    await _answer(client, "funnel", console.reuse)
 
 
 async def waiting(client: Client) -> None:
@@ -239,7 +239,7 @@ ROUTES = [
     _get("/explain/" + REQUEST_ID, explain, schemas.Explanation, 404, in_path("request_id")),
     _get("/history", history, schemas.HistoryShown, 422, parameters_of(schemas.HistoryAsked)),
     _get("/events", events, schemas.EventsShown, 422, parameters_of(schemas.EventsAsked)),
-    _get("/funnel", funnel, schemas.FunnelShown),
+    _get("/funnel", reuse, schemas.ReuseShown),
     _get("/waiting", waiting, schemas.WaitingShown),
     _post("/prefix", prefix, schemas.PrefixAsked, schemas.PrefixShown),
     _get("/whatif", whatif_choices, schemas.WhatIfChoices),

@@ -241,7 +241,7 @@ class Reuse(BaseModel):
     losses: list[Loss]
 
 
-class FunnelShown(BaseModel):
+class ReuseShown(BaseModel):
     models: dict[str, Reuse] = Field(description='"": all of them')
     seen_error: float | None = Field(default=None, description="how far `seen` may be off; 0-1")
 

@@ -29,7 +29,7 @@ TEXTS = {
 }
 
 
-def funnel(said: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def together(said: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Tokens by model and step, and each step's losses; ALL: of all models. said: by replicas;
     what makes no sense counts for nothing."""
     counts: dict[str, Counter[tuple[str, str]]] = {}
@@ -73,12 +73,12 @@ async def command(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None
     """Show how much of the prompts of the last hour was reused, and where the rest was lost."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     said = await replicas.present(redis, keyspace)
-    together = funnel(said.values())
+    shown = together(said.values())
     if as_json:
-        say(json_text(together))
-    elif ALL in together["models"]:
-        whole = together["models"][ALL]
-        for model, steps in together["models"].items():
+        say(json_text(shown))
+    elif ALL in shown["models"]:
+        whole = shown["models"][ALL]
+        for model, steps in shown["models"].items():
             if model == ALL or steps != whole:
                 say(*_picture(model, steps))
     else:

@@ -142,7 +142,7 @@ async def _look(
     keyspace = _Usable(keyspace.namespace, unusable=unusable)
     wrong += await _look_at_planner(redis, keyspace)
     control = await read_control(redis, keyspace)
-    promised = await read_reservations(redis, keyspace, control.writers)
+    reserved = await read_reservations(redis, keyspace, control.writers)
     num_shards = number_in(control.meta, b"shards") or MAX_SHARDS
     for inc in incarnations - control.writers.keys():
         wrong.append(("requests of an incarnation that has ended", readable(inc)))
@@ -160,7 +160,7 @@ async def _look(
         names = await names_of(redis, keyspace.namespace, infos)
         for name in names.taken(keyspace.namespace, infos):
             wrong.append(("a model's name that another namespace has", name))
-    wrong += [*_unreadable(control, promised), *_contradictions(control, promised)]
+    wrong += [*_unreadable(control, reserved), *_contradictions(control, reserved)]
     return wrong, unusable
 
 
@@ -268,7 +268,7 @@ async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str,
     return wrong
 
 
-def _unreadable(c: Control, promised: ReservationRecords) -> Iterator[tuple[str, str]]:
+def _unreadable(c: Control, reserved: ReservationRecords) -> Iterator[tuple[str, str]]:
     """(what, where) for every value that no part of kvroute would write."""
     block_size = number_in(c.meta, b"block_size")
     for name in (b"version", b"block_size", b"shards", b"incarnations"):
@@ -292,12 +292,12 @@ def _unreadable(c: Control, promised: ReservationRecords) -> Iterator[tuple[str,
             wanted = AWAY_MARK
         if not wanted.fullmatch(text):
             yield "a worker's failures that cannot be read", readable(name)
-    for request, expires_ms in promised.expiry.items():
+    for request, expires_ms in reserved.expiry.items():
         if expires_ms > c.now_ms + 1000 * LONGEST_S:
             yield "a reservation that lasts longer than any router asks for", readable(request)
 
 
-def _contradictions(c: Control, promised: ReservationRecords) -> Iterator[tuple[str, str]]:
+def _contradictions(c: Control, reserved: ReservationRecords) -> Iterator[tuple[str, str]]:
     """(what, where) for every contradiction outside the index."""
     for inc in c.leases.keys() ^ c.writers.keys():
         yield "an incarnation with a lease but no writer, or the reverse", readable(inc)
@@ -308,19 +308,19 @@ def _contradictions(c: Control, promised: ReservationRecords) -> Iterator[tuple[
     for name, inc in c.current.items():
         if inc not in c.writers:
             yield "a worker whose current incarnation has ended", readable(name)
-    for inc, (load, requests, prefills) in promised.on.items():
+    for inc, (load, requests, prefills) in reserved.on.items():
         if load is not None and _counted(requests.values()) != _loaded(load):
             yield "a load that is not the sum of its requests", readable(inc)
         prefilling = {r for r, text in requests.items() if text.split()[3:4] == [b"p"]}
         if prefilling != set(prefills):
             yield "a prefill queue that does not match the requests prefilling", readable(inc)
         for request in requests:
-            if promised.reservations.get(request) != inc:
+            if reserved.reservations.get(request) != inc:
                 yield "a request without its reservation", readable(request)
-    for request in promised.reservations.keys() ^ promised.expiry.keys():
+    for request in reserved.reservations.keys() ^ reserved.expiry.keys():
         yield "a reservation without expiry, or the reverse", readable(request)
-    for request, inc in promised.reservations.items():
-        if inc not in promised.on or request not in promised.on[inc].requests:
+    for request, inc in reserved.reservations.items():
+        if inc not in reserved.on or request not in reserved.on[inc].requests:
             yield "a reservation without its request", readable(request)
 
 

@@ -26,11 +26,11 @@ QUEUE_LONG_S = 16.0
 TRANSFER_WEIGHT = 2.0
 """Of the wait for a link, or for what is on its way: the request's own, and that of those that will
 wait behind it, as more will come where some wait."""
-FAILED = "failed"
+FAILED_TERM = "failed"
 """The term of what failures cost, which any policy's costs may have."""
-AWAY = "agent_away"
+AWAY_TERM = "agent_away"
 """The one of a worker of which less is known, as its agent is away."""
-LATE = "late_s"
+LATE_TERM = "late_s"
 """The one that says for how long an engine keeps others waiting."""
 REUSE_WITHIN_S = 300.0
 """A block unused for this long is assumed to be asked for again one time in two."""

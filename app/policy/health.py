@@ -8,7 +8,16 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from app.policy.cost import AWAY, FAILED, LATE, Candidates, CostFunction, Costs, Floats, RequestSize
+from app.policy.cost import (
+    AWAY_TERM,
+    FAILED_TERM,
+    LATE_TERM,
+    Candidates,
+    CostFunction,
+    Costs,
+    Floats,
+    RequestSize,
+)
 from app.policy.view import View
 
 Mask = NDArray[np.bool_]
@@ -18,8 +27,8 @@ AVOIDED = 0.5
 
 
 def avoiding(cost: CostFunction, failed_shares: Floats) -> CostFunction:
-    """`cost` with the term FAILED, in the policy's own terms: the share of its tries that a worker
-    failed lately, times twice what lies between the cheapest and the dearest worker.
+    """`cost` with a term for failures, in the policy's own terms: the share of its tries that a
+    worker failed lately, times twice what lies between the cheapest and the dearest worker.
 
     So one that failed half of them is never cheaper than the dearest; and where all others cost the
     same, one that failed any is not taken.
@@ -28,33 +37,33 @@ def avoiding(cost: CostFunction, failed_shares: Floats) -> CostFunction:
     def priced(candidates: Candidates, size: RequestSize) -> Costs:
         plain = cost(candidates, size)
         term: Floats = failed_shares * _twice_the_spread(plain)
-        return Costs(plain.cost + term, plain.terms | {FAILED: term})
+        return Costs(plain.cost + term, plain.terms | {FAILED_TERM: term})
 
     return priced
 
 
 def late(cost: CostFunction, late_s: Floats, *, in_seconds: bool) -> CostFunction:
-    """`cost` with the term LATE: so many seconds more. in_seconds: whether the policy counts in
-    them; else a worker that is late by a second costs as much more as lies between the cheapest and
-    the dearest, and at most twice that."""
+    """`cost` with a term for the late: so many seconds more. in_seconds: whether the policy counts
+    in them; else a worker that is late by a second costs as much more as lies between the cheapest
+    and the dearest, and at most twice that."""
 
     def priced(candidates: Candidates, size: RequestSize) -> Costs:
         plain = cost(candidates, size)
         term = late_s if in_seconds else late_s / (late_s + 1.0) * _twice_the_spread(plain)
-        return Costs(plain.cost + term, plain.terms | {LATE: term})
+        return Costs(plain.cost + term, plain.terms | {LATE_TERM: term})
 
     return priced
 
 
 def unheard(cost: CostFunction, away: Mask) -> CostFunction:
-    """`cost` with the term AWAY: half of what lies between the cheapest and the dearest worker, for
+    """`cost` with a term for the away: half of what lies between the cheapest and the dearest, for
     those whose agents are away, (workers,). Their load and their blocks are guessed at; so where
     all others cost the same, none of them is taken."""
 
     def priced(candidates: Candidates, size: RequestSize) -> Costs:
         plain = cost(candidates, size)
         term = np.where(away, _twice_the_spread(plain) / 4.0, 0.0)
-        return Costs(plain.cost + term, plain.terms | {AWAY: term})
+        return Costs(plain.cost + term, plain.terms | {AWAY_TERM: term})
 
     return priced
 

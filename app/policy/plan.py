@@ -406,11 +406,11 @@ def _wish(
     if seconds is None:
         seconds = predicted_prefill_s(candidates, size)
     of_target, of_source = demands(route, candidates, size, seconds)
-    source = None if of_source is None else _promise(query, view, route.source, of_source)
-    return _promise(query, view, route.target, of_target, source)
+    source = None if of_source is None else _wish_of(query, view, route.source, of_source)
+    return _wish_of(query, view, route.target, of_target, source)
 
 
-def _promise(query: Query, view: View, at: int, what: Demand, source: Wish | None = None) -> Wish:
+def _wish_of(query: Query, view: View, at: int, what: Demand, source: Wish | None = None) -> Wish:
     reservation = Reservation(
         query.request.request_id,
         prefill_tokens=what.prefill_tokens,

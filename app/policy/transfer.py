@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from app.core.worker_report import Role, WorkerInfo
 from app.policy.cost import (
-    AWAY,
-    FAILED,
-    LATE,
+    AWAY_TERM,
+    FAILED_TERM,
+    LATE_TERM,
     TRANSFER_WEIGHT,
     Candidates,
     Costs,
@@ -244,7 +244,7 @@ def _split(
     decoding += candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * size.isl_tokens
     for name in ("queue_s", "memory_wait_s", "eviction_s", "decode_s"):
         decoding += terms[name]
-    for name in (FAILED, LATE, AWAY):
+    for name in (FAILED_TERM, LATE_TERM, AWAY_TERM):
         if name in terms:
             decoding += terms[name]
     if "arrival_s" in terms:

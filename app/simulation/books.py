@@ -43,7 +43,7 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Booking:
     """A reservation, and what it was made for. counts_blocks: whether the prompt's blocks count as
     the worker's from now on: not where they have yet to arrive from another one."""
 
@@ -64,23 +64,23 @@ class Books:
         self.in_flight = InFlight()
         self._fleet = fleet
         self._counts_blocks = counts_blocks
-        self._promises: dict[str, Promise] = {}
+        self._bookings: dict[str, Booking] = {}
         # Requests without a first token, the oldest first.
         self._prefilling: dict[str, None] = {}
         # Those for which it only holds blocks, until another worker has them.
         self._holding: set[str] = set()
 
-    def reserve(self, promise: Promise, now_s: float) -> None:
-        request_id = promise.reservation.request_id
+    def reserve(self, booking: Booking, now_s: float) -> None:
+        request_id = booking.reservation.request_id
         rounds = rounds_of(self._fleet) + ROUND // len(self._fleet)
-        self.load.add(promise.reservation, round(now_s * 1000), rounds)
-        self._promises[request_id] = promise
-        if promise.reservation.only_holds:
+        self.load.add(booking.reservation, round(now_s * 1000), rounds)
+        self._bookings[request_id] = booking
+        if booking.reservation.only_holds:
             self._holding.add(request_id)
         else:
             self._prefilling[request_id] = None
-        if self._counts_blocks and promise.counts_blocks:
-            self.in_flight.add(promise.request)
+        if self._counts_blocks and booking.counts_blocks:
+            self.in_flight.add(booking.request)
 
     def prefill_complete(self, request_id: str, now_s: float) -> None:
         """Like lua/prefill_complete.lua: the next in line becomes the head."""
@@ -103,20 +103,20 @@ class Books:
             else:
                 self.load.decoding -= 1
             self.load.requests -= 1
-        promise = self._promises.pop(request_id)
-        self.load.blocks -= promise.reservation.blocks
-        if self._counts_blocks and promise.counts_blocks:
-            self.in_flight.remove(promise.request)
+        booking = self._bookings.pop(request_id)
+        self.load.blocks -= booking.reservation.blocks
+        if self._counts_blocks and booking.counts_blocks:
+            self.in_flight.remove(booking.request)
 
     def _leave_prefills(self, request_id: str, now_s: float) -> None:
-        reservation = self._promises[request_id].reservation
+        reservation = self._bookings[request_id].reservation
         self.load.prefill_tokens -= reservation.prefill_tokens
         self.load.prefill_us -= reservation.prefill_us
         was_head = next(iter(self._prefilling)) == request_id
         del self._prefilling[request_id]
         if was_head:
             head = next(iter(self._prefilling), None)
-            self.load.head_us = self._promises[head].reservation.prefill_us if head else 0
+            self.load.head_us = self._bookings[head].reservation.prefill_us if head else 0
             self.load.head_since_ms = round(now_s * 1000)
 
 

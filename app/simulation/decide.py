@@ -24,7 +24,7 @@ from app.policy.transfer import (
     demands,
     routes_with_source,
 )
-from app.simulation.books import Books, Promise
+from app.simulation.books import Booking, Books
 from app.simulation.flights import Flight
 from app.simulation.setting import PolicyVariant, Setting
 from app.simulation.steps import SimRequest
@@ -33,11 +33,11 @@ from app.simulation.worker import SimWorker
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one worker is to promise. seen_total: as for lua/reserve.lua."""
+    """What one worker is to reserve. seen_total: as for lua/reserve.lua."""
 
     worker: int
     seen_total: int
-    promise: Promise
+    booking: Booking
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,5 +199,5 @@ class Decider:
             sending_ms=round(1e3 * what.sending_s),
             receiving_ms=round(1e3 * what.receiving_s),
         )
-        promise = Promise(reservation, request, counts_blocks or self.counts_once)
-        return Share(place, loads[place].total, promise)
+        booking = Booking(reservation, request, counts_blocks or self.counts_once)
+        return Share(place, loads[place].total, booking)

@@ -156,13 +156,13 @@ class SimFleet:
                 continue
             for share in plan.shares:
                 rounds += ROUND // len(replica.books)
-                loads[share.worker].add(share.promise.reservation, round(now_s * 1000), rounds)
+                loads[share.worker].add(share.booking.reservation, round(now_s * 1000), rounds)
                 if self._decider.counts_once:
                     replica.books[share.worker].in_flight.add(flight.request)
             plans.append(plan)
         if self._decider.counts_once:
             for share in (share for plan in plans for share in plan.shares):
-                replica.books[share.worker].in_flight.remove(share.promise.request)
+                replica.books[share.worker].in_flight.remove(share.booking.request)
         replica.is_deciding = bool(plans)
         if plans:
             self.at(
@@ -188,7 +188,7 @@ class SimFleet:
                 refused.append(plan.flight)
                 continue
             for share in plan.shares:
-                self._tell(replica, share.worker, now_s, Books.reserve, share.promise)
+                self._tell(replica, share.worker, now_s, Books.reserve, share.booking)
             self._start(plan, now_s)
             if self.on_decided is not None:
                 request = plan.flight.request
@@ -238,7 +238,7 @@ class SimFleet:
             alone = replace(flight.request, request_id=name, max_tokens=1)
             self._submit_once_come(supplier, alone, now_s, lambda: supply.is_over)
         else:
-            prefix = flight.request.blocks[: source.promise.reservation.blocks]
+            prefix = flight.request.blocks[: source.booking.reservation.blocks]
             self._send(flight, supply, prefix, now_s)
 
     def _submit_once_come(

@@ -114,11 +114,11 @@ async def read_reservations(
         expiry |= dict(members)
     on: dict[bytes, OnWorker] = {}
     for inc in incarnations:
-        on[inc] = OnWorker(*await read_together(node, partial(_queue_promised, keyspace, inc)))
+        on[inc] = OnWorker(*await read_together(node, partial(_queue_reserved, keyspace, inc)))
     return ReservationRecords(reservations, expiry, on)
 
 
-def _queue_promised(keyspace: Keyspace, inc: bytes, pipe: Pipeline) -> None:
+def _queue_reserved(keyspace: Keyspace, inc: bytes, pipe: Pipeline) -> None:
     pipe.hget(keyspace["load"], readable(inc))
     pipe.hgetall(keyspace[f"requests:{readable(inc)}"])
     pipe.lrange(keyspace[f"prefills:{readable(inc)}"], 0, -1)

@@ -122,7 +122,7 @@ def test_a_metric_has_so_many_children_and_one_for_all_others() -> None:
     assert (seen("other", "other"), seen("c", "x")) == (3, None)
 
 
-async def test_the_cached_tokens_that_an_engine_reports_are_the_end_of_the_funnel(
+async def test_the_cached_tokens_that_an_engine_reports_are_the_last_step_of_reuse(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     async with completing(redis, "a", complete), replica(one_redis_server.url) as door:

@@ -264,7 +264,7 @@ async def test_a_bad_prompt_names_its_field(
     assert (reply.status_code, reply.json()["error"]["field"]) == (422, field)
 
 
-async def test_the_funnel_says_what_was_reached_of_the_prompts(
+async def test_reuse_says_what_was_reached_of_the_prompts(
     client: httpx.AsyncClient, fleet: FakeWorkers
 ) -> None:
     await route(client, "r1")

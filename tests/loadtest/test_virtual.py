@@ -7,7 +7,7 @@ import pytest
 
 from app.core.loads import Load, Reservation
 from app.policy.cost import Candidates
-from app.simulation.books import Books, Promise
+from app.simulation.books import Booking, Books
 from app.simulation.profiles import PROFILES, USUAL
 from app.simulation.setting import Setting, Sharing
 from app.simulation.steps import SimRequest
@@ -197,7 +197,7 @@ def test_books_follow_the_head_of_the_queue() -> None:
     fleet.append(books)
     for name, seconds in (("a", 2.0), ("b", 3.0)):
         reservation = Reservation(name, 100, round(seconds * 1e6), 4)
-        books.reserve(Promise(reservation, SimRequest(name, (), (), 100, 1)), now_s=10.0)
+        books.reserve(Booking(reservation, SimRequest(name, (), (), 100, 1)), now_s=10.0)
     assert books.load.queue_s(11_000) == 4.0
     books.prefill_complete("a", now_s=12.0)
     assert books.load.queue_s(13_000) == 2.0

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from app.core.failures import Failing
 from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.types import Incarnation
-from app.policy.cost import FAILED, POLICIES, Candidates, Costs, RequestSize
+from app.policy.cost import FAILED_TERM, POLICIES, Candidates, Costs, RequestSize
 from app.policy.health import Mask, avoided, avoiding, without_avoided
 from app.policy.view import UNMEASURED, View, Workers
 from tests.policy.test_choose import SIZE, candidates
@@ -43,7 +43,7 @@ def view(
 def test_one_that_failed_half_of_its_tries_is_as_dear_as_the_dearest() -> None:
     priced = costs(1.0, 2.0, 3.0)
     assert_allclose(priced.cost, [3.0, 2.0, 3.0], atol=1e-6)
-    assert_allclose(priced.terms[FAILED], [2.0, 0.0, 0.0], atol=1e-6)
+    assert_allclose(priced.terms[FAILED_TERM], [2.0, 0.0, 0.0], atol=1e-6)
     assert_allclose(sum(priced.terms.values()), priced.cost)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.local.redis_server import EmbeddedRedis
-from app.ops.reuse import ALL, funnel
+from app.ops.reuse import ALL, together
 from app.policy.decision import Decision, Step
 from app.router.reuse import EVERY_S, HOUR_S, MAX_MODELS
 from tests.fake_worker import FakeWorkers
@@ -105,7 +105,7 @@ async def test_each_request_is_counted_once_and_as_its_engine_says(
     assert router.counted("reuse_lost_tokens", model="", step="used", cause="unreported") == 16
 
 
-async def test_the_funnel_of_two_replicas_is_their_sum_of_the_last_hour(
+async def test_the_reuse_of_two_replicas_is_their_sum_of_the_last_hour(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers
 ) -> None:
     await workers.register("w1")
@@ -119,9 +119,9 @@ async def test_the_funnel_of_two_replicas_is_their_sum_of_the_last_hour(
             replica.telemetry.reuse.lately(began_s + EVERY_S)
             later = replica.telemetry.reuse.lately(began_s + HOUR_S + 3 * EVERY_S)
             assert [row for row in later if row[3]] == []
-    found = funnel([*said, {"reuse": [["m", "seen"]]}, {}])["models"]
-    assert found["m"] == found[ALL]
-    assert found["m"] == {
+    shown = together([*said, {"reuse": [["m", "seen"]]}, {}])["models"]
+    assert shown["m"] == shown[ALL]
+    assert shown["m"] == {
         "prompt_tokens": 32,
         **dict.fromkeys(Step, 0),
         "unforeseen": 5,

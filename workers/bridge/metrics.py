@@ -72,7 +72,7 @@ SILENT = Family(
     "1 if the engine computes and nothing is heard from where the agent listens.",
     ("worker", "rank"),
 )
-LATE = Family(
+ENGINE_LATE = Family(
     "kvroute_agent_engine_late_seconds",
     "gauge",
     "For so long a rank keeps others waiting, for a sign of life or a token, beyond what is usual.",
@@ -123,7 +123,7 @@ FAMILIES = (
         LAG,
         ANSWERS,
         SILENT,
-        LATE,
+        ENGINE_LATE,
         BATCHES,
     ),
     *(SPEED, SPEED_SOURCE, SPEED_ERROR, SPEED_LENGTH),
@@ -146,7 +146,7 @@ def _of_engine(follower: EngineFollower, worker: str) -> Iterator[Sampled]:
     for rank in follower.ranks:
         yield from _of_rank(rank, (worker, str(rank.info.key.dp_rank)))
     for number, late_s in follower.lateness().items():
-        yield LATE, (worker, str(number)), late_s
+        yield ENGINE_LATE, (worker, str(number)), late_s
     for number, speed in follower.speeds.items():
         yield SPEED_LENGTH, (worker, str(number)), speed.longest_prefill
         for constant in speed.constants():

@@ -15,7 +15,7 @@ from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.frames import Source
-from workers.kv.transfer.kept import KeptBlocks
+from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.receiver import Arrival, BlockReceiver
@@ -35,7 +35,7 @@ class Pair:
     manager: BlockManager
     source: list[MemoryPool]
     target: list[MemoryPool]
-    kept: KeptBlocks[BlockTable]
+    kept: LeasedBlocks[BlockTable]
     transfer_id: str
     source_ids: list[int]
     link: Link
@@ -88,7 +88,7 @@ async def pair(
     for pool in source:
         pool.words.random_()
     table = computed(manager, WORD)
-    kept = KeptBlocks(manager.release)
+    kept = LeasedBlocks(manager.release)
     with listen("127.0.0.1", 0) as listening:
         link = Link(listening, "127.0.0.1", KIND, key)
         server = TransferServer(kept, link, BlockSender(LayerGroups(source)).offer)

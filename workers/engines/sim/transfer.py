@@ -28,7 +28,7 @@ from workers.kv.transfer.frames import (
     send,
     wanted_frame,
 )
-from workers.kv.transfer.kept import KeptBlocks
+from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.server import TransferServer
 
@@ -52,7 +52,7 @@ class SimTransfer:
         self._engine = engine
         self._link = link
         self._sending = sending
-        self._kept: KeptBlocks[_Held] = KeptBlocks(lambda held: engine.let_go(held.name))
+        self._kept: LeasedBlocks[_Held] = LeasedBlocks(lambda held: engine.let_go(held.name))
         self._server = TransferServer(self._kept, link, self._offer)
 
     @property

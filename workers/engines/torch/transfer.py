@@ -13,7 +13,7 @@ from workers.kv.cache import BlockCache
 from workers.kv.memory import MemoryPool
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.frames import Source, decline
-from workers.kv.transfer.kept import KeptBlocks
+from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.receiver import Arrival, BlockReceiver
@@ -44,7 +44,7 @@ class BlockTransfer:
         self._groups = groups
         self._block_size = pools[0].shape.block_size
         self._on_room = on_room
-        self._kept = KeptBlocks(self._let_go)
+        self._kept = LeasedBlocks(self._let_go)
         self._server = TransferServer(self._kept, link, BlockSender(groups).offer)
         self._receiver = BlockReceiver(groups, link.kind, link.key)
         self._tasks: asyncio.TaskGroup | None = None

@@ -1,4 +1,4 @@
-"""The source: serves the blocks that it has promised, to whoever names them."""
+"""The source: serves the blocks that it has leased, to whoever names them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from workers.kv.transfer.frames import (
     read_blocks,
     send_last,
 )
-from workers.kv.transfer.kept import KeptBlocks
+from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.link import Link
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class TransferServer(Generic[K]):
     has none of them.
     """
 
-    def __init__(self, kept: KeptBlocks[K], link: Link, offer: Offer[K]) -> None:
+    def __init__(self, kept: LeasedBlocks[K], link: Link, offer: Offer[K]) -> None:
         self._kept = kept
         self._link = link
         self._offer = offer

@@ -4,7 +4,7 @@ import { Legend, Stack } from "../bars.js";
 import { Chart } from "../chart.js";
 import { Errors } from "../errors.js";
 import { age as aged, bytes, number, percent, seconds, sentence, short } from "../format.js";
-import { Funnel } from "../funnel.js";
+import { ReuseSteps } from "../reuse_steps.js";
 import { Table } from "../table.js";
 
 const HISTORY_MS = 5000;
@@ -185,13 +185,13 @@ const Replicas = ({ replicas }) =>
 
 export function Overview() {
   const { data, error } = usePoll("overview");
-  const { data: funnel } = usePoll("funnel", HISTORY_MS);
+  const { data: reuse } = usePoll("funnel", HISTORY_MS);
   const { data: events } = usePoll("events", HISTORY_MS);
   if (!data) return html`<p class="empty">${error || "Loading…"}</p>`;
   const errors = html`<${Errors} errors=${data.errors} />`;
   const isIll = data.findings.some(isWrong) && data.errors.rows.length > 0;
   return html`
-    ${funnel && !funnel.models[""] && !data.models.rows.length && html`<${Beginning} namespace=${data.namespace} />`}
+    ${reuse && !reuse.models[""] && !data.models.rows.length && html`<${Beginning} namespace=${data.namespace} />`}
     <${Findings} findings=${data.findings} />
     ${isIll && errors}
     <${Tiles} ...${data} />
@@ -201,7 +201,7 @@ export function Overview() {
     <div class="two">
       <section>
         <div class="title"><h2>Where reuse is lost</h2><a class="note" href="#/reuse">by model and cause</a></div>
-        <${Funnel} counts=${funnel?.models[""] ?? {}} />
+        <${ReuseSteps} counts=${reuse?.models[""] ?? {}} />
       </section>
       <${WhyNot} localities=${data.localities} />
     </div>

@@ -1,7 +1,7 @@
 import { html, useState } from "../vendor/htm-preact-standalone.module.js";
 import { usePoll } from "../api.js";
 import { percent, short } from "../format.js";
-import { Funnel, STEP_NAMES } from "../funnel.js";
+import { ReuseSteps, STEP_NAMES } from "../reuse_steps.js";
 import { Table } from "../table.js";
 
 const COLUMNS = (all) => [
@@ -25,7 +25,7 @@ export function Reuse() {
           <option value="">all</option>${names.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
         </select></label>
       </div>
-      <${Funnel} counts=${counts} />
+      <${ReuseSteps} counts=${counts} />
       <p class="note">“Asked before” is an estimate, wrong by at most ${percent(data.seen_error)}; the other steps are counted.</p>
     </section>
     <section>

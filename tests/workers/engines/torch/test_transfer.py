@@ -193,10 +193,10 @@ async def test_the_control_another_prompts_blocks_change_the_logits(tmp_path: Pa
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source, prompt_of(2, 43))
         # As if the source had another prompt's blocks under this prompt's hashes.
-        (promise,) = source.engine._transfer._kept._promises.values()  # type: ignore[union-attr]
-        promise.table.chain[:] = blocks_of(PROMPT)
+        (hold,) = source.engine._transfer._kept._holds.values()  # type: ignore[union-attr]
+        hold.table.chain[:] = blocks_of(PROMPT)
         tokens, _ = await target.ask(PROMPT, 6, source=kept)
-        promise.table.chain[:] = blocks_of(prompt_of(2, 43))
+        hold.table.chain[:] = blocks_of(prompt_of(2, 43))
 
     assert tokens != alone(PROMPT, 6)
 

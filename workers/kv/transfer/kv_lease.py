@@ -1,4 +1,4 @@
-"""Blocks that another worker was promised: none of them goes before it has them."""
+"""Blocks leased to another worker: none of them goes before it has them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Hold(Generic[K]):
     is_taken: bool = False
 
 
-class KeptBlocks(Generic[K]):
+class LeasedBlocks(Generic[K]):
     """The blocks of tables are held until they were asked for, or until their lease ends.
 
     release: gives a table back. It is called on the event loop, and once for each table.
@@ -30,45 +30,45 @@ class KeptBlocks(Generic[K]):
 
     def __init__(self, release: Callable[[K], None]) -> None:
         self._release = release
-        self._promises: dict[str, _Hold[K]] = {}
+        self._holds: dict[str, _Hold[K]] = {}
 
     @property
     def tables(self) -> list[K]:
         """What waits to be fetched."""
-        return [promise.table for promise in self._promises.values()]
+        return [hold.table for hold in self._holds.values()]
 
     def keep(self, table: K, lease_s: float) -> str:
         """Returns an id that nobody guesses: whoever knows it may read the blocks."""
         transfer_id = new_id()
         lease = asyncio.get_running_loop().call_later(lease_s, self.end, transfer_id)
-        self._promises[transfer_id] = _Hold(table, lease)
+        self._holds[transfer_id] = _Hold(table, lease)
         return transfer_id
 
     @contextmanager
     def taken(self, transfer_id: str) -> Iterator[K]:
         """The table, which stays as long as this. Raises TransferError if it was let go, or
         others have it."""
-        promise = self._promises.get(transfer_id)
-        if promise is None or promise.is_taken:
+        hold = self._holds.get(transfer_id)
+        if hold is None or hold.is_taken:
             raise TransferError(f"transfer_id: {transfer_id!r} was fetched, or its lease has ended")
-        promise.is_taken = True
+        hold.is_taken = True
         try:
-            yield promise.table
+            yield hold.table
         finally:
             self._let_go(transfer_id)
 
     def end(self, transfer_id: str) -> None:
         """Nobody needs the blocks, or the lease has ended. Who has them keeps them."""
-        promise = self._promises.get(transfer_id)
-        if promise is not None and not promise.is_taken:
+        hold = self._holds.get(transfer_id)
+        if hold is not None and not hold.is_taken:
             self._let_go(transfer_id)
 
     def close(self) -> None:
         """Let go of all of them. Call once nobody has any."""
-        for transfer_id in list(self._promises):
+        for transfer_id in list(self._holds):
             self.end(transfer_id)
 
     def _let_go(self, transfer_id: str) -> None:
-        promise = self._promises.pop(transfer_id)
-        promise.lease.cancel()
-        self._release(promise.table)
+        hold = self._holds.pop(transfer_id)
+        hold.lease.cancel()
+        self._release(hold.table)

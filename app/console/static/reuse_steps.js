@@ -20,12 +20,12 @@ export function toned(losses) {
   return Object.fromEntries(causes.map((cause, at) => [cause, cause === "new" ? "rest" : TONES[at % TONES.length]]));
 }
 
-export function Funnel({ counts }) {
+export function ReuseSteps({ counts }) {
   const all = counts.prompt_tokens;
   const losses = counts.losses ?? [];
   const tones = toned(losses);
   if (!all) return html`<p class="empty">No prompt has been routed yet.</p>`;
-  return html`<div class="funnel">
+  return html`<div class="reuse-steps">
     ${STEPS.map(([step, name, hint]) => {
       const lost = losses.filter(({ to, tokens }) => to === step && tokens > 0);
       const parts = [
