@@ -22,6 +22,7 @@ from app.core.extras import extra
 from app.core.keys import Keyspace
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import COMMON, LOG_LEVELS, Text, parse_engines
+from app.core.settings.picker import OF_CARRIAGE, PickerSettings
 from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
@@ -144,6 +145,36 @@ def router(**values: Any) -> None:
             read=lambda: RouterSettings(**read_again(ctx)),
         )
     )
+
+
+@main.command(cls=Command)
+@with_config_file
+@options(PickerSettings, without=OF_CARRIAGE)
+def picker(**values: Any) -> None:
+    """Tell gateways where requests go, by Envoy's ext_proc. Any number of pickers can share a
+    Redis."""
+    _end_when_told()
+    settings = _picker_settings(values)
+    _start_log(settings.log_level)
+    from app.http.server import listen, run
+
+    with extra("gateway"):
+        from app.gateway.main import serve
+    Keyspace(settings.namespace)  # a bad one is refused before a port is taken
+    ctx = click.get_current_context()
+    run(
+        serve(
+            settings,
+            listen(settings.host, settings.port),
+            file=ctx.meta[FILE],
+            read=lambda: _picker_settings(read_again(ctx)),
+        )
+    )
+
+
+def _picker_settings(values: dict[str, Any]) -> PickerSettings:
+    # Comments are for who waits for a stream that this process sends.
+    return PickerSettings(**values, comment_every_s=0.0)
 
 
 @main.command(cls=Command)

@@ -9,8 +9,8 @@ from dataclasses import fields
 
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import variable
+from app.core.settings.picker import PickerSettings
 from app.core.settings.planner import PlannerSettings
-from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 
 OTHERS = frozenset(
@@ -24,7 +24,7 @@ OTHERS = frozenset(
 """Of `kvroute up` and of deploy/haproxy.cfg."""
 SETTINGS = OTHERS | {
     variable(f)
-    for settings in (RouterSettings, WorkerSettings, EngineAgentSettings, PlannerSettings)
+    for settings in (PickerSettings, WorkerSettings, EngineAgentSettings, PlannerSettings)
     for f in fields(settings)
 }
 _NOT_OURS = re.compile(r"KVROUTE_TEST_|KVROUTE_(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_|$)")

@@ -38,6 +38,11 @@ NEEDS_TORCH = frozenset(
     }
 )
 
+NEEDS_GRPC = frozenset(
+    f"app.gateway.{name}"
+    for name in ("main", "processor", "exchange", "picked", "answer", "messages", "ext_proc")
+)
+
 # For each line `package without modules`, in turn: imports that and all modules below it except
 # those, and prints in one line what is loaded by then.
 IMPORT_ALL = """
@@ -84,6 +89,7 @@ ROOMS = frozenset(
         "options",
         "planner",
         "simulation",
+        "gateway",
     )
 )
 """All of app but `app.cli`, which imports them when a subcommand is called."""
@@ -156,7 +162,21 @@ CHAINS = [
                 *("console", "edge"),
             ),
         ),
-        Boundary("app", TESTS | {"torch", "workers", "opentelemetry.exporter"}),
+        Boundary(
+            "app",
+            TESTS | {"torch", "workers", "opentelemetry.exporter", "grpc"},
+            without=NEEDS_GRPC,
+        ),
+    ],
+    [
+        Boundary(
+            "app.gateway",
+            frozenset({"aiohttp", "torch"})
+            | beyond(
+                *("core", "policy", "state", "router", "http", "tokens", "door", "options", "ops"),
+                *("console", "edge", "gateway"),
+            ),
+        ),
     ],
     [
         Boundary("app.options", WEB | {"redis", "torch"} | beyond("core", "policy", "options")),
@@ -206,6 +226,8 @@ CHAINS = [
 def loaded(*imported: Boundary, root: Path = ROOT) -> list[set[str]]:
     """Names of all modules in a fresh process that imported these in turn, after each of them."""
     missing = NEEDS_TORCH if importlib.util.find_spec("torch") is None else frozenset()
+    if importlib.util.find_spec("grpc") is None:
+        missing |= NEEDS_GRPC
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL],
         input="\n".join(" ".join((one.package, *one.without, *missing)) for one in imported),

@@ -134,6 +134,7 @@ def test_the_help_lists_all_commands() -> None:
         "drain",
         "explain",
         "inspect",
+        "picker",
         "planner",
         "replay",
         "reset",

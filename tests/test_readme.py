@@ -10,6 +10,7 @@ import pytest
 
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import shown_default, variable
+from app.core.settings.picker import PickerSettings
 from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
@@ -25,7 +26,7 @@ DOCUMENTS = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("
 
 @pytest.mark.parametrize(
     "settings",
-    [RouterSettings, WorkerSettings, EngineAgentSettings, PlannerSettings],
+    [RouterSettings, PickerSettings, WorkerSettings, EngineAgentSettings, PlannerSettings],
     ids=lambda s: s.__name__,
 )
 def test_the_configuration_table_has_every_setting_with_its_default_and_help(settings):
@@ -46,7 +47,7 @@ def test_every_setting_is_used_by_a_test_or_named_by_a_page_a_deployment_or_a_lo
         word.replace("-", "_").removeprefix("no_") for word in re.findall(r"[a-z][\w-]*", text)
     }
     words |= {word.removeprefix("KVROUTE_").lower() for word in re.findall(r"KVROUTE_\w+", text)}
-    kinds = (RouterSettings, WorkerSettings, EngineAgentSettings, PlannerSettings)
+    kinds = (PickerSettings, WorkerSettings, EngineAgentSettings, PlannerSettings)
     settings = {f.name.removeprefix("no_") for kind in kinds for f in fields(kind)}
     assert settings - words == set()
 

@@ -125,6 +125,10 @@ class Lifecycle:
         name = self.record.failures[-1].worker
         self._request = replace(self._request, exclude=self._request.exclude - {name})
 
+    def passes_over(self, workers: Iterable[str]) -> None:
+        """The next decision is for none of these."""
+        self._request = replace(self._request, exclude=self._request.exclude.union(workers))
+
     async def pardon(self, failures: Iterable[tuple[Decision, Failure]]) -> None:
         """It was this request that those workers failed of."""
         blamed = []

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
+from typing import Protocol
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -65,15 +66,27 @@ EXPOSED = (
 READS_OF_THE_INDEX = ("match", "predicted")
 
 
+class Beside(Protocol):
+    """What a replica serves beside HTTP."""
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+
+    async def stop(self) -> None:
+        """Take nothing more; returns once what is under way has ended."""
+
+
 async def serve_router(
     settings: RouterSettings,
     *sockets: socket.socket,
     file: str = "",
     read: Callable[[], RouterSettings] | None = None,
+    beside: Callable[[Application], Beside] | None = None,
 ) -> None:
     """Run a replica until it is told to stop.
 
-    file: with settings, that may change while it runs. read: see LiveSettings.
+    file: with settings, that may change while it runs. read: see LiveSettings. beside: makes what
+    else it serves.
 
     The environment is asked for OTEL_* variables, which OpenTelemetry's SDK reads itself, too.
     Raises ConfigError for bad settings, or a Redis that would drop keys when its memory is full.
@@ -84,6 +97,9 @@ async def serve_router(
     async with connected(settings.redis_url, CHECK_TIMEOUT_S):
         pass
     replica = app.replica
+    also = beside(app) if beside is not None else None
+    if also is not None:
+        replica.beside.append(also.run)
     for listening in sockets:
         check_open(listening.getsockname()[0], replica.keys, no_auth=settings.no_auth)
     if file and read is not None:
@@ -106,6 +122,8 @@ async def serve_router(
 
     async def stop() -> None:
         replica.is_stopping = True
+        if also is not None:
+            await also.stop()
         await routers.stop()
 
     await serve(
@@ -177,6 +195,7 @@ class Application(FastAPI):
                 running = [
                     tasks.create_task(replica.door.run()),
                     tasks.create_task(replica.routers.run()),
+                    *(tasks.create_task(run()) for run in replica.beside),
                     *(
                         tasks.create_task(supervised(watched.what, watched.run, failures))
                         for watched in replica.watched

@@ -49,6 +49,8 @@ from app.router.prompt import check_length
 
 log = logging.getLogger(__name__)
 
+CARRIER = "kvroute.carrier"
+"""In a request's scope: what carries it in place of Carriage, and is made as that is."""
 MAX_ID = 128
 BEGUN_S = int(time.time())
 """When this process began: models have no other date."""
@@ -137,7 +139,7 @@ class _Exchange:
         migrates = settings.migrate and can_migrate(generation, fields, ids, model.workers)
         if generation.streams:
             client.waits()
-        carriage = Carriage(
+        carriage = client.scope.get(CARRIER, Carriage)(
             door.door,
             self.life,
             Outgoing(self.body, generation, ids, model.name, migrates),

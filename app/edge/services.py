@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.console.console import Console
 from app.core.keys import Keyspace
@@ -40,6 +41,8 @@ class Services:
     """None: it is off."""
     watched: list[WatchedFiles]
     """What files say that may change."""
+    beside: list[Callable[[], Coroutine[Any, Any, object]]] = field(default_factory=list)
+    """What else runs while the replica does. What it raises ends the replica."""
     clients: set[Client] = field(default_factory=set)
     """Who waits for an answer."""
     is_stopping: bool = False

@@ -45,15 +45,18 @@ def configuration() -> str:
     """Every setting: its flag, its variable, its default and its meaning, for each process."""
     from app.core.settings.agent import EngineAgentSettings
     from app.core.settings.kinds import CommonSettings
+    from app.core.settings.picker import OF_CARRIAGE, PickerSettings
     from app.core.settings.planner import PlannerSettings
     from app.core.settings.router import RouterSettings
     from app.core.settings.worker import MemberSettings, WorkerSettings
 
     shared = {f.name for f in fields(CommonSettings)}
+    router = {f.name for f in fields(RouterSettings)}
     member = {f.name for f in fields(MemberSettings)}
     sections = (
         ("All processes", fields(CommonSettings)),
         ("Routers", [f for f in fields(RouterSettings) if f.name not in shared]),
+        ("Pickers", [f for f in fields(PickerSettings) if f.name not in router]),
         (
             "Workers and agents beside engines",
             [f for f in fields(MemberSettings) if f.name not in shared],
@@ -70,7 +73,9 @@ def configuration() -> str:
         "",
         WRITTEN_BY,
         "",
-        "Each part below is a command: `kvroute router`, `worker`, `agent` or `planner`. Every "
+        "Each part below is a command: `kvroute router`, `picker`, `worker`, `agent` or `planner`. "
+        "A picker has a router's settings too, but for "
+        f"{', '.join(f'`{name.replace(chr(95), chr(45))}`' for name in OF_CARRIAGE)}. Every "
         "setting is a flag, an environment variable, and a key of the TOML file that `--config` "
         "(`KVROUTE_CONFIG`) names, spelt like the flag: `wait-queue = 64`. The flag goes before "
         "the variable, and that before the file. What is only on or off has a flag for each, "

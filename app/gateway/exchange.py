@@ -1,0 +1,160 @@
+"""One request of a gateway, from its headers to the end of its answer: an ASGI server's part."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from grpc.aio import EOF
+from starlette.types import Message, Scope
+
+from app.edge.openai import CARRIER
+from app.gateway import messages
+from app.gateway.messages import Request, Response
+from app.http.held import HELD, HeldBodies, HeldBody
+from app.http.watch import ON_GONE
+
+UNKNOWN = "unknown"
+"""Holder of what comes from who knows where."""
+
+
+class Call(Protocol):
+    """One call of a gateway, as grpc has it. All else of it is of no use here."""
+
+    async def read(self) -> Any: ...
+
+    async def write(self, message: Response) -> None: ...
+
+
+class Exchange:
+    """Reads what the gateway says, and says what an application answers.
+
+    Until `hand_on`, what the application sends is an answer in place of a worker's; from then on it
+    is about that worker's answer.
+    """
+
+    def __init__(self, call: Call, first: Request, held: HeldBodies) -> None:
+        """first: the headers of the request."""
+        self._call = call
+        self.first = first
+        self.headers = messages.headers_of(first.request_headers.headers)
+        self.answer_mode: int = first.protocol_config.response_body_mode
+        """How the gateway passes bodies of answers. One that does not say passes them."""
+        if not first.HasField("protocol_config"):
+            self.answer_mode = messages.FULL_DUPLEX_STREAMED
+        self._has_body = not first.request_headers.end_of_stream
+        self._ahead: asyncio.Task[Request | None] | None = None
+        self._on_gone: Callable[[], None] | None = None
+        self._is_handed_on = False
+        self._start: Message = {}
+        self._body: list[bytes] = []
+        self._piece: bytes = b""
+        self.client = _client_in(self.headers)
+        self.held = HeldBody(held, self.client)
+
+    def scope(self, carrier: Callable[..., object]) -> Scope:
+        """As ASGI has it. carrier: see app/edge/openai.py."""
+        about = dict(self.headers)
+        path, _, query = about.get(b":path", b"/").partition(b"?")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": about.get(b":method", b"GET").decode("latin-1"),
+            "scheme": about.get(b":scheme", b"http").decode("latin-1"),
+            "path": path.decode("latin-1"),
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": [each for each in self.headers if not each[0].startswith(b":")],
+            "client": (self.client, 0),
+            "server": None,
+            HELD: self.held,
+            ON_GONE: self._watch,
+            CARRIER: carrier,
+        }
+
+    async def read(self) -> Request | None:
+        """What the gateway says next; None: it says no more."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            return await ahead
+        return await self._read()
+
+    async def _read(self) -> Request | None:
+        said = await self._call.read()
+        return said if said is not EOF else None
+
+    def _watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Have `on_gone` called once the gateway has hung up; None: nothing."""
+        self._on_gone = on_gone
+        if on_gone is not None and self._ahead is None:
+            self._ahead = asyncio.ensure_future(self._read())
+            self._ahead.add_done_callback(self._look)
+
+    def _look(self, ahead: asyncio.Task[Request | None]) -> None:
+        has_ended = not ahead.cancelled() and not ahead.exception() and ahead.result() is None
+        if has_ended and self._on_gone is not None and not self._is_handed_on:
+            self._on_gone()
+
+    def close(self) -> None:
+        self.held.clear()
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    async def receive(self) -> Message:
+        """As ASGI's."""
+        if not self._has_body:
+            return {"type": "http.request", "body": b"", "more_body": False}
+        said = await self.read()
+        if said is None:
+            return {"type": "http.disconnect"}
+        piece = said.request_body.body
+        # What comes behind trailers is of the answer.
+        self._has_body = said.HasField("request_body") and not said.request_body.end_of_stream
+        self.held.add(len(piece))
+        return {"type": "http.request", "body": piece, "more_body": self._has_body}
+
+    async def hand_on(self, *said: Response) -> None:
+        """Have a worker answer. said: where that is, and what it gets."""
+        self._is_handed_on = True
+        self.held.clear()
+        for one in said:
+            await self._call.write(one)
+
+    async def say(self, said: Response) -> None:
+        await self._call.write(said)
+
+    def takes(self, piece: bytes) -> None:
+        """What is sent next is all that goes on of this piece of an answer."""
+        self._piece = piece
+
+    async def send(self, message: Message) -> None:
+        """As ASGI's."""
+        if self._is_handed_on:
+            await self._answer(message)
+        elif message["type"] == "http.response.start":
+            self._start = message
+        else:
+            self._body.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                status, headers = self._start["status"], self._start["headers"]
+                await self.say(messages.at_once(status, headers, b"".join(self._body)))
+
+    async def _answer(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self.say(messages.answer_headers(message["headers"]))
+        elif self.answer_mode != messages.NONE:
+            is_last = not message.get("more_body", False)
+            passed = message.get("body", b"")
+            for said in messages.answer_piece(
+                self._piece, passed, mode=self.answer_mode, is_last=is_last
+            ):
+                await self.say(said)
+
+
+def _client_in(headers: messages.Headers) -> str:
+    """The address that the gateway, or what stands before it, saw last."""
+    said = dict(headers).get(b"x-forwarded-for", b"")
+    return said.rpartition(b",")[2].strip().decode("latin-1") or UNKNOWN

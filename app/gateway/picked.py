@@ -1,0 +1,258 @@
+"""A request whose worker is picked here, and which a gateway carries."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from starlette.requests import ClientDisconnect
+
+from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
+from app.core.failures import Failure
+from app.core.outcomes import of_refusal
+from app.core.types import WorkerKey
+from app.core.worker_report import Role, WorkerInfo
+from app.door import after_failure, whole_answer
+from app.door.client import Client, Headers
+from app.door.door import Door
+from app.door.forwarding import Outgoing
+from app.door.lifecycle import Lifecycle
+from app.door.stream import usage_in
+from app.door.transfer.sources import of_rank
+from app.gateway import messages
+from app.gateway.answer import Answer
+from app.gateway.endpoints import Endpoints, several
+from app.gateway.exchange import Exchange
+from app.gateway.messages import FULL_DUPLEX_STREAMED, NONE
+from app.policy.decision import Decision
+
+MAX_LOOKED_AT = 16
+"""Workers of which the least loaded are those to fall back to."""
+_KEPT = (b"host", b"content-length", b"content-type", b"transfer-encoding")
+_OF_GATEWAYS = (b":", b"x-envoy-", b"x-gateway-")
+
+
+class Picked:
+    """Takes the place of the door's Carriage, and has its words, where a gateway asks."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        endpoints: Endpoints,
+        num_fallbacks: int,
+        send_ids: bool,
+        test_selection: bool,
+        door: Door,
+        life: Lifecycle,
+        outgoing: Outgoing,
+        path: str,
+        headers: Headers,
+        client: Client,
+    ) -> None:
+        self._exchange = exchange
+        self._endpoints = endpoints
+        self._num_fallbacks = num_fallbacks
+        self._test_selection = test_selection
+        self._door = door
+        self._life = life
+        self._outgoing = outgoing
+        self._path = path
+        self._headers = headers
+        self._client = client
+        self._at: Mapping[WorkerKey, str] = {}
+        """Endpoints of the workers that may be picked."""
+        self._chosen: list[str] = []
+        """By a test, in its order."""
+        self._worker: WorkerInfo
+        """That has the request."""
+        if not send_ids:
+            outgoing.ids = replace(outgoing.ids, are_sent=False)
+        if exchange.answer_mode != FULL_DUPLEX_STREAMED:
+            # What was not asked for could not be taken out again.
+            outgoing.asked = replace(outgoing.asked, wants_usage=True)
+
+    async def run(self) -> None:
+        """Have the gateway send the request to a worker; ends `life` unless it raises. Raises as
+        Router.route; ClientDisconnect if the gateway leaves before it has told of the end."""
+        await self._confine()
+        decision = await self._life.decide()
+        self._worker = decision.worker
+        body = self._outgoing.for_worker(decision.worker)
+        going = messages.goes_to(
+            ",".join(self._told(decision)), *self._changes(decision.worker), body
+        )
+        await self._exchange.hand_on(going, *messages.pieces(body))
+        await self._follow()
+
+    async def _confine(self) -> None:
+        """Only workers that the gateway can reach, and lets be picked, are decided on. Raises
+        NoWorkers if there are none."""
+        admitted = self._life.admitted
+        workers = admitted.model.workers
+        self._at = at = await self._endpoints.of(workers)
+        first = self._exchange.first
+        allowed = several(messages.metadata_in(first, messages.SUBSET_HINT, messages.SUBSET))
+        about = dict(self._exchange.headers)
+        if self._test_selection and messages.TEST_SELECTION in about:
+            allowed = several(about[messages.TEST_SELECTION].decode("latin-1"))
+            self._chosen = [each for each in allowed if each in at.values()]
+            allowed = self._chosen[:1] or allowed
+        if allowed:
+            self._at = at = {key: each for key, each in at.items() if each in allowed}
+        if not at:
+            raise NoWorkers("no worker is alive among those that the gateway may send it to")
+        request = admitted.request
+        request.local_only = True
+        if len(at) < len(workers):
+            others = (str(info.key) for info in workers if info.key not in at)
+            request.exclude = request.exclude.union(others)
+
+    def _told(self, decision: Decision) -> list[str]:
+        """Endpoints in the order in which they are to be tried."""
+        first = self._at[decision.worker.key]
+        if self._chosen:
+            return [first, *(each for each in self._chosen if each != first)]
+        return [first, *self._fallbacks(decision)]
+
+    def _fallbacks(self, decision: Decision) -> list[str]:
+        """Endpoints of some of the least loaded other workers, which take the same request."""
+        life, chosen = self._life, decision.worker
+        view = life.admitted.model.router.fleet.last_view
+        if view is None or not self._num_fallbacks or len(self._at) < 2:
+            return []
+        excluded = life.admitted.request.exclude
+
+        def may_be(info: WorkerInfo) -> bool:
+            return (
+                info.key != chosen.key
+                and info.key in self._at
+                and (info.role, info.engine) == (chosen.role, chosen.engine)
+                and info.role is not Role.PREFILL
+                and not excluded & {str(info.key), info.key.worker_id}
+                and of_rank(info) == of_rank(chosen)
+            )
+
+        fitting = [at for at, info in enumerate(view.infos) if may_be(info)]
+        some = random.sample(fitting, min(len(fitting), MAX_LOOKED_AT))
+        some.sort(key=view.total)
+        return [self._at[view.infos[at].key] for at in some[: self._num_fallbacks]]
+
+    def _changes(self, worker: WorkerInfo) -> tuple[Headers, list[bytes]]:
+        """Headers that are set for the engine, and names of those that do not go on."""
+        given = {*self._exchange.headers}
+        going = [*self._headers, *of_rank(worker)]
+        names = {name for name, _ in going}
+        dropped = {
+            name
+            for name, _ in given
+            if name not in names and name not in _KEPT and not name.startswith(_OF_GATEWAYS)
+        }
+        return [each for each in going if each not in given], sorted(dropped)
+
+    async def _follow(self) -> None:
+        """Look at what passes of the answer, until it ends."""
+        while (said := await self._exchange.read()) is not None:
+            if said.HasField("response_headers"):
+                answer = Answer(said, self._outgoing, self._exchange.answer_mode)
+                await self._moved(said)
+                await self._begins(answer, is_all=said.response_headers.end_of_stream)
+                break
+        else:
+            raise ClientDisconnect
+        is_over = said.response_headers.end_of_stream
+        while not is_over and (said := await self._exchange.read()) is not None:
+            is_over = await self._passes(answer, said)
+        if not is_over and self._exchange.answer_mode != NONE:
+            raise ClientDisconnect
+        await self._end(answer)
+
+    async def _begins(self, answer: Answer, *, is_all: bool) -> None:
+        self._life.record.status = answer.status
+        if answer.in_events:
+            parser, most = answer.parser, self._outgoing.most_tokens(self._worker)
+            self._life.hears(lambda: (parser.num_said, usage_in(parser.tail, most)))
+        await self._client.start(answer.status, [])
+        if is_all:
+            return
+        if self._exchange.answer_mode == NONE and answer.status < 400:
+            self._life.first_token(is_seen=answer.in_events)
+
+    async def _passes(self, answer: Answer, said: messages.Request) -> bool:
+        """Whether that was the end."""
+        if said.HasField("response_trailers"):
+            await self._exchange.say(messages.answer_trailers())
+            return True
+        if not said.HasField("response_body"):
+            return False
+        piece, is_last = said.response_body.body, bool(said.response_body.end_of_stream)
+        passed = answer.passed(piece, is_last=is_last)
+        if answer.parser.has_first_token:
+            self._life.first_token()
+        self._exchange.takes(piece)
+        is_changed = self._exchange.answer_mode == FULL_DUPLEX_STREAMED
+        await self._client.send(passed if is_changed else piece, last=is_last)
+        return is_last
+
+    async def _end(self, answer: Answer) -> None:
+        life, parser = self._life, answer.parser
+        failure, cause = self._failure_of(answer), ""
+        if failure is not None:
+            cause = failure.cause
+        if answer.status >= 400:
+            is_full = failure is not None and after_failure.takes_no_more(failure)
+            outcome = of_refusal(answer.status, is_failure=failure is not None, is_full=is_full)
+        elif parser.failed:
+            outcome = "error_event"
+        else:
+            outcome = "ok" if failure is None else "worker_failed"
+        words = self._door.words.of(answer.error, self._outgoing.body) if outcome != "ok" else ""
+        life.record.error = words
+        usage = None
+        if outcome == "ok":
+            usage = usage_in(parser.tail, self._outgoing.most_tokens(self._worker))
+            life.first_token(is_seen=False)
+        if failure is not None:
+            await self._leave(failure, cause, words)
+        life.end(outcome, ended_by="" if outcome == "ok" else "worker", usage=usage)
+
+    def _failure_of(self, answer: Answer) -> Failure | None:
+        """How the worker failed; None: it did not, or nobody can tell."""
+        if answer.is_of_gateway:
+            return after_failure.of_break(after_failure.UNREACHABLE, is_late=False, is_whole=False)
+        if answer.in_events:
+            if answer.parser.failed:
+                return after_failure.of_event(answer.parser.error)
+            is_cut = answer.sees_all and not answer.parser.has_ended
+            return after_failure.wrong(after_failure.CUT) if is_cut else None
+        if not answer.first and answer.status in (200, 404, 405):
+            return None  # only a body says whose fault that is
+        return whole_answer.failure_of(
+            *(answer.status, answer.headers, answer.first),
+            model=self._life.admitted.model.name,
+            path=self._path,
+            is_all=False,
+        )
+
+    async def _moved(self, said: messages.Request) -> None:
+        """Move the reservation to the worker that the gateway has sent the request to, if that is
+        another one."""
+        served = messages.metadata_in(said, messages.LB, messages.SERVED)
+        if not served or served == self._at[self._worker.key]:
+            return
+        workers = self._life.admitted.model.workers
+        there = [info for info in workers if self._at.get(info.key) == served]
+        if not there:
+            return
+        unreached = after_failure.of_break(after_failure.UNREACHABLE, is_late=False, is_whole=False)
+        await self._leave(unreached, after_failure.UNREACHABLE, f"served at {served} instead")
+        self._worker = there[0]
+        self._life.passes_over(str(info.key) for info in workers if info not in there)
+        # It is there now, whether or not that worker takes more.
+        with suppress(RoutingError, RedisUnavailable):
+            await self._life.decide()
+
+    async def _leave(self, failure: Failure | None, cause: str, words: str) -> None:
+        with suppress(RedisUnavailable):
+            await self._life.worker_failed(failure, cause, words)

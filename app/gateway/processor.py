@@ -1,0 +1,134 @@
+"""Answers gateways that ask where requests go: Envoy's ext_proc, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from starlette.exceptions import HTTPException
+
+from app.core.errors import ConfigError
+from app.core.settings.picker import PickerSettings
+from app.door.asked import is_of_door
+from app.edge.app import Application
+from app.edge.client import JSON
+from app.edge.errors import answer_to
+from app.edge.tls import certificate_of
+from app.gateway import ext_proc, messages
+from app.gateway.endpoints import Endpoints
+from app.gateway.exchange import Exchange
+from app.gateway.picked import Picked
+from app.http.held import HeldBodies
+
+log = logging.getLogger(__name__)
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+LIVENESS, READINESS = "liveness", "readiness"
+LOOK_EVERY_S = 1.0
+_OPTIONS = (
+    # Else two processes may have the same port, and share what comes.
+    ("grpc.so_reuseport", 0),
+    # A gateway whose machine is gone does not hang up.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+)
+_Health = health_pb2.HealthCheckResponse
+
+
+class Processor:
+    """What a picker serves over gRPC, beside what a router does over HTTP."""
+
+    def __init__(self, app: Application, settings: PickerSettings) -> None:
+        """Raises ConfigError if the port cannot be had."""
+        self._app = app
+        self._settings = settings
+        self._held = HeldBodies(settings.max_held_bytes)
+        self._endpoints = Endpoints()
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            request_deserializer=ext_proc.ProcessingRequest.FromString,
+            response_serializer=ext_proc.ProcessingResponse.SerializeToString,
+        )
+        handler = grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
+        self._server.add_generic_rpc_handlers((handler,))
+        self.port = self._listen()
+
+    def _listen(self) -> int:
+        settings = self._settings
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        where = f"{host}:{settings.grpc_port}"
+        certificate = certificate_of(settings.tls_cert, settings.tls_key)
+        try:
+            if certificate is None:
+                return int(self._server.add_insecure_port(where))
+            return int(self._server.add_secure_port(where, _credentials(*certificate.files)))
+        except RuntimeError:
+            raise ConfigError(f"cannot listen on {where}: grpc_port is taken") from None
+
+    async def run(self) -> None:
+        """Serve until cancelled; what goes on then is cut."""
+        for name in ("", LIVENESS, SERVICE):
+            await self._health.set(name, _Health.SERVING)
+        await self._health.set(READINESS, _Health.NOT_SERVING)
+        await self._server.start()
+        log.info("picker listening on port %d", self.port)
+        try:
+            while True:
+                is_ready, _ = await self._app.replica.readiness.now()
+                state = _Health.SERVING if is_ready else _Health.NOT_SERVING
+                await self._health.set(READINESS, state)
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            await self._server.stop(None)
+
+    async def stop(self) -> None:
+        """Take no more requests; returns once those under way have ended, or after `drain_s`."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(self._settings.drain_s)
+
+    async def _process(self, _: object, call: grpc.aio.ServicerContext) -> None:
+        """One request of a gateway."""
+        first = await call.read()
+        if first is grpc.aio.EOF:
+            return
+        if problem := messages.problem_of(first):
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        exchange = Exchange(call, first, self._held)
+        settings = self._settings
+        carrier = partial(
+            Picked,
+            exchange,
+            self._endpoints,
+            settings.fallbacks,
+            settings.send_ids,
+            settings.test_selection,
+        )
+        scope = exchange.scope(carrier)
+        try:
+            if is_of_door(scope["path"]):
+                await self._app(scope, exchange.receive, exchange.send)
+            else:
+                status, headers, body = answer_to(HTTPException(404), scope["path"])
+                await exchange.say(messages.at_once(status, [JSON, *headers], body))
+        finally:
+            exchange.close()
+
+
+def _credentials(cert: str, key: str) -> grpc.ServerCredentials:
+    """Of files that are read again for each connection: gateways keep theirs."""
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        pair = Path(key).read_bytes(), Path(cert).read_bytes()
+        return grpc.ssl_server_certificate_configuration([pair])
+
+    return grpc.dynamic_ssl_server_credentials(read(), read)

@@ -1,0 +1,284 @@
+"""What a picker tells a gateway, message by message."""
+
+from __future__ import annotations
+
+import grpc
+import orjson
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.asyncio import Redis
+
+from app.core.errors import ConfigError
+from app.gateway.messages import CHUNK_BYTES, NONE, SUBSET, TEST_SELECTION
+from app.gateway.processor import LIVENESS, READINESS, SERVICE
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import registered, worker_here
+from tests.eventually import eventually
+from tests.gateway.conftest import DONE, EVENTS, USAGE, fleet, picking
+
+ASKS = {"model": "m", "prompt": [*range(1, 13)], "stream": True}
+FIRST, SECOND = "10.0.0.1:80", "10.0.0.2:80"
+
+
+async def test_a_request_goes_to_one_worker_with_the_other_to_fall_back_to(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url) as gateway:
+        asked, told = await gateway.asks(ASKS)
+        assert {*told.endpoints.split(",")} == {FIRST, SECOND}
+        assert told.metadata == told.endpoints
+        first = "w1" if told.endpoints.startswith(FIRST) else "w2"
+        await gateway.until_reserved(**{first: 1})
+        await asked.answer_begins()
+        await asked.answers(*EVENTS, DONE)
+        await asked.ends()
+        await gateway.until_reserved()
+
+
+async def test_a_gateway_that_tries_once_is_told_of_one_worker(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url, fallbacks=0) as gateway:
+        _, told = await gateway.asks(ASKS)
+        assert told.endpoints in (FIRST, SECOND)
+
+
+async def test_the_body_goes_on_and_its_length_is_right(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    body = orjson.dumps(ASKS | {"user": "x" * 150_000})
+    async with fleet(redis, one_redis_server.url) as gateway:
+        _, told = await gateway.asks(body, pieces=7)
+        # Usage is asked for, as it is taken out again of what passes.
+        assert told.fields == orjson.loads(body) | {"stream_options": {"include_usage": True}}
+        assert told.headers["content-length"] == b"%d" % len(told.body)
+        assert told.num_pieces == -(-len(told.body) // CHUNK_BYTES) == 3
+
+
+@pytest.mark.parametrize("send_ids", [True, False])
+async def test_an_engine_gets_the_ids_of_its_prompt_only_where_that_is_asked_for(
+    send_ids: bool, one_redis_server: EmbeddedRedis
+) -> None:
+    url, chat = one_redis_server.url, "/v1/chat/completions"
+    asks = {"messages": [{"role": "user", "content": "hello"}]}
+    async with worker_here(url, "a"), picking(url, send_ids=send_ids) as gateway:
+        await gateway.until_serving(1)
+        _, told = await gateway.asks(asks, chat)
+        assert (b'"prompt_token_ids"' in told.body) is send_ids
+        assert told.headers["content-length"] == b"%d" % len(told.body)
+
+
+async def test_usage_that_nobody_asked_for_goes_no_further(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url) as gateway:
+        asked, _ = await gateway.asks(ASKS)
+        await asked.answer_begins()
+        assert await asked.answers(*EVENTS, USAGE, DONE) == [*EVENTS, b"", DONE]
+
+
+async def test_usage_is_not_asked_for_where_answers_do_not_pass(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url) as gateway:
+        asked, told = await gateway.asks(ASKS, mode=NONE)
+        assert told.fields == ASKS
+        await asked.answer_begins()
+        await asked.ends()
+        await gateway.until_reserved()
+
+
+async def test_the_first_token_frees_what_was_reserved_for_the_prompt(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async def queued(gateway) -> float:
+        workers = (await gateway.http.get("/v1/workers")).json()["workers"]
+        return sum(each["prefill_tokens"] for each in workers)
+
+    async with fleet(redis, one_redis_server.url) as gateway:
+        asked, _ = await gateway.asks(ASKS)
+        await eventually(lambda: queued(gateway), lambda tokens: tokens == 12)
+        await asked.answer_begins()
+        await asked.answers(EVENTS[0], ends=False)
+        await eventually(lambda: queued(gateway), lambda tokens: tokens == 0)
+        assert sum((await gateway.reserved()).values()) == 1
+
+
+async def test_a_gateway_that_hangs_up_releases(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url) as gateway:
+        before, _ = await gateway.asks(ASKS)
+        amid, _ = await gateway.asks(ASKS)
+        await amid.answer_begins()
+        await amid.answers(EVENTS[0], ends=False)
+        await eventually(gateway.reserved, lambda found: sum(found.values()) == 2)
+        before.call.cancel()
+        await eventually(gateway.reserved, lambda found: sum(found.values()) == 1)
+        await amid.ends()
+        await gateway.until_reserved()
+
+
+async def test_a_gateway_that_dies_releases(redis: Redis, one_redis_server: EmbeddedRedis) -> None:
+    async with fleet(redis, one_redis_server.url) as gateway:
+        await gateway.asks(ASKS)
+        await gateway.asks(ASKS)
+        await eventually(gateway.reserved, lambda found: sum(found.values()) == 2)
+        await gateway.channel.close()
+        await gateway.until_reserved()
+
+
+async def test_a_request_that_waits_is_given_up_when_its_gateway_leaves(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
+    async with fleet(redis, one_redis_server.url, 1, **options) as gateway:
+
+        async def waiting() -> float:
+            text = (await gateway.http.get("/metrics")).text
+            lines = [each for each in text.splitlines() if each.startswith("kvroute_waiting_req")]
+            return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+        await gateway.asks(ASKS)
+        asked = gateway.call()
+        await asked.headers("/v1/completions", mode=NONE, about={}, meta=None)
+        await asked.body(orjson.dumps(ASKS))
+        await eventually(waiting, lambda num: num == 1)
+        await asked.call.done_writing()
+        await eventually(waiting, lambda num: num == 0)
+
+
+async def test_a_gateway_confines_a_request_to_some_endpoints(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url) as gateway:
+        for allowed in (SECOND, [SECOND, "10.9.9.9:80"]):
+            _, told = await gateway.asks(ASKS, meta={SUBSET: allowed})
+            assert told.endpoints == SECOND
+        _, told = await gateway.asks(ASKS, meta={SUBSET: "10.9.9.9:80"})
+        assert (told.status, told.fields["error"]["code"]) == (503, "no_workers")
+
+
+@pytest.mark.parametrize("is_obeyed", [True, False])
+async def test_a_test_of_gateways_chooses_only_where_it_is_allowed_to(
+    is_obeyed: bool, redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    about = {TEST_SELECTION.decode(): f"{SECOND},{FIRST}"}
+    async with fleet(redis, one_redis_server.url, test_selection=is_obeyed) as gateway:
+        told = [(await gateway.asks(ASKS, about=about))[1].endpoints for _ in range(6)]
+        assert ({*told} == {f"{SECOND},{FIRST}"}) is is_obeyed
+
+
+async def test_a_reservation_moves_to_the_worker_that_answers(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url) as gateway:
+        asked, told = await gateway.asks(ASKS)
+        first, second = told.endpoints.split(",")
+        names = {FIRST: "w1", SECOND: "w2"}
+        await gateway.until_reserved(**{names[first]: 1})
+        await asked.answer_begins(served=second)
+        await gateway.until_reserved(**{names[second]: 1})
+        await asked.answers(*EVENTS, DONE)
+        await asked.ends()
+        await gateway.until_reserved()
+
+
+async def test_one_slot_is_promised_once(redis: Redis, one_redis_server: EmbeddedRedis) -> None:
+    url = one_redis_server.url
+    async with fleet(redis, url, 1, max_requests=1) as gateway, picking(url) as other:
+        await other.until_serving(1)
+        kept = [await each.asks(ASKS) for _ in range(3) for each in (gateway, other)]
+        told = [each for _, each in kept]
+        assert sorted(each.status for each in told) == [0, 429, 429, 429, 429, 429]
+        refused = next(each for each in told if each.status)
+        assert refused.fields["error"]["code"] == "all_workers_busy"
+        assert refused.headers["retry-after"].isdigit()
+
+
+async def test_no_worker_is_503(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
+    async with fleet(redis, one_redis_server.url, 1) as gateway:
+        _, told = await gateway.asks(ASKS | {"model": "other"})
+        assert (told.status, told.fields["error"]["code"]) == (404, "model_not_found")
+        _, told = await gateway.asks(b'{"mod')
+        assert told.status == 400
+        _, told = await gateway.asks({}, "/console/")
+        assert told.status == 404
+
+
+async def test_a_body_that_is_too_large_is_refused_as_at_the_door(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url, 1, max_request_bytes=1000) as gateway:
+        _, told = await gateway.asks(ASKS | {"user": "x" * 2000}, pieces=3)
+        assert (told.status, told.fields["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_keys_are_checked_and_stay_here(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    settings = {"api_key": "secret", "worker_key": "theirs"}
+    async with fleet(redis, one_redis_server.url, 1, **settings) as gateway:
+        _, told = await gateway.asks(ASKS)
+        assert told.status == 401
+        about = {"authorization": "Bearer secret", "x-vllm-priority": "9", "cookie": "a=b"}
+        _, told = await gateway.asks(ASKS, about=about)
+        assert told.headers["authorization"] == b"Bearer theirs"
+        assert {"x-vllm-priority", "cookie"} <= {*told.removed}
+        assert "authorization" not in told.removed
+
+
+async def test_without_a_key_for_workers_a_clients_key_goes_no_further(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url, 1) as gateway:
+        _, told = await gateway.asks(ASKS, about={"authorization": "Bearer mine"})
+        assert "authorization" in told.removed
+
+
+async def test_an_engine_that_fails_is_told_of(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url, 1) as gateway:
+        asked, _ = await gateway.asks(ASKS)
+        await asked.answer_begins(500, "application/json")
+        await asked.answers(b'{"error": {"message": "broken", "type": "server_error"}}')
+        await asked.ends()
+        text = (await gateway.http.get("/metrics")).text
+        assert 'outcome="engine_error"' in text
+
+
+async def test_its_health_says_what_is_served(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with picking(one_redis_server.url) as gateway:
+        stub = health_pb2_grpc.HealthStub(gateway.channel)
+
+        async def health(service: str) -> int:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            return int(answer.status)
+
+        serving = health_pb2.HealthCheckResponse.SERVING
+        for name in ("", LIVENESS, SERVICE):
+            assert await health(name) == serving
+        assert await health(READINESS) != serving
+        await registered(redis, "w1", f"http://{FIRST}")
+        await eventually(lambda: health(READINESS), lambda found: found == serving)
+
+
+async def test_a_filter_that_holds_bodies_back_is_told_what_is_needed(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    async with picking(one_redis_server.url) as gateway:
+        asked = gateway.call()
+        await asked.headers("/v1/completions", mode=2, about={}, meta=None)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"response_body_mode: needs NONE.*BUFFERED"):
+            await asked.call.read()
+
+
+async def test_a_port_that_is_taken_is_named(one_redis_server: EmbeddedRedis) -> None:
+    async with picking(one_redis_server.url) as gateway:
+        taken = gateway.processor.port
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{taken}: grpc_port"):
+            async with picking(one_redis_server.url, grpc_port=taken):
+                pass
