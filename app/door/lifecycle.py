@@ -120,10 +120,10 @@ class Lifecycle:
         result = "full" if is_full else "failed"
         await self._leave(FailedTry(str(self.decision.worker.key), result, cause, words), failure)
 
-    def asks_again(self) -> None:
-        """The worker that failed it last may have it once more, as there is no other."""
-        name = self.record.failures[-1].worker
-        self._request = replace(self._request, exclude=self._request.exclude - {name})
+    def asks_again(self, worker: WorkerInfo) -> None:
+        """A worker that failed it may have it once more, as there is no other."""
+        exclude = self._request.exclude - {str(worker.key)}
+        self._request = replace(self._request, exclude=exclude)
 
     def passes_over(self, workers: Iterable[str]) -> None:
         """The next decision is for none of these."""

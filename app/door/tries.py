@@ -90,11 +90,11 @@ class Tries:
             try:
                 decision = await life.decide()
             except NoWorkers as error:
-                if self._is_asked_again or not self._may_pass(refusal):
+                if refusal is None or self._is_asked_again or not self._may_pass(refusal):
                     nobody = error
                     break
                 self._is_asked_again = True
-                life.asks_again()
+                life.asks_again(refusal.worker)
                 continue
             try:
                 handover = NOTHING
@@ -144,14 +144,11 @@ class Tries:
         said = f"{refusal.failure.cause} (status {refusal.answer.status})"
         return WorkerFailed(f"worker {refusal.worker.key}: {said}")
 
-    def _may_pass(self, refusal: Beginning | None) -> bool:
-        """Whether the only worker that had it may do better if it has it again."""
-        failure = refusal.failure if refusal is not None else None
-        return (
-            failure is not None
-            and (self.tally.refused, self.tally.broken) == (1, 0)
-            and failure.whose is Whose.EITHER
-        )
+    def _may_pass(self, refusal: Beginning) -> bool:
+        """Whether the only worker that has answered may do better if it has it again: whoever broke
+        off is not asked."""
+        failure = refusal.failure
+        return failure is not None and self.tally.refused == 1 and failure.whose is Whose.EITHER
 
     async def _refused(self, decision: Decision, begun: Beginning, failure: Failure) -> None:
         """Leave a worker whose answer another one is to better."""

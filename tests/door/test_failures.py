@@ -158,6 +158,34 @@ async def test_a_client_that_does_not_take_all_of_a_whole_answer_is_not_ok(
             )
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("says_length", [True, False])
+async def test_a_whole_answer_that_breaks_off_does_not_end_as_if_that_were_all(
+    one_redis_server: EmbeddedRedis, redis: Redis, path: str, says_length: bool
+) -> None:
+    async def breaks_off(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"content-type": "application/json"})
+        answer.content_length = 2_000_000 if says_length else None
+        await answer.prepare(request)
+        await answer.write(b'{"choices": [{"text": "' + b"x" * 1_500_000)
+        assert request.transport is not None
+        request.transport.close()
+        return answer
+
+    async with (
+        completing(redis, "w", breaks_off, path=path) as _,
+        replica(one_redis_server.url) as door,
+    ):
+        await until_serving(door, 1)
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+            await door.post(path, json={"model": "m", "prompt": "x", "input": "x"})
+        labels = 'code="200",model="m",outcome="cut"'
+        await eventually(
+            lambda: counted(door, f"requests_total{{{labels}}}"), lambda number: number == 1
+        )
+        await nothing_reserved(redis)
+
+
 async def test_a_client_that_reads_nothing_is_cut_off(
     one_redis_server: EmbeddedRedis, redis: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -227,6 +227,16 @@ async def test_the_only_worker_that_is_left_gets_a_second_try(
             assert fleet.came()[1] == before + 1
 
 
+async def test_a_worker_that_breaks_off_takes_no_second_try_from_the_one_that_is_left(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
+        fleet.fall_ill(Faults(how="reset first"))
+        fleet.engines[1].faults = Faults(status=500, times=1)
+        assert (await fleet.ask()).status_code == 200  # whichever of the two is first
+        assert fleet.came() == [1, 2]
+
+
 async def test_engines_that_take_no_key_of_ours_are_no_matter_of_clients(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:

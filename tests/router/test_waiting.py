@@ -223,6 +223,8 @@ class TestWhoWaits:
             # The request stays in the queue, but nobody asks for its turn.
             running_task.cancel()
             await asyncio.wait([running_task])
+            with pytest.raises(NoWorkers, match="is not served here any more"):
+                await crowd.tasks.pop("early")
             await router.release("x")
             assert not (await router.route(request("look", reserve=False))).reserved
             await crowd.join(router, "late")
@@ -475,7 +477,8 @@ class TestTrouble:
             assert (await crowd.tasks["r1"]).reserved
             assert await workers.reserved() == {"r1": "w1:0"}
             await all_announced(redis, 0)
-            crowd.tasks["lost"].cancel()
+            with pytest.raises(NoWorkers, match="is not served here any more"):
+                await crowd.tasks["lost"]
 
     async def test_however_many_wait_redis_is_told_of_a_few_at_a_time(
         self,
