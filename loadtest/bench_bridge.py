@@ -45,7 +45,7 @@ from loadtest.cores import CORES, cpu_s, redis_to_measure
 from loadtest.holders import BLOCK_SIZE
 from workers.agent.agent import AgentSettings
 from workers.bridge.events.events import BlockRemoved, BlockStored
-from workers.bridge.facts import EngineFacts, EventSource
+from workers.bridge.http.facts import EngineFacts, EventSource
 from workers.bridge.rank import Rank
 from workers.vllm_face.event_socket import EventSocket
 

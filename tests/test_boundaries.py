@@ -102,9 +102,9 @@ def beyond(*rooms: str) -> frozenset[str]:
 
 SERVED = frozenset(
     {
-        "workers.server.chats",
+        "workers.server.chat_paths",
         "workers.engine_agent",
-        "workers.server.app",
+        "workers.server.paths",
         "workers.vllm_face.vllm_http",
     }
 )
@@ -320,6 +320,6 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
             "workers/bridge/events/stream.py",
             "self.counters.lag_s = max(0.0, time.time() - batch.ts)",
         ),
-        ("workers/engines/openai/answer.py", "return int(time.time())"),
+        ("workers/server/answer.py", "return int(time.time())"),
         ("workers/vllm_face/event_socket.py", "payload = encode(time.time(), events, self._rank)"),
     ]

@@ -16,7 +16,7 @@ from app.core.shares import TIMES_WHAT_IS_LEFT
 from app.http import body, held, protocol
 from tests.chart.rendering import golden
 from workers.kv.transfer import frames, server
-from workers.server import chats
+from workers.server import chat_paths
 from workers.vllm_face import event_socket
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +63,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"{server.MAX_SENDING} transfers" in ports[-1]
     assert f"{frames.WHOLE_S / 60:g} minutes" in ports[-1]
     assert f"bodies of {CONSOLE_BODY_BYTES >> 20} MiB" in console[-1]
-    assert f"bodies of {chats.MAX_BODY_BYTES >> 20} MiB" in ROWS["worker"][-1]
+    assert f"bodies of {chat_paths.MAX_BODY_BYTES >> 20} MiB" in ROWS["worker"][-1]
     for name in ("events", "replay"):
         size = event_socket.MAX_MESSAGE_BYTES >> 10
         assert f"messages of {size} KiB" in ROWS[f"worker, {name}"][-1]

@@ -27,8 +27,8 @@ from workers.agent.agent import Agent, AgentSettings
 from workers.agent.gpu import GpuMonitor
 from workers.engines.base import Engine, HostedEngine
 from workers.engines.hosting import host
-from workers.engines.openai.transfers import KEEP_S
-from workers.engines.openai.writers import ServedEngine
+from workers.server.transfer import KEEP_S
+from workers.server.writers import ServedEngine
 from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ async def _serve_with_agent(
     settings: WorkerSettings, keyspace: Keyspace, hosted: HostedEngine, listening: socket.socket
 ) -> None:
     # Only the modules imported so load FastAPI.
-    from workers.server.app import create_app
-    from workers.server.chats import add_chat
+    from workers.server.chat_paths import add_chat
+    from workers.server.paths import create_app
 
     async with AsyncExitStack() as opened:
         redis = await opened.enter_async_context(connected(settings.redis_url, REDIS_TIMEOUT_S))

@@ -18,9 +18,9 @@ from app.core.errors import EngineUnavailable, EngineUnfit
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
 from workers.bridge.events.stream import EventStream
-from workers.bridge.facts import EngineFacts, EventSource
 from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.facts import EngineFacts, EventSource
 from workers.bridge.http.load import IDLE
 
 EVENTS_S = 10.0

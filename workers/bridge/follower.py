@@ -26,14 +26,14 @@ from app.simulation.profiles import PROFILES, Profile
 from app.state import leases
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import AgentSettings
-from workers.bridge import kv_fingerprint
-from workers.bridge.facts import EngineFacts, EngineLoad, EventSource, Overrides
 from workers.bridge.health import EngineHealth, Life, Probe
+from workers.bridge.http import kv_fingerprint
 from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.facts import EngineFacts, EngineLoad, EventSource, Overrides
+from workers.bridge.http.kv_hosts import kv_hosts
 from workers.bridge.http.load import LoadReader
 from workers.bridge.http.models import models_of, tokenizer_hash
-from workers.bridge.kv_hosts import kv_hosts
 from workers.bridge.rank import Rank
 from workers.bridge.speed import EngineSpeed
 from workers.bridge.taint import cleanse, life_of

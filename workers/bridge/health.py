@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from workers.bridge.facts import EngineLoad
+from workers.bridge.http.facts import EngineLoad
 
 PROBE_S = 5.0
 """An answer that takes longer is missed."""

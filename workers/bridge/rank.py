@@ -18,13 +18,13 @@ from app.core.keys import Keyspace
 from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
-from workers.bridge import saved
+from workers.bridge.events import saved
 from workers.bridge.events.blocks import EngineBlocks
+from workers.bridge.events.saved import SavedIndex
 from workers.bridge.events.silence import Silence
 from workers.bridge.events.stream import EventStream, Fresh, Resumption
 from workers.bridge.events.wire import Batch
-from workers.bridge.facts import EngineFacts, EngineLoad, EventSource
-from workers.bridge.saved import SavedIndex
+from workers.bridge.http.facts import EngineFacts, EngineLoad, EventSource
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import numpy as np
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.simulation.profiles import Profile
 from app.simulation.speed import LeastSquares
-from workers.bridge.facts import EngineLoad
+from workers.bridge.http.facts import EngineLoad
 
 ENOUGH_PROMPTS = 20
 MANY_PAIRS = 500_000.0

@@ -11,8 +11,8 @@ from dataclasses import replace
 from app.core.errors import ConfigError, EngineUnavailable
 from app.core.types import random_hex
 from app.core.worker_report import process_of
-from workers.bridge.facts import EngineFacts
 from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.facts import EngineFacts
 from workers.bridge.rank import Rank
 
 log = logging.getLogger(__name__)

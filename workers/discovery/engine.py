@@ -12,7 +12,7 @@ from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import Integers, OneOf, Real, Text
 from app.core.types import WORKER_ID
 from workers.bridge.events.sources import reachable
-from workers.bridge.facts import Overrides
+from workers.bridge.http.facts import Overrides
 
 MOST_ENGINES = 64
 """That one process is the agent of."""

@@ -1,0 +1,1 @@
+"""Our own engines over HTTP, in the forms of OpenAI's and Anthropic's APIs."""

@@ -12,9 +12,9 @@ from app.core.settings.worker import WorkerSettings
 from app.core.types import Tier
 from app.http.body import json_response
 from workers.engines.base import Engine, HostedEngine
-from workers.engines.openai.writers import ServedEngine
-from workers.server.app import create_app
-from workers.server.chats import add_chat
+from workers.server.chat_paths import add_chat
+from workers.server.paths import create_app
+from workers.server.writers import ServedEngine
 from workers.vllm_face.event_socket import EventSocket
 from workers.vllm_face.request_metrics import LoadCollector
 

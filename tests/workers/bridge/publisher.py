@@ -12,7 +12,7 @@ import zmq.asyncio
 from workers.bridge.events import wire
 from workers.bridge.events.events import EngineEvent
 from workers.bridge.events.stream import Position
-from workers.bridge.facts import EventSource
+from workers.bridge.http.facts import EventSource
 
 END = b"\xff" * 8
 

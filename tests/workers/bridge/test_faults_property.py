@@ -28,7 +28,7 @@ from tests.workers.bridge.publisher import Publisher
 from workers.agent.agent import AgentSettings
 from workers.bridge.events import stream
 from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
-from workers.bridge.facts import EngineFacts
+from workers.bridge.http.facts import EngineFacts
 from workers.bridge.rank import Rank
 
 KEYS = Keyspace("faults")

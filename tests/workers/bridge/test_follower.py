@@ -26,8 +26,8 @@ from tests.workers.agent.harness import info
 from workers.agent.agent import Agent, AgentSettings
 from workers.bridge import follower as following
 from workers.bridge import health
-from workers.bridge.facts import NO_OVERRIDES
 from workers.bridge.follower import EngineFollower, State
+from workers.bridge.http.facts import NO_OVERRIDES
 
 KEYS = Keyspace("follower")
 LONG_S = 60.0

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from workers.bridge.facts import EngineLoad
 from workers.bridge.health import STALLED, EngineHealth, Life, Probe
+from workers.bridge.http.facts import EngineLoad
 
 IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0, generated_tokens=0.0)
 BUSY = replace(IDLE, running=1)

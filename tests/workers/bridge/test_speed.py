@@ -13,7 +13,7 @@ import pytest
 
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.simulation.profiles import PROFILES, Profile
-from workers.bridge.facts import EngineLoad
+from workers.bridge.http.facts import EngineLoad
 from workers.bridge.speed import Constant, EngineSpeed, speed_of
 
 CAPACITY = 100_000

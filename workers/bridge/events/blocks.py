@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.hashing import compute_local_hashes, next_sequence_hash, seed_for
 from app.core.types import SequenceHash, Tier
-from workers.bridge.adapter_folders import AdapterBlock, AdapterFolders
+from workers.bridge.events.adapter_folders import AdapterBlock, AdapterFolders
 from workers.bridge.events.events import (
     PREFIX_KINDS,
     AllBlocksCleared,
@@ -35,8 +35,8 @@ from workers.bridge.events.events import (
     unnamed_adapter,
 )
 from workers.bridge.events.pending import PendingEvents
+from workers.bridge.events.references import Place, References, with_copy, without_copy
 from workers.bridge.events.windows import Chain, Windows
-from workers.bridge.references import Place, References, with_copy, without_copy
 
 REMEMBERED = 16_384
 """How many blocks that no tier holds any more are still known: an offload may be announced after

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workers.bridge.facts import EngineLoad
+from workers.bridge.http.facts import EngineLoad
 
 BLOCKS_A_PROMPT = 2
 """Where prompts have more on average, at least one of them has filled a block."""

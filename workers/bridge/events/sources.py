@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from app.core.errors import EngineUnfit
-from workers.bridge.facts import EventSource, Overrides
+from workers.bridge.http.facts import EventSource, Overrides
 
 _TCP = re.compile(r"tcp://(\*|\[[^\]]*\]|::|[^:/]+):(\d{1,5})")
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]", "[*]"})  # noqa: S104 - what engines say

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from workers.bridge.events import wire
 from workers.bridge.events.wire import Batch, WireError
-from workers.bridge.facts import EventSource
+from workers.bridge.http.facts import EventSource
 
 log = logging.getLogger(__name__)
 

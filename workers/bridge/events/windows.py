@@ -22,7 +22,7 @@ from workers.bridge.events.events import (
     BlockStored,
     key_of,
 )
-from workers.bridge.references import Place, References, with_copy, without_copy
+from workers.bridge.events.references import Place, References, with_copy, without_copy
 
 ALL = 1 << 40
 """Of what precedes an end: more blocks than any prompt has."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import aiohttp
 
 from app.core.errors import EngineUnfit
-from workers.bridge.facts import NO_OVERRIDES, EngineFacts, Overrides
 from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.facts import NO_OVERRIDES, EngineFacts, Overrides
 from workers.bridge.http.models import models_of
 from workers.bridge.http.openai import openai_facts
 from workers.bridge.http.sglang import sglang_facts

@@ -12,9 +12,9 @@ from typing import Any
 
 from app.core.cache_stats import HitRate
 from app.core.errors import EngineUnavailable
-from workers.bridge.facts import EngineKind, EngineLoad, EngineReading
 from workers.bridge.http.engine import EngineHttp
 from workers.bridge.http.exposition import Sample, SamplePattern
+from workers.bridge.http.facts import EngineKind, EngineLoad, EngineReading
 
 LOADS = "/v1/loads?include=core&format=json"
 STARTED = "process_start_time_seconds"

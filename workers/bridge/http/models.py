@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from app.core.errors import EngineUnfit
 from app.core.tokenizer_hash import PROBE, hash_of_probe
-from workers.bridge.facts import Overrides
 from workers.bridge.http.engine import EngineHttp, whole
+from workers.bridge.http.facts import Overrides
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from workers.bridge.events.sources import silent
-from workers.bridge.facts import USUAL_BLOCK_SIZE, EngineFacts, Overrides
 from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.facts import USUAL_BLOCK_SIZE, EngineFacts, Overrides
 from workers.bridge.http.models import models_of
 
 TELLS_NOTHING = (

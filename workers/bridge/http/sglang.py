@@ -12,8 +12,8 @@ import orjson
 
 from app.core.errors import EngineUnfit
 from workers.bridge.events.sources import binds, overridden, reachable, silent
-from workers.bridge.facts import USUAL_BLOCK_SIZE, EngineFacts, EventSource, Overrides
 from workers.bridge.http.engine import EngineHttp, whole
+from workers.bridge.http.facts import USUAL_BLOCK_SIZE, EngineFacts, EventSource, Overrides
 from workers.bridge.http.models import models_of
 
 EVENTS_FLAG = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import orjson
 
 from workers.engines.base import EngineStoppedError
-from workers.engines.openai.answer import Piece, Usage, now_s
+from workers.server.answer import Piece, Usage, now_s
 
 STOPPING = "stopping"
 DONE = b"data: [DONE]\n\n"

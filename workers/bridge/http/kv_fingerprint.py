@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from app.core.worker_report import UNKNOWN, as_fingerprint
-from workers.bridge.facts import EngineFacts
+from workers.bridge.http.facts import EngineFacts
 
 HANDSHAKE_S = 2.0
 MAX_HANDSHAKE_BYTES = 64 * 1024 * 1024

@@ -13,12 +13,12 @@ import pytest
 
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import PROFILES
-from tests.workers.server.test_app import events_of, served_by
-from workers.engines.openai.writers import ServedEngine
+from tests.workers.server.test_paths import events_of, served_by
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
-from workers.server.app import create_app
-from workers.server.chats import add_chat
+from workers.server.chat_paths import add_chat
+from workers.server.paths import create_app
+from workers.server.writers import ServedEngine
 
 USER = {"role": "user", "content": "hello"}
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
@@ -81,7 +81,7 @@ async def test_texts_to_embed_are_counted_before_any_is_tokenized(
     async def never(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("workers.server.app.encoded", never)
+    monkeypatch.setattr("workers.server.paths.encoded", never)
     field, message = await refused(client, "/v1/embeddings", input=["text"] * 500)
     assert (field, message.count("over 128")) == ("input", 1)
 

@@ -9,7 +9,7 @@ import orjson
 
 from app.core.errors import InvalidRequest
 from workers.engines.base import EngineStoppedError
-from workers.engines.openai.answer import Piece, Usage, now_s
+from workers.server.answer import Piece, Usage, now_s
 
 _ECHOED: Mapping[str, object] = {
     "instructions": None,

@@ -30,19 +30,19 @@ from app.http.json_body import JsonBody
 from app.http.watch import watched
 from app.simulation.steps import PromptTooLargeError
 from workers.engines.base import EngineStoppedError, QueueFullError
-from workers.engines.openai.answer import AnswerChoices, Form, WholeForm
-from workers.engines.openai.completions import STOPPING, CompletionForm
-from workers.engines.openai.members import (
+from workers.metrics import registry_of
+from workers.server.answer import AnswerChoices, Form, WholeForm
+from workers.server.completions import STOPPING, CompletionForm
+from workers.server.members import (
     GENERATION,
     MAX_CHOICES,
     GenerationOptions,
     check_members,
     generated,
 )
-from workers.engines.openai.transfers import KEEP_S, PARAMS, params_of
-from workers.engines.openai.writers import ServedEngine, check_travels, written
-from workers.metrics import registry_of
 from workers.server.texts import encoded
+from workers.server.transfer import KEEP_S, PARAMS, params_of
+from workers.server.writers import ServedEngine, check_travels, written
 
 DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API assumes when a request does not say."""

@@ -12,8 +12,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from workers.bridge import kv_fingerprint
-from workers.bridge.facts import EngineFacts
+from workers.bridge.http import kv_fingerprint
+from workers.bridge.http.facts import EngineFacts
 
 FACTS = EngineFacts(
     kind="vllm",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from workers.bridge.events.silence import MANY_BLOCKS, Silence
-from workers.bridge.facts import EngineLoad
+from workers.bridge.http.facts import EngineLoad
 
 BLOCK = 16
 

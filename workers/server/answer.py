@@ -10,9 +10,9 @@ from typing import Generic, Protocol, TypeVar
 
 from app.simulation.steps import Finished
 from workers.engines.base import CompletionRequest, Engine, EngineStoppedError, TextStream
-from workers.engines.openai.stops import StopStrings
-from workers.engines.openai.transfers import with_kept
 from workers.kv.transfer.frames import Source
+from workers.server.stops import StopStrings
+from workers.server.transfer import with_kept
 
 LONG_OUTPUT_TOKENS = 1024
 """Decoding this many tokens takes milliseconds, 100,000 most of a second."""

@@ -19,7 +19,7 @@ from workers.bridge.events import wire
 from workers.bridge.events.blocks import EngineBlocks
 from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, salt_in
 
-DATA = Path(__file__).parents[2] / "data" / "engines"
+DATA = Path(__file__).parents[3] / "data" / "engines"
 
 
 class Recording(NamedTuple):

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from app.core.errors import InvalidRequest, shown
-from workers.engines.openai.answer import Piece, Usage
-from workers.engines.openai.members import check_members, count
+from workers.server.answer import Piece, Usage
+from workers.server.members import check_members, count
 
 DEFAULT_DIMENSIONS = 256
 MAX_DIMENSIONS = 8192

@@ -9,10 +9,10 @@ import numpy as np
 
 from app.core.errors import InvalidRequest
 from workers.engines.base import CompletionRequest, Engine, TextStream, Tokenizer
-from workers.engines.openai.answer import Writer
-from workers.engines.openai.members import MAX_CHOICES, GenerationOptions
-from workers.engines.openai.scripts import Script, ScriptStream
-from workers.engines.openai.transfers import KEEP_S, PARAMS
+from workers.server.answer import Writer
+from workers.server.members import MAX_CHOICES, GenerationOptions
+from workers.server.scripts import Script, ScriptStream
+from workers.server.transfer import KEEP_S, PARAMS
 
 NATURAL_TOKENS = 128
 """After so many an answer to a chat with made up words ends, unless it is to go on."""

@@ -8,7 +8,7 @@ import orjson
 from xxhash import xxh3_64_hexdigest
 
 from workers.engines.base import EngineStoppedError
-from workers.engines.openai.answer import Piece, Usage
+from workers.server.answer import Piece, Usage
 
 
 class MessageForm:

@@ -8,8 +8,8 @@ import pytest
 
 from app.core.errors import EngineUnavailable
 from tests.workers.bridge.engine_server import SGLANG, VLLM, Answers, engine_of, vllm_metrics
-from workers.bridge.facts import EngineKind, EngineLoad, EngineReading
 from workers.bridge.http.exposition import SamplePattern
+from workers.bridge.http.facts import EngineKind, EngineLoad, EngineReading
 from workers.bridge.http.load import LoadReader
 
 LOADS: dict[str, Any] = {

@@ -27,9 +27,9 @@ from app.simulation.speed import sped_up
 from app.simulation.steps import SimRequest
 from tests.eventually import eventually
 from workers.engines.base import EngineStoppedError, Generation, Output, TextStream, Tokenizer
-from workers.engines.openai.writers import ServedEngine
 from workers.engines.sim.runner import EngineRunner
-from workers.server.app import create_app
+from workers.server.paths import create_app
+from workers.server.writers import ServedEngine
 
 # A prefill step of n tokens takes 1 + n engine seconds, a decode step of n requests 1 + n.
 EASY = Profile(
@@ -477,7 +477,7 @@ async def test_prompts_are_counted_before_any_is_tokenized() -> None:
 async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_together(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.engines.openai.answer.LONG_OUTPUT_TOKENS", 7)
+    monkeypatch.setattr("workers.server.answer.LONG_OUTPUT_TOKENS", 7)
     tokenizer = SlowTokenizer()
     async with serving(fast(), tokenizer) as client:
         fields = {"prompt": ABC, "max_tokens": 8, "stream": stream, "stream_interval": 7}

@@ -21,10 +21,10 @@ from tests.workers.bridge.engine_server import (
     sglang,
     vllm_metrics,
 )
-from workers.bridge.facts import NO_OVERRIDES, EngineFacts, EventSource, Overrides
 from workers.bridge.http import engine as engine_client
 from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.facts import NO_OVERRIDES, EngineFacts, EventSource, Overrides
 from workers.bridge.http.sglang import KV_SETTINGS
 
 HOST = "127.0.0.1"

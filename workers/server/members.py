@@ -11,8 +11,8 @@ import numpy as np
 
 from app.core.errors import InvalidRequest, shown
 from app.core.types import checked_request_id
-from workers.engines.openai.transfers import PARAMS, Travels, travels
 from workers.engines.sampling_options import Sampling
+from workers.server.transfer import PARAMS, Travels, travels
 
 MAX_CHOICES = 128
 """Of one answer, all its prompts together."""

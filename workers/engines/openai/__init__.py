@@ -1,1 +1,0 @@
-"""Answers of our own engines in the forms of OpenAI's and Anthropic's APIs."""
