@@ -102,7 +102,7 @@ def test_no_two_panels_share_an_id_or_a_place_and_none_is_wider_than_the_page() 
 
 def test_each_variable_of_the_dashboard_is_used_and_each_that_is_used_is_defined() -> None:
     defined = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
-    used = set(re.findall(r"\$(\w+)", json.dumps(DASHBOARD["panels"])))
+    used = set(re.findall(r"\$([a-z_]\w*)", json.dumps(DASHBOARD["panels"])))
     used |= {panel["repeat"] for panel in DASHBOARD["panels"] if "repeat" in panel}
     assert used - {"__rate_interval"} == defined
 

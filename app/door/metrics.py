@@ -125,7 +125,10 @@ class _Metrics(Table):
         "cause",
     )
     worker_output = counter(
-        "door_worker_output_tokens", "Tokens of answers that a worker ended.", "worker"
+        "door_worker_output_tokens",
+        "Tokens of answers of the worker that gave their last, as its engine or the router counted "
+        "them.",
+        "worker",
     )
     worker_sources = counter(
         "door_worker_sources",
@@ -238,6 +241,8 @@ class Outcomes:
             self._first_token(worker).observe(record.spent_s[Stage.FIRST_TOKEN])
 
     def _count_tokens(self, model: str, usage: Usage, record: RequestRecord) -> None:
+        if record.worker:
+            self._worker_output(record.worker).inc(usage.output)
         if usage.by_router:
             self._tokens(model, "prompt_by_router").inc(usage.prompt)
             self._tokens(model, "output_by_router").inc(usage.output)
@@ -245,8 +250,6 @@ class Outcomes:
             return
         self._tokens(model, "prompt").inc(usage.prompt)
         self._tokens(model, "output").inc(usage.output)
-        if record.worker:
-            self._worker_output(record.worker).inc(usage.output)
         if record.first_token_s and usage.output > 1:
             took_s = record.ended_s - record.first_token_s
             self._per_token(model).observe(took_s / (usage.output - 1))

@@ -55,6 +55,11 @@ def _gauge(name: str, text: str) -> Judge:
     return judge
 
 
+def _of_many(prefix: str, judge: Judge) -> Judge:
+    """The same, of no fewer than FEW that are counted under names that begin so."""
+    return lambda all_of, most: judge(all_of, most) if all_of.sum_of(prefix) >= FEW else ""
+
+
 def _of_each(rows: str, part: Sequence[str], of: Sequence[str], text: str) -> Judge:
     """Of each model or worker with too large a share of `part` in `of`."""
 
@@ -160,7 +165,7 @@ CONDITIONS = (
     Condition(
         "KvrouteKeysRefused",
         0.2,
-        _without_key,
+        _of_many("outcome:", _without_key),
         "was a key replaced? The access log has the clients' addresses",
     ),
     Condition(
@@ -172,7 +177,7 @@ CONDITIONS = (
     Condition(
         "KvrouteSlowFirstTokens",
         0.05,
-        _late,
+        _of_many("ended:", _late),
         "is a worker's queue long? Metrics kvroute_door_stage_seconds say what takes the time",
     ),
     Condition(
@@ -188,7 +193,10 @@ CONDITIONS = (
         "is a node of the Cluster down?",
     ),
     Condition(
-        "KvrouteSlowDecisions", 0.1, _slow, "give routers and Redis a core of their own each"
+        "KvrouteSlowDecisions",
+        0.1,
+        _of_many("decisions:", _slow),
+        "give routers and Redis a core of their own each",
     ),
     Condition(
         "KvrouteWorkersFail",
@@ -205,7 +213,7 @@ CONDITIONS = (
     Condition(
         "KvrouteEnginesTokenize",
         0.5,
-        _by_engines,
+        _of_many("tokens_from:", _by_engines),
         f"give routers the model's tokenizer: --tokenizers; see {page('tokenization.md')}",
     ),
     Condition(
@@ -219,7 +227,7 @@ CONDITIONS = (
     Condition(
         "KvrouteCacheApart",
         0.05,
-        _apart,
+        _of_many("ended:", _apart),
         "/readiness says where; do the engines publish events, and hash as routers do?",
     ),
     Condition(

@@ -63,7 +63,7 @@ _WORK_OF_WORKERS = {
     "kvroute_door_worker_output_tokens_total": "output",
     "kvroute_door_worker_sources_total": "sources",
 }
-_TOKENS = "kvroute_door_tokens_total"
+_TOKENS, _OUTPUT = "kvroute_door_tokens_total", ("output", "output_by_router")
 KV_FAILED, KV_LATE = "kv_failed", "kv_late"
 """Of workers: transfers of KV to them that failed; fetches of theirs after a lease had ended."""
 _GAUGES = {
@@ -119,7 +119,7 @@ def read(registry: CollectorRegistry) -> Reading:
                     of_model[WRONG] += value
             elif name in _OF_MODELS:
                 reading.models.setdefault(labels["model"], Counter())[_OF_MODELS[name]] += value
-            elif name == _TOKENS and labels["kind"] == "output":
+            elif name == _TOKENS and labels["kind"] in _OUTPUT:
                 reading.models.setdefault(labels["model"], Counter())["output"] += value
     return reading
 
@@ -334,7 +334,7 @@ class Together:
             "unfit_per_s": self.per_s["ended:unfit"],
             "failed_share": self.failed_share(self.per_s),
             "in_time_share": self.in_time_share(),
-            "output_tokens_per_s": self.per_s["tokens:output"],
+            "output_tokens_per_s": sum(self.per_s[f"tokens:{kind}"] for kind in _OUTPUT),
             "retries_per_s": self.per_s["retries"],
             "migrations_per_s": self.per_s["migrations"],
             "sources_per_s": self.per_s["sources"],

@@ -137,7 +137,7 @@ def test_endings_are_rates_and_of_models_and_workers() -> None:
         *(requests("ok", 50), requests("engine_error", 25, 500), requests("cut", 5)),
         *(requests("left_before_token", 10, 499), requests("left_after_token", 5)),
         *(requests("refused", 5, 400), at_worker("ok", 50), at_worker("failed", 30)),
-        *(at_worker("left_before_token", 10), *tokens(output=500)),
+        *(at_worker("left_before_token", 10), *tokens(output=480, output_by_router=20)),
         ttft=(50, 5),
     )
     series = together.series()
@@ -217,6 +217,7 @@ def test_what_is_cached_is_what_engines_report() -> None:
         ),
         (
             [
+                requests("ok", 10),
                 ("door_cached_apart_tokens", {"model": "m", "worker": "w"}, 10),
                 ("door_cached_compared_tokens", {"model": "m", "worker": "w"}, 100),
             ],
@@ -227,3 +228,18 @@ def test_what_is_cached_is_what_engines_report() -> None:
 def test_a_condition_holds_above_its_threshold(counts: list[Any], names: list[str]) -> None:
     found = holding(counted(*counts, ttft=(80, 0)))
     assert [check.about for check in found] == names
+
+
+def test_no_share_is_told_of_a_few_requests() -> None:
+    telemetry, window = Telemetry(), Window()
+    said(telemetry, window, 0.0)
+    routed(telemetry, 2, seconds=0.2)
+    assert not [*holding(Together([said(telemetry, window, 1.0)]))]
+    few = counted(
+        *(requests("ok", 3), requests("invalid_api_key", 4, 401)),
+        ("door_tokens_from", {"model": "m", "source": "engine"}, 3),
+        ("door_cached_apart_tokens", {"model": "m", "worker": "w"}, 10),
+        ("door_cached_compared_tokens", {"model": "m", "worker": "w"}, 100),
+        ttft=(1, 2),
+    )
+    assert not [*holding(few)]

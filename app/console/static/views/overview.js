@@ -136,7 +136,7 @@ const MODELS = [
   count("refused", "refused", "By routers"),
   { head: "first token", number: true, sort: (row) => row.ttft_mean_s, cell: (row) => seconds(row.ttft_mean_s) },
   { head: "queue", title: "Mean of its workers", number: true, sort: (row) => row.queue_s, cell: (row) => seconds(row.queue_s) },
-  count("tokens out", "output", "As engines counted them"),
+  count("tokens out", "output", "As engines counted them, or routers, of answers that broke off or were left"),
   count("retries", "retries", "On another worker, before the answer began"),
   count("migrations", "migrations", "On another worker, within the answer"),
   count("sources", "sources", "Requests whose prompt another worker computed or handed on"),
