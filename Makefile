@@ -101,8 +101,8 @@ format: setup ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
 
 docs: setup ## Write the documents that are made from code and from measurements
-	$(BIN)/python -m app.ops.reference
-	$(BIN)/python -m loadtest.measurements
+	$(BIN)/python -m tools.reference
+	$(BIN)/python -m tools.measurements
 
 demo: $(DEMO_STAMP) ## Run a whole cluster on this machine, without a GPU
 	$(BIN)/kvroute demo

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 import tokenizers
 from tokenizers import pre_tokenizers, trainers
 
-from workers.engines.sim.make_tokenizer import SPECIAL
-from workers.engines.sim.text import FOLDER, WORDS
+from workers.engines.sim.text import FOLDER, SPECIAL, WORDS
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Boundary:
         return " without ".join((self.package, *sorted(self.without)))
 
 
-TESTS = frozenset({"tests", "loadtest"})
+TESTS = frozenset({"tests", "loadtest", "tools"})
 WEB = frozenset({"fastapi", "starlette", "uvicorn"})
 ROOMS = frozenset(
     f"app.{name}"
@@ -218,7 +218,7 @@ CHAINS = [
     [
         # Alone: locust patches what Kubernetes' client has loaded by then.
         Boundary("loadtest", frozenset({"torch"}), without=NEEDS_TORCH),
-        Boundary("loadtest", frozenset({"tests", "app.edge"})),
+        Boundary("loadtest", frozenset({"tests", "tools", "app.edge"})),
     ],
 ]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from app.ops import reference
-from loadtest import measurements
+from tools import measurements, reference
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

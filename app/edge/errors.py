@@ -67,6 +67,20 @@ class Ending(NamedTuple):
     ended_by: str
 
 
+FRAMEWORK_ERRORS = (
+    ("bad_request", 400, "The request is not valid HTTP."),
+    (
+        "forbidden",
+        403,
+        "The console is for its own page, and changes nothing without `x-kvroute-console`.",
+    ),
+    ("not_found", 404, "There is no such path."),
+    ("method_not_allowed", 405, "The path has no such method."),
+    ("url_too_long", 414, "The URL has more than 32 KiB."),
+    ("headers_too_large", 431, "Headers, or trailers and chunk extensions, have more than 64 KiB."),
+    ("internal", 500, "An unforeseen error; the router's log has it."),
+)
+"""Code, status and meaning of the errors that are no KvrouteError."""
 GONE = Ending(499, outcomes.GONE, "client")
 _INVALID, _OVERLOADED, _FAULT = "invalid_request_error", "overloaded_error", "api_error"
 

@@ -11,9 +11,8 @@ import pytest
 
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
-from app.edge.errors import ERRORS
+from app.edge.errors import ERRORS, FRAMEWORK_ERRORS
 from app.local.cluster import Cluster
-from app.ops.reference import FRAMEWORK_ERRORS
 from app.tokens.renderer import REMEMBERED_BYTES
 from tests.attack.attack import CONNECTIONS, PATIENCE_S, SLOW_S, Attack, Target, answering
 from tests.attack.inputs import Surface

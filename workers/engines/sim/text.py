@@ -8,6 +8,8 @@ from pathlib import Path
 import tokenizers
 
 FOLDER = Path(__file__).parent / "tokenizer"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""That end a text, and begin and end what one says in a chat."""
 _TEXT = (
     "the quick brown fox jumps over a lazy dog while every router sends each request to the worker "
     "that holds most of its prefix and will start it soonest"

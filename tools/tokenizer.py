@@ -1,4 +1,4 @@
-"""Writes the tokenizer of the simulated engine: `python -m workers.engines.sim.make_tokenizer`.
+"""Writes the tokenizer of the simulated engine: `python -m tools.tokenizer`.
 
 A token for each byte, and those that a chat's turns begin and end with.
 """
@@ -9,9 +9,8 @@ import orjson
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from workers.engines.sim.text import FOLDER
+from workers.engines.sim.text import FOLDER, SPECIAL
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{% for tool in tools %}"
     "{{ tool | tojson + '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"

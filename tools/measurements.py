@@ -1,7 +1,7 @@
 """Writes docs/measurements.md from the figures kept in docs/measurements.json.
 
-    python -m loadtest.measurements
-    python -m loadtest.measurements --take 'python -m loadtest.bench_burst' out/1.json out/2.json
+    python -m tools.measurements
+    python -m tools.measurements --take 'python -m loadtest.bench_burst' out/1.json out/2.json
 
 `--take` first replaces the figures of one command by the least and the most found in the files that
 runs of it wrote with --json. A row's `at` says where in such a file its figure is: keys, of which
@@ -27,14 +27,14 @@ DIGITS = 3
 HEAD = """\
 # Measurements
 
-<!-- Written by `python -m loadtest.measurements` from docs/measurements.json: do not edit. -->
+<!-- Written by `python -m tools.measurements` from docs/measurements.json: do not edit. -->
 
 Measured on two shared cores with Redis 7.0. Trust the ratios rather than the absolute values.
 "0.9 to 1.1" is the least and the most of several runs. The rows of a table come from the command
 above it; `--help` of each command explains what it measures.
 
 How a new figure gets in: run the command, most with `--json FILE`. Then run `python -m
-loadtest.measurements --take COMMAND FILE...`, or, for a row without `at`, edit the row in
+tools.measurements --take COMMAND FILE...`, or, for a row without `at`, edit the row in
 docs/measurements.json and run `make docs`.
 """
 

@@ -1,6 +1,6 @@
 """Writes the reference pages from the code: docs/api.md, configuration.md and access-log.md.
 
-python -m app.ops.reference
+python -m tools.reference
 
 The first comes from the router's OpenAPI description and its table of errors, the second from the
 settings of each process, the third from the fields of the log.
@@ -13,25 +13,22 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[2] / "docs"
-WRITTEN_BY = "<!-- Written by `python -m app.ops.reference`: do not edit. -->"
+from app.core.errors import AllWorkersBusy
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.kinds import CommonSettings, flag, shown_default, variable
+from app.core.settings.picker import OF_CARRIAGE, PickerSettings
+from app.core.settings.planner import PlannerSettings
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import MemberSettings, WorkerSettings
+from app.door.access_log import FIELDS, OF_THE_LINE
+from app.edge.app import create_app
+from app.edge.errors import ERRORS, FRAMEWORK_ERRORS, MAX_RETRY_AFTER_S, RETRIED
+from app.edge.live import LIVE
+
+DOCS = Path(__file__).parents[1] / "docs"
+WRITTEN_BY = "<!-- Written by `python -m tools.reference`: do not edit. -->"
 SUCCESS = "200"
 JSON = "application/json"
-
-FRAMEWORK_ERRORS = (
-    ("bad_request", 400, "The request is not valid HTTP."),
-    (
-        "forbidden",
-        403,
-        "The console is for its own page, and changes nothing without `x-kvroute-console`.",
-    ),
-    ("not_found", 404, "There is no such path."),
-    ("method_not_allowed", 405, "The path has no such method."),
-    ("url_too_long", 414, "The URL has more than 32 KiB."),
-    ("headers_too_large", 431, "Headers, or trailers and chunk extensions, have more than 64 KiB."),
-    ("internal", 500, "An unforeseen error; the router's log has it."),
-)
-"""Code, status and meaning of the errors that are no KvrouteError."""
 
 
 def main() -> None:
@@ -43,13 +40,6 @@ def main() -> None:
 
 def configuration() -> str:
     """Every setting: its flag, its variable, its default and its meaning, for each process."""
-    from app.core.settings.agent import EngineAgentSettings
-    from app.core.settings.kinds import CommonSettings
-    from app.core.settings.picker import OF_CARRIAGE, PickerSettings
-    from app.core.settings.planner import PlannerSettings
-    from app.core.settings.router import RouterSettings
-    from app.core.settings.worker import MemberSettings, WorkerSettings
-
     shared = {f.name for f in fields(CommonSettings)}
     router = {f.name for f in fields(RouterSettings)}
     member = {f.name for f in fields(MemberSettings)}
@@ -97,15 +87,12 @@ def configuration() -> str:
 
 
 def _live() -> str:
-    from app.edge.live import LIVE
 
     return ", ".join(f"`{name.replace('_', '-')}`" for name in sorted(LIVE))
 
 
 def access_log() -> str:
     """Every field of a line of the access log."""
-    from app.door.access_log import FIELDS, OF_THE_LINE
-
     helps = {name: field.help for name, field in FIELDS.items()} | OF_THE_LINE
     lines = [
         "# The access log",
@@ -122,7 +109,6 @@ def access_log() -> str:
 
 
 def _setting(f: Field[Any]) -> tuple[str, ...]:
-    from app.core.settings.kinds import flag, shown_default, variable
 
     default = shown_default(f)
     shown = f"`{default}`" if default else ""
@@ -131,9 +117,6 @@ def _setting(f: Field[Any]) -> tuple[str, ...]:
 
 def api() -> str:
     """Every endpoint of a router with its fields, the objects in answers, and all errors."""
-    from app.core.settings.router import RouterSettings
-    from app.edge.app import create_app
-
     description = create_app(RouterSettings()).openapi()
     models: Mapping[str, Any] = description["components"]["schemas"]
     lines = [
@@ -245,9 +228,6 @@ def _name(schema: Mapping[str, Any]) -> str:
 
 def _errors() -> Iterator[tuple[str, ...]]:
     """In the order of their statuses; an error's meaning is its class's docstring."""
-    from app.core.errors import AllWorkersBusy
-    from app.edge.errors import ERRORS, MAX_RETRY_AFTER_S, RETRIED
-
     rows = {(status, code): (meaning, "") for code, status, meaning in FRAMEWORK_ERRORS}
     for kind, (status, code, _) in ERRORS.items():
         meaning = " ".join((kind.__doc__ or "").split("\n\n")[0].split())

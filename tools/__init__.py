@@ -1,0 +1,1 @@
+"""What writes documents and files of the project; no part of the package."""
