@@ -333,7 +333,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     PlannerSettings,
     without=(
         *("redis_url", "namespace", "host", "log_level", "port", "connector", "min_workers"),
-        *("routing_policy", "count_in_flight", "worker_flags", "local_folder", "exec_command"),
+        *("routing_policy", "worker_flags", "local_folder", "exec_command"),
         *("kubernetes_scale", "kubernetes_prefill_scale", "kubernetes_namespace"),
     ),
 )

@@ -102,12 +102,6 @@ def simulate(setting: Setting, crowd: Crowd) -> Spread:
     type=FACTOR,
     help="Gbit/s at which KV leaves a worker; may be given several times.",
 )
-@click.option(
-    "--count-in-flight/--no-count-in-flight",
-    default=True,
-    show_default=True,
-    help="As of routers: whether a prefix on its way counts as held.",
-)
 @click.option("--seeds", default=5, show_default=True, type=POSITIVE, help="Runs of each row.")
 @json_option
 def main(
@@ -117,7 +111,6 @@ def main(
     requests: int,
     within_s: float,
     links_gbit: tuple[float, ...],
-    count_in_flight: bool,
     seeds: int,
     json_file: Path | None,
 ) -> None:
@@ -130,10 +123,7 @@ def main(
     )
     for name, link in ({"no transfers": None} | links).items():
         runs = [
-            simulate(
-                Setting(num_workers, link=link, count_in_flight=count_in_flight, seed=seed), crowd
-            )
-            for seed in range(seeds)
+            simulate(Setting(num_workers, link=link, seed=seed), crowd) for seed in range(seeds)
         ]
         result[name] = [asdict(one) for one in runs]
         ttft_s, p99_s, whole_s, *kinds = np.median([tuple(one.values()) for one in result[name]], 0)

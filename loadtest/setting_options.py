@@ -187,9 +187,6 @@ _OPTIONS = (
         type=FACTOR,
         help="The same for decodes.",
     ),
-    click.option(
-        "--count-in-flight", is_flag=True, help="Count blocks as cached from the reservation on."
-    ),
 )
 
 

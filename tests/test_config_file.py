@@ -41,7 +41,6 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path: 
         gap-timeout-s = 2.5
         session-ttl-s = 60
         migrate = true
-        count-in-flight = true
         no-auth = true
         tenant-weights = "a=4"
     """
@@ -52,7 +51,6 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path: 
         gap_timeout_s=2.5,
         session_ttl_s=60.0,
         migrate=True,
-        count_in_flight=True,
         no_auth=True,
         tenant_weights="a=4",
     ), result.output

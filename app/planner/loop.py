@@ -236,7 +236,6 @@ class Planner:
             state,
             rules,
             settings.routing_policy,
-            count_in_flight=settings.count_in_flight,
             is_over=lambda: time.monotonic() > end_s,
             grows=growth(state, rules),
         )

@@ -34,14 +34,13 @@ def replay_of(
     rules: Rules,
     policy: str,
     *,
-    count_in_flight: bool,
     is_over: Callable[[], bool] = lambda: False,
     grows: float = 1.0,
 ) -> Replay:
-    """What plays the decisions of one state. policy, count_in_flight: of the routers. is_over,
-    grows: see Replay."""
+    """What plays the decisions of one state. policy: of the routers. is_over, grows: see
+    Replay."""
     speed = mean_speed(worker.speed for worker in observer.workers_seen.values())
-    setting = Setting(count_in_flight=count_in_flight, host_pool_tokens=observer.host_pool_tokens)
+    setting = Setting(host_pool_tokens=observer.host_pool_tokens)
     if state.has_roles:
         bytes_per_s = USUAL.kv_bytes_per_token / max(speed.transfer_s_per_token, LEAST_S)
         link, protocol = Link(bytes_per_s, speed.transfer_s), observer.kv_transfer
@@ -94,5 +93,5 @@ async def whatif(
         await asyncio.wait([following])
     rules = Rules()
     state = await observer.state(rules)
-    predict = predictor(replay_of(observer, state, rules, policy, count_in_flight=False), state)
+    predict = predictor(replay_of(observer, state, rules, policy), state)
     return [await asyncio.to_thread(predict, size) for size in sizes]

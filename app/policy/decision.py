@@ -10,6 +10,7 @@ from app.core.loads import Load, Reservation
 from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import WorkerInfo
+from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.policy.locality import Best, Locality
 from app.policy.transfer import TransferKind
 from app.policy.trust import Trust
@@ -77,6 +78,16 @@ class RouteRequest:
     """Leading blocks that were asked before, as its first decision found; None: there was none."""
 
 
+LONG = "+"
+"""Ends the attempts of long prompts."""
+
+
+def is_long(attempt: str) -> bool:
+    """Whether a prediction may have been made for an attempt, though its worker publishes what it
+    holds."""
+    return attempt.endswith(LONG)
+
+
 @dataclass(slots=True)
 class Query:
     """One try to decide a request, and what is known for it."""
@@ -90,6 +101,8 @@ class Query:
     """As far as engines reuse them."""
     published: Overlaps | None = None
     """Those that workers have published, without what they are predicted to hold; None: all."""
+    computing: Sequence[Incarnation] = ()
+    """Those who publish what they hold, and compute more of the prompt for a request in flight."""
     held: Overlaps = field(default_factory=Overlaps)
     """As far as workers hold them."""
     bound: dict[Incarnation, int] = field(default_factory=dict)
@@ -112,7 +125,14 @@ class Query:
     @property
     def attempt(self) -> str:
         """The name of the try: see Reservation."""
-        return f"{self.began_ms or 0}-{self.tag}{self.nonce}"
+        return f"{self.began_ms or 0}-{self.tag}{self.nonce}{LONG * self.is_long}"
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it matters what is on its way of its prompt. Policies but `latency` are those of
+        others, and do not go by that."""
+        request = self.request
+        return request.isl_tokens >= IN_FLIGHT_TOKENS and request.policy == "latency"
 
     @property
     def reservation_id(self) -> str:

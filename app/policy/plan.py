@@ -27,6 +27,7 @@ from app.policy.cost import (
 )
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.health import avoided, avoiding, late, unheard, without_avoided
+from app.policy.in_flight import awaiting
 from app.policy.lengths import fitting
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import ChoiceInputs, DecisionRecord, sampled
@@ -76,6 +77,14 @@ class Plan:
         source = self.wish.source
         computes = source is not None and not source.reservation.only_holds
         return source.incarnation if source is not None and computes else self.wish.incarnation
+
+    @property
+    def lacking_tokens(self) -> int:
+        """Of the prompt, by `holder`."""
+        is_target = self.holder == self.wish.incarnation
+        at = self.position if is_target or self.source_position is None else self.source_position
+        held = self.candidates.overlap_at(at) * self.decision.worker.block_size
+        return self.decision.isl_tokens - int(held)
 
     @property
     def saved_s(self) -> float:
@@ -180,7 +189,7 @@ class WorkerSelector:
             eligible = without_avoided(able, room, avoid, roles)
             targets = targets & eligible
         max_queue_s = math.inf if degraded or not request.reserve else self._max_queue_s
-        cost = _cost(policy, view, affinity)
+        cost = _cost(policy, view, affinity, query)
         choice = self._choose(policy, candidates, size, targets, cost, max_queue_s)
         self._decisions += request.reserve
         routes = self._routes(
@@ -296,10 +305,13 @@ class WorkerSelector:
         return Affinity(position, fraction, self._max_queue_s)
 
 
-def _cost(policy: str, view: View, affinity: Affinity | None) -> CostFunction:
+def _cost(policy: str, view: View, affinity: Affinity | None, query: Query) -> CostFunction:
     """The policy's, with what the session is worth, and what slowness, failures and absent agents
     cost."""
     cost = POLICIES[policy].cost
+    if query.computing and policy == "latency":
+        places = (view.position(inc) for inc in query.computing)
+        cost = awaiting(cost, [at for at in places if at is not None])
     if affinity is not None:
         cost = discounted(cost, affinity)
     if view.late_s is not None:

@@ -18,7 +18,8 @@ from app.core.rate_limit import RateLimit
 from app.core.text_trail import marks_of
 from app.core.types import Incarnation, SequenceHash, request_id_of
 from app.http.supervisor import supervised
-from app.policy.decision import Query, RouteRequest
+from app.policy.decision import Query, RouteRequest, is_long
+from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.policy.plan import Plan
 from app.router.replica import Replica
 from app.state import decisions, endings, predictions, sessions
@@ -41,8 +42,6 @@ class History:
         self.predictions = predictions.PredictionSettings(
             settings.prediction_ttl_s, settings.prediction_entries
         )
-        self.predicts_all = settings.count_in_flight
-        """Else only of workers of whom nobody tells what they cache."""
         self._replica = replica
         self._reservation_ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._session_affinity = settings.session_affinity
@@ -57,8 +56,8 @@ class History:
 
     @property
     def predicts(self) -> bool:
-        """Whether predictions are kept of any worker now."""
-        return self.predicts_all or bool(self._replica.fleet.guessed)
+        """Whether predictions are kept of any worker now, beyond first tokens."""
+        return bool(self._replica.fleet.guessed)
 
     def recall(self, queries: list[Query]) -> list[Call[list[sessions.Visit | None]]]:
         """At most one call, which returns where what they follow last went: see `follow`."""
@@ -90,15 +89,18 @@ class History:
         return [*([request.session] if request.session else ()), *request.trail]
 
     def predicted(
-        self, chains: list[list[SequenceHash]], shards: int
-    ) -> list[Call[dict[Incarnation, int]]]:
-        """No calls, or one for each chain: the leading blocks that workers will hold."""
-        if not self.predicts:
-            return []
-        return [
-            predictions.predicted(self._shard_of(chain, shards), chain, self.predictions)
-            for chain in chains
-        ]
+        self, queries: list[Query], shards: int
+    ) -> dict[int, Call[dict[Incarnation, int]]]:
+        """For queries by their place, where anything may be foreseen: the leading blocks that
+        workers will hold."""
+        predicts = self.predicts
+        return {
+            place: predictions.predicted(
+                self._shard_of(query.request.chain, shards), query.request.chain, self.predictions
+            )
+            for place, query in enumerate(queries)
+            if predicts or query.is_long
+        }
 
     def add(self, plan: Plan, shards: int) -> None:
         """Write down that a request was routed as planned."""
@@ -106,7 +108,10 @@ class History:
         guessed = plan.view.guessed
         # Of a split, events tell once it has arrived; without them, nothing else tells.
         holder = incarnation if incarnation in guessed else plan.holder
-        if request.chain and (self.predicts_all or holder in guessed):
+        is_in_flight = is_long(plan.wish.reservation.attempt) and (
+            plan.lacking_tokens >= IN_FLIGHT_TOKENS
+        )
+        if request.chain and (holder in guessed or is_in_flight):
             shard = self._shard_of(request.chain, shards)
             self._write(
                 predictions.predict(
@@ -128,14 +133,17 @@ class History:
             self._write(sessions.remember(keyspace, name, incarnation, ttl_ms))
 
     def confirm(self, attempt: str) -> None:
-        """Write down that the first token of a request is out."""
-        if self.predicts:
-            for shard in self._shards:
-                self._write(predictions.confirm_predicted(shard, attempt, self.predictions))
+        """Write down that the first token of a request is out. What it was predicted for is held
+        now, and where workers publish what they hold, that says more."""
+        if not self.predicts:
+            self.withdraw(attempt)
+            return
+        for shard in self._shards:
+            self._write(predictions.confirm_predicted(shard, attempt, self.predictions))
 
     def withdraw(self, attempt: str) -> None:
         """Take back what was predicted for a request that ended before its first token."""
-        if self.predicts:
+        if self.predicts or is_long(attempt):
             for shard in self._shards:
                 self._write(predictions.withdraw_predicted(shard, attempt))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import zip_longest
 
 from app.core.errors import KvrouteError, WrongVersion
 from app.core.overlaps import Overlaps
@@ -65,7 +64,7 @@ class LookUp:
         while True:
             shards = fleet.shards or (await runner.one(self._loads)).shards or 1
             recall = self._history.recall(queries)
-            predicting = self._history.predicted(chains, shards)
+            predicting = self._history.predicted(queries, shards)
             with (
                 self._replica.telemetry.seconds_of("look_up").time(),
                 self._reports.riding() as trip,
@@ -79,13 +78,14 @@ class LookUp:
                         *trip.calls,
                         reservations.changes(keyspace, self.columns),
                         *recall,
-                        *predicting,
+                        *predicting.values(),
                     ],
                     boundaries=self._boundaries,
                 )
                 trip.replies = replies[: len(trip.calls)]
             snapshot, *others = replies[len(trip.calls) :]
-            recalled, predicted = others[: len(recall)], others[len(recall) :]
+            recalled = others[: len(recall)]
+            predicted = dict(zip(predicting, others[len(recall) :], strict=True))
             if isinstance(snapshot, KvrouteError):
                 raise snapshot
             snapshot = snapshot or await runner.one(self._loads)
@@ -94,7 +94,8 @@ class LookUp:
             if snapshot.shards == shards:
                 break
         self._replica.telemetry.blind.inc(overlaps.count(None))
-        for query, published, ahead in zip_longest(queries, overlaps, predicted):
+        for place, (query, published) in enumerate(zip(queries, overlaps, strict=True)):
+            ahead = predicted.get(place)
             self._tell(query, view, published, ahead if isinstance(ahead, dict) else {})
         for visits in recalled:
             if isinstance(visits, list):
@@ -110,7 +111,7 @@ class LookUp:
     ) -> None:
         """Set what the query knows of its prompt. published: as `overlap.match` tells. predicted:
         blocks that are to come, by those who will hold them."""
-        if not self._history.predicts_all:
+        if not query.is_long:
             # Of others, those who publish what they hold say more.
             predicted = {inc: blocks for inc, blocks in predicted.items() if inc in view.guessed}
         chain, held_by = query.request.chain, self._taught.held
@@ -123,6 +124,11 @@ class LookUp:
         )
         overlaps = Overlaps() if published is None else published
         query.published = overlaps if predicted else None
+        query.computing = [
+            inc
+            for inc, blocks in predicted.items()
+            if inc not in view.guessed and blocks > overlaps.get(inc, NO_OVERLAP).total
+        ]
         overlaps = with_predicted(overlaps, predicted)
         is_predicted = not view.guessed >= predicted.keys()
         query.trust = _trust(published, query.is_short, is_predicted)

@@ -13,7 +13,8 @@ from app.core.errors import NoWorkers
 from app.core.loads import Load, Reservation
 from app.core.worker_report import Role
 from app.policy.choose import Choice, choose
-from app.policy.cost import Candidates, Floats, RequestSize, predicted_prefill_s
+from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted_prefill_s
+from app.policy.in_flight import IN_FLIGHT_TOKENS, awaiting
 from app.policy.transfer import (
     OWN_TRANSFER,
     Demand,
@@ -73,6 +74,8 @@ class Decider:
         self._rng = rng
         # As Dynamo does, of which it is a yardstick; routers do not know enough to do so.
         self.counts_once = policy.key == "blocks"
+        self.foresees = policy.key == "latency"
+        """Whether what is on its way counts, as in app.router.lookup."""
 
     def plan(self, flight: Flight, loads: list[Load], rounds: int, now_s: float) -> Plan:
         """Raises NoWorkers, AllWorkersBusy."""
@@ -83,13 +86,18 @@ class Decider:
         size = RequestSize(request.prompt_tokens, self._setting.block_size)
         roles = self._roles()
         published = candidates.overlap_device
-        if self._setting.count_in_flight:
+        computing: list[int] = []
+        if self._foresees(request):
             published = np.array(
                 [self._workers[at].holdings.overlap(request.blocks, now_s)[0] for at in self._live],
                 dtype=np.float64,
             )
+            computing = np.flatnonzero(candidates.overlap_device > published).tolist()
         if np.count_nonzero(candidates.receiving_s):
             candidates.receiving_s = awaited_s(candidates, published)
+        cost = self._policy.cost
+        if computing:
+            cost = awaiting(POLICIES[self._policy.key].cost, computing)
         choice = choose(
             self._policy.key,
             candidates,
@@ -97,7 +105,7 @@ class Decider:
             eligible=np.ones(len(self._live), dtype=bool) if roles is None else roles.targets,
             rng=self._rng,
             nth=flight.replica.decisions,
-            cost=self._policy.cost,
+            cost=cost,
         )
         flight.replica.decisions += 1
         route = self._route(choice, candidates, size, roles, published)
@@ -105,15 +113,14 @@ class Decider:
             route, candidates, size, predicted_prefill_s(candidates, size)
         )
         # Those of a split count once they have arrived, as in app.router.history.
+        is_split = route.kind is TransferKind.SPLIT
+        held = candidates.overlap_at(route.source if is_split else route.target)
+        counts = self.foresees and size.isl_tokens - held * size.block_size >= IN_FLIGHT_TOKENS
         target = self._share(
-            route.target,
-            request,
-            of_target,
-            loads,
-            counts_blocks=route.kind is not TransferKind.SPLIT,
+            route.target, request, of_target, loads, counts_blocks=counts and not is_split
         )
         source = of_source and self._share(
-            route.source, request, of_source, loads, counts_blocks=route.kind is TransferKind.SPLIT
+            route.source, request, of_source, loads, counts_blocks=counts and is_split
         )
         return Plan(flight, route.kind, target, source, int(candidates.overlap.max()))
 
@@ -126,13 +133,14 @@ class Decider:
         now_s: float,
     ) -> Candidates:
         in_flight = [books[place].in_flight for place in self._live]
+        foresees = self._foresees(request)
         columns = [
             self._workers[place].column(
                 loads[place],
                 rounds,
                 request.blocks,
                 now_s,
-                others.overlap(request.blocks) if self._setting.count_in_flight else 0,
+                others.overlap(request.blocks) if foresees else 0,
             )
             for place, others in zip(self._live, in_flight, strict=True)
         ]
@@ -141,6 +149,9 @@ class Decider:
             beside = [others.num_blocks_beside(request.blocks) for others in in_flight]
             candidates.active_blocks = np.array(beside, dtype=np.float64)
         return candidates
+
+    def _foresees(self, request: SimRequest) -> bool:
+        return self.foresees and request.prompt_tokens >= IN_FLIGHT_TOKENS
 
     def _roles(self) -> Roles | None:
         if self._setting.link is None:

@@ -79,7 +79,7 @@ class SimFleet:
         place = len(self.workers)
         worker = SimWorker(self.setting, place, profile, lambda: self.now_s, self.now_s, role)
         self.workers.append(worker)
-        counts_blocks = self._decider.counts_once or self.setting.count_in_flight
+        counts_blocks = self._decider.counts_once or self._decider.foresees
         for books in {id(replica.books): replica.books for replica in self.replicas}.values():
             books.append(Books(books, counts_blocks=counts_blocks))
 

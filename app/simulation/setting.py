@@ -49,8 +49,6 @@ class Setting:
     """Time that routers believe prefills and decodes take, over what a worker has learned."""
     idle_reported: bool = True
     """Whether workers report how long the blocks that they evict were idle."""
-    count_in_flight: bool = False
-    """Whether blocks count as cached from the reservation on."""
     link: Link | None = None
     """Of each worker; None: KV travels between none of them."""
     kv_transfer: str = OWN_TRANSFER

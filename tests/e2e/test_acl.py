@@ -20,6 +20,7 @@ from app.core.keys import KEYSPACE
 from app.core.settings.router import RouterSettings
 from app.local.redis_server import LOOPBACK, EmbeddedRedis
 from app.policy.decision import RouteRequest
+from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
@@ -28,8 +29,10 @@ from app.state.scripts import ScriptRunner, load_script
 from tests import fake_worker
 from tests.e2e.test_healing import (
     CHAINS,
+    INDEX_BLOCKS,
     KEYS,
     PROMPTS,
+    SHARDS,
     agent_of,
     losses,
     short_intervals,
@@ -336,16 +339,21 @@ async def test_a_routers_console_is_refused_nothing(
 
 
 async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
-    settings = RouterSettings(
-        namespace=KEYS.namespace, count_in_flight=True, prediction_ttl_s=1.0, reservation_ttl_s=1.0
-    )
+    settings = RouterSettings(namespace=KEYS.namespace, prediction_ttl_s=1.0, reservation_ttl_s=1.0)
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
-        agent = agent_of("w0", as_worker, WHOLE_TEST_S)
+        agent = fake_agent(
+            *(ScriptRunner(as_worker, timeout_s=10.0), KEYS, "w0"),
+            lease_ttl_s=WHOLE_TEST_S,
+            index_blocks=INDEX_BLOCKS,
+            shards=SHARDS,
+            kv_total_blocks=IN_FLIGHT_TOKENS,
+        )
         await agent.start()
         fleet = Fleet(redis, KEYS, 1.0)
         router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
         running = [asyncio.ensure_future(agent.run()), asyncio.ensure_future(router.run())]
-        request = RouteRequest("r1", CHAINS[0], len(PROMPTS[0]), "latency")
+        # So long a prompt counts as on its way until it is there.
+        request = RouteRequest("r1", CHAINS[0], IN_FLIGHT_TOKENS, "latency")
         assert (await router.route(request)).reserved
 
         async def predicted() -> list[bytes]:

@@ -141,14 +141,15 @@ def test_blocks_count_only_after_their_events_have_arrived() -> None:
     assert owners(60.0) == 2
 
 
-def test_blocks_of_requests_in_flight_count_if_configured() -> None:
-    # The second arrives during the prefill of the first; only the queues differ otherwise.
-    long = tuple(range(60))
-    trace = open_loop(request(0, long), request(1, long), every_s=0.2)
-    apart = workers_of(trace, Setting(num_workers=2))
-    assert apart[0] != apart[1]
-    together = workers_of(trace, Setting(num_workers=2, count_in_flight=True))
-    assert together[0] == together[1]
+@pytest.mark.parametrize(("num_blocks", "every_s"), [(12, 0.4), (3, 0.1)])
+def test_what_is_computed_for_another_counts_where_that_takes_long(
+    num_blocks: int, every_s: float
+) -> None:
+    # One worker begins with another prompt. The third request comes during both prefills.
+    other, prompt = tuple(range(100, 100 + num_blocks)), tuple(range(num_blocks))
+    trace = open_loop(request(0, other), request(1, prompt), request(2, prompt), every_s=every_s)
+    _, second, third = workers_of(trace, Setting(num_workers=2))
+    assert (second == third) == (num_blocks > 4)
 
 
 def test_blocks_in_the_host_tier_count_as_cached() -> None:

@@ -32,6 +32,7 @@ from app.local.redis_server import EmbeddedRedis, free_port
 from app.policy.answers import Answer
 from app.policy.cost import POLICIES
 from app.policy.decision import Decision, RouteRequest
+from app.policy.in_flight import COMPUTING, IN_FLIGHT_TOKENS
 from app.policy.plan import MAX_PREFILL_S
 from app.policy.trust import Trust
 from app.router.decider import MAX_BATCH, MAX_QUEUED, MAX_TRIES
@@ -1145,42 +1146,53 @@ class TestPredictions:
     async def test_in_flight_requests_count_as_overlap_before_their_events_arrive(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
-        await workers.register("w1")
-        await workers.register("w2")
-        await workers.publish("w1", PROMPT[:4])
-        async with running(one_redis_server.url, count_in_flight=True) as replica:
-            first = await replica.route(request("r1", "latency"))
-            assert (first.worker.key.worker_id, first.overlap) == ("w1", TierOverlap(device=1))
+        for name in ("w1", "w2"):
+            await workers.register(name)
+        prompt = list(range(IN_FLIGHT_TOKENS + 4 * 8))
+        await workers.publish("w1", prompt[: 4 * 8])
+        async with running(one_redis_server.url) as replica:
+            first = await replica.route(request("r1", "latency", prompt=prompt))
+            assert (first.worker.key.worker_id, first.overlap) == ("w1", TierOverlap(device=8))
 
-            async def look() -> Decision:
-                return await replica.route(request("look", "latency", reserve=False))
+            async def foreseen() -> float:
+                asked = request("look", "latency", prompt=prompt, reserve=False, explain=True)
+                seen = (await replica.route(asked)).candidates
+                (of_w1,) = [one for one in seen if one.info.key.worker_id == "w1"]
+                assert (of_w1.overlap.total > 8) == (of_w1.terms.get(COMPUTING, 0.0) > 0.0)
+                return of_w1.overlap.total
 
-            await eventually(look, lambda seen: seen.overlap == TierOverlap(device=2))
+            await eventually(foreseen, lambda blocks: blocks > 900)
+            other = await replica.route(request("b", "blocks", prompt=prompt, reserve=False))
+            assert other.overlap.total <= 8
+            # Once its first token is out, its worker's own events say what it holds.
+            await replica.prefill_complete("r1")
+            await eventually(foreseen, lambda blocks: blocks == 8)
 
     async def test_a_split_prompt_in_flight_counts_as_its_source_s_alone(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         await workers.register("p", role=Role.PREFILL, kv_transfer="nixl")
         await workers.register("d", role=Role.DECODE, kv_transfer="nixl")
-        async with running(
-            one_redis_server.url, count_in_flight=True, strict_roles=True
-        ) as replica:
-            assert (await replica.route(request("r1", "latency"))).source is not None
+        prompt = list(range(IN_FLIGHT_TOKENS))
+        async with running(one_redis_server.url, strict_roles=True) as replica:
+            first = await replica.route(request("r1", "latency", prompt=prompt))
+            assert first.source is not None
 
             async def look() -> dict[str, int]:
-                seen = await replica.route(request("look", "latency", reserve=False, explain=True))
+                asked = request("look", "latency", prompt=prompt, reserve=False, explain=True)
+                seen = await replica.route(asked)
                 return {one.info.key.worker_id: one.overlap.total for one in seen.candidates}
 
-            await eventually(look, lambda overlaps: overlaps == {"p": 2, "d": 0})
+            await eventually(look, lambda overlaps: overlaps == {"p": 1024, "d": 0})
 
     async def test_a_prefix_on_its_way_counts_as_the_worker_s_that_fetches_it(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         for name, max_requests in (("w1", 1), ("w2", 8)):
             await workers.register(name, kv_transfer="kvroute", max_requests=max_requests)
-        prompt = list(range(4 * 500))
+        prompt = list(range(IN_FLIGHT_TOKENS + 4))
         await workers.publish("w1", prompt)
-        async with running(one_redis_server.url, count_in_flight=True) as replica:
+        async with running(one_redis_server.url) as replica:
             await replica.route(request("busy", "latency", prompt=prompt[:8]))
             fetched = await replica.route(request("r1", "latency", prompt=prompt))
             assert fetched.source is not None
@@ -1192,7 +1204,7 @@ class TestPredictions:
                 )
                 return {one.info.key.worker_id: one.overlap.total for one in seen.candidates}
 
-            await eventually(look, lambda overlaps: overlaps["w2"] > 400)
+            await eventually(look, lambda overlaps: overlaps["w2"] > 900)
 
     async def test_an_answer_whose_overlap_fell_short_says_so(
         self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis

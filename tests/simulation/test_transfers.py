@@ -118,7 +118,7 @@ def test_a_prefix_that_many_ask_for_spreads_from_its_one_holder() -> None:
     link on which they take a third of that."""
 
     def p99_s(link: Link | None) -> float:
-        played = PlayedFleet(Setting(link=link, count_in_flight=True), "latency")
+        played = PlayedFleet(Setting(link=link), "latency")
         played.fleet.warm(0, request("hot", blocks=32))
         for i in range(200):
             prompt = request(f"r{i}", blocks=33, output_tokens=100)
@@ -144,12 +144,12 @@ def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are() -> Non
 
 
 def test_blocks_that_travel_are_not_counted_on_before_they_arrive() -> None:
-    played = PlayedFleet(replace(PAIR, count_in_flight=True), "latency")
-    asked = request("r", blocks=8)
+    played = PlayedFleet(PAIR, "latency")
+    asked = request("r", blocks=32)
     played.ask(0.0, asked)
     (books,) = (replica.books for replica in played.fleet.replicas)
     played.fleet.run(until_s=0.1)
-    assert [one.in_flight.overlap(asked.blocks) for one in books] == [8, 0]
+    assert [one.in_flight.overlap(asked.blocks) for one in books] == [32, 0]
     played.fleet.run()
     assert [one.in_flight.overlap(asked.blocks) for one in books] == [0, 0]
 

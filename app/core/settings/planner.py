@@ -88,9 +88,6 @@ class PlannerSettings(CommonSettings):
         PolicyName(),
         heading="Replay of decisions",
     )
-    count_in_flight: bool = setting(
-        False, "Whether the routers run with --count-in-flight; decisions are replayed so.", bool
-    )
     startup_deadline_s: float = setting(
         600.0,
         "Seconds after which a worker that has not registered is given up.",

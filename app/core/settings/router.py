@@ -55,19 +55,12 @@ class RouterSettings(DoorSettings):
         "but lag slightly behind.",
         OneOf(("master", "replica")),
     )
-    count_in_flight: bool = setting(
-        False,
-        "Count blocks routed to a worker within the last --prediction-ttl-s as cached there, even "
-        "where it publishes what it caches.",
-        bool,
-        heading="What workers cache",
-        often=True,
-    )
     prediction_ttl_s: float = setting(
         120.0,
         "How long blocks routed to a worker count as cached there, of workers that publish "
         "nothing.",
         POSITIVE_SECONDS,
+        heading="What workers cache",
     )
     prediction_entries: int = setting(
         262_144,

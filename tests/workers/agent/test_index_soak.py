@@ -47,7 +47,7 @@ from workers.agent.agent import Agent
 KEYS = Keyspace("soak")
 SHARDS = [KEYS.of_shard(n) for n in range(2)]
 NUM_WORKERS = 3
-BLOCK_SIZE = 16
+BLOCK_SIZE = 256
 DEVICE_BLOCKS = 6000
 HOST_BLOCKS = 2000
 INDEX_BLOCKS = 32_768
@@ -189,7 +189,6 @@ class Cluster:
             namespace=KEYS.namespace,
             seed=7,
             reservation_ttl_s=1.0,
-            count_in_flight=True,
             prediction_ttl_s=2.0,
             prediction_entries=PREDICTIONS,
             decisions_kept=DECISIONS,

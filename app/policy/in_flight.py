@@ -1,0 +1,36 @@
+"""What is on its way of a prompt: a worker computes it for a request in flight.
+
+An engine finds in its cache what requests before computed, once that has been done. So a worker
+that is to compute a prefix counts as one that holds it, for those behind it; but all that come
+until then wait for that one worker, while others could compute the prefix, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.policy.cost import Candidates, CostFunction, Costs, RequestSize
+
+IN_FLIGHT_TOKENS = 4096
+"""What a worker lacks of a prompt counts as on its way if it is so many tokens: less is computed
+before others have heard of it."""
+COMPUTED_WAIT = 1.5
+"""Of the queue, which counts once for itself. With 1, crowds wait where they could compute; with 2,
+those that begin alike are computed everywhere (docs/experiments.md)."""
+COMPUTING = "computing_s"
+"""The term."""
+
+
+def awaiting(cost: CostFunction, places: Sequence[int]) -> CostFunction:
+    """`cost`, in seconds, and what the workers at `places` have to compute before, where they do
+    not fetch it: the price of that has its own wait."""
+
+    def priced(candidates: Candidates, size: RequestSize) -> Costs:
+        costs = cost(candidates, size)
+        wait = candidates.prefill_s * 0.0
+        for place in places:
+            if not candidates.receiving_s[place]:
+                wait[place] = COMPUTED_WAIT * candidates.prefill_s[place]
+        return Costs(costs.cost + wait, costs.terms | {COMPUTING: wait})
+
+    return priced
