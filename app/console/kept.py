@@ -17,8 +17,6 @@ from app.core.errors import RedisUnavailable
 
 T = TypeVar("T")
 KEPT_S = 0.5
-STALE_S = 300.0
-"""For so long the last answer is given while Redis is away."""
 MAX_KEPT = 64
 TIMEOUT_S = 5.0
 
@@ -45,7 +43,7 @@ class KeptAnswers:
     async def of(
         self, question: str, make: Callable[[], Awaitable[object]], kept_s: float = KEPT_S
     ) -> KeptAnswer:
-        """The answer to a question, not older than `kept_s` unless Redis is away.
+        """The answer to a question, not older than `kept_s`; the last one while Redis is away.
 
         Raises what `make` raises, and RedisUnavailable.
         """
@@ -58,7 +56,7 @@ class KeptAnswers:
         try:
             return await making.now()
         except RedisUnavailable as error:
-            if kept is None or time.monotonic() - kept.made_s > STALE_S:
+            if kept is None:
                 raise
             return replace(kept, stale=str(error))
 

@@ -156,7 +156,7 @@ def _console(client: Client) -> Console:
 async def _found(asking: Awaitable[Any], what: str, name: str) -> Any:
     answer = await asking
     if answer is None:
-        raise HTTPException(404, f"There is no {what} {cut(name)!r} (any longer).")
+        raise HTTPException(404, f"There is no {what} {cut(name)!r} (yet, or any longer).")
     return answer
 
 

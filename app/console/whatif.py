@@ -78,7 +78,8 @@ class WhatIf:
             async with asyncio.timeout(TIMEOUT_S):
                 out, errors = await process.communicate()
         except TimeoutError:
-            raise InvalidRequest("last", f"took over {TIMEOUT_S:g} s: ask for fewer") from None
+            why = f"took over {TIMEOUT_S:g} s: ask for fewer, or once this machine is less busy"
+            raise InvalidRequest("last", why) from None
         finally:
             if process.returncode is None:
                 process.kill()

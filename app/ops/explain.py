@@ -50,7 +50,7 @@ async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_js
     record = await find(redis, keyspace, request_id)
     if record is None:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
-        raise click.ClickException(f"no decision about {request_id!r} is kept (any longer)")
+        raise click.ClickException(f"no decision about {request_id!r} is kept (yet, or any longer)")
     if as_json:
         say(json_text(explanation(record)))
         return

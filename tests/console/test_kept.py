@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -35,7 +36,9 @@ async def test_however_many_ask_the_answer_is_made_once() -> None:
     assert (await answers.of("q", make, kept_s=0.0)).body == b"2"
 
 
-async def test_what_redis_cannot_answer_is_answered_as_before_and_is_said_to_be() -> None:
+async def test_what_redis_cannot_answer_is_answered_as_before_and_is_said_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def fails() -> int:
         raise RedisUnavailable("it is away")
 
@@ -49,6 +52,9 @@ async def test_what_redis_cannot_answer_is_answered_as_before_and_is_said_to_be(
     again = await answers.of("q", fails, kept_s=0.0)
     assert (again.body, again.stale) == (b"1", "it is away")
     assert (await answers.of("q", works, kept_s=0.0)).stale == ""
+    an_hour_later = time.monotonic() + 3600
+    monkeypatch.setattr(time, "monotonic", lambda: an_hour_later)
+    assert (await answers.of("q", fails)).stale == "it is away"
 
 
 async def test_an_answer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

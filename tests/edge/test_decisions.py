@@ -283,7 +283,7 @@ async def test_explain_shows_every_candidate_and_the_reason_for_the_choice(decid
 async def test_explain_fails_for_a_decision_that_is_not_kept(decided: str) -> None:
     result = await kvroute(decided, "explain", "r77")
     assert result.exit_code == 1
-    assert "no decision about 'r77' is kept (any longer)" in result.output
+    assert "no decision about 'r77' is kept (yet, or any longer)" in result.output
 
 
 async def test_whatif_scores_decisions_again_with_another_policy(decided: str) -> None:
