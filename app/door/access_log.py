@@ -41,6 +41,12 @@ def _model(record: RequestRecord) -> str | None:
     return cut(asked) if isinstance(asked, str) else None
 
 
+def _alias(record: RequestRecord) -> str | None:
+    asked = record.asked.model if record.asked else None
+    is_other = isinstance(asked, str) and record.model_name not in ("", asked)
+    return cut(str(asked)) if is_other else None
+
+
 def _prompt_tokens(record: RequestRecord) -> int | None:
     if record.usage is not None:
         return record.usage.prompt
@@ -84,6 +90,7 @@ FIELDS: Mapping[str, Field] = {
         lambda r: (r.asked.user if r.asked else "") or None,
     ),
     "model": Field("The model that it asked for.", _model),
+    "alias": Field("The alias by which it asked for that; null: by none.", _alias),
     "namespace": Field("That model's namespace.", lambda r: r.model.namespace if r.model else None),
     "worker": Field(
         "The last worker that it was given to.",

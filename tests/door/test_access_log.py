@@ -54,6 +54,7 @@ async def test_a_line_has_all_that_a_request_can_be_billed_and_searched_by(
     one_redis_server: EmbeddedRedis, redis: Redis, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings: dict[str, Any] = {"access_log": True, "api_key": "k", "port": 4711}
+    settings["model_alias"] = "old=m"
     async with (
         completing(redis, "a", complete),
         replica(one_redis_server.url, **settings) as door,
@@ -61,7 +62,7 @@ async def test_a_line_has_all_that_a_request_can_be_billed_and_searched_by(
         await until_serving(door, 1)
         lines(capsys)
         headers = {"x-tenant-id": "acme", "x-request-id": "r1", "x-forwarded-for": "10.1.2.3"}
-        asked = ASKED | {"stream": True, "session_id": "s1", "user": "ann"}
+        asked = ASKED | {"stream": True, "session_id": "s1", "user": "ann", "model": "old"}
         began = datetime.now(UTC)
         assert (await door.post(PATH, json=asked, headers=headers)).status_code == 200
         [line] = lines(capsys)
@@ -80,6 +81,7 @@ async def test_a_line_has_all_that_a_request_can_be_billed_and_searched_by(
             "session": "s1",
             "user": "ann",
             "model": "m",
+            "alias": "old",
             "worker": "a:0",
             "tries": 1,
             "failed": [],
