@@ -49,7 +49,7 @@ _REQUEST_AT_FAULT = re.compile(
     r"(?i)invalid_request|bad_?request|context_length|invalid_prompt|too_large"
 )
 
-BROKEN_HANDOVER = Failure("handover", in_a_row=_IN_A_ROW, most_s=SOON_S)
+BAD_PARAMS = Failure("handover", in_a_row=_IN_A_ROW, most_s=SOON_S)
 """A source's answer does not say where the prompt's KV lies, or not so that it can be fetched."""
 _TOO_LONG_WORDS = re.compile(
     rb"(?i)context[ _](?:length|size|window)|max_model_len|max_seq_len|max_total_tokens"

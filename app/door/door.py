@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from app.door.any_worker import AnyWorker
 from app.door.engine_words import EngineWords
 from app.door.missing import MissingWorkers
-from app.door.transfer.leases import KvLeases
+from app.door.transfer.kv_lease import KvLeases
 from app.door.transfer.outcomes import PairTransfers
-from app.door.transfer.sglang import Meetings
 from app.door.transfer.sources import Sources
 from app.door.upstream import Upstream
 
@@ -31,7 +30,6 @@ class Door:
     def __init__(self, upstream: Upstream, patience: Patience, kv_lease_s: float) -> None:
         self.upstream = upstream
         self.sources = Sources(upstream, kv_lease_s)
-        self.meetings = Meetings(upstream)
         self.patience = patience
         self.missing = MissingWorkers(upstream)
         self.words = EngineWords()

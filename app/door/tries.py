@@ -7,7 +7,6 @@ import logging
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import isinf
 
 from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
 from app.core.failures import Failure, Whose
@@ -19,30 +18,23 @@ from app.door.door import Door
 from app.door.errors import AnswerTimeout, RepeatedFailure, Unreached, WorkerFailed
 from app.door.forwarding import Outgoing
 from app.door.lifecycle import Lifecycle
-from app.door.transfer.leases import KvLease, LeaseEnded, TaintedTarget
-from app.door.transfer.sglang import handover_of
-from app.door.transfer.sources import (
-    NOTHING,
-    TOOK_TOO_LONG,
-    Call,
-    Handover,
+from app.door.transfer.base import (
+    NO_TRANSFER,
     RefusedWithSource,
+    SourceCall,
     SourceFailed,
-    nudge,
+    Transfer,
     of_rank,
-    source_failed,
 )
+from app.door.transfer.kv_lease import LeaseEnded, TaintedTarget
 from app.door.upstream import (
     CONNECT_S,
     MAX_WHOLE_BYTES,
     ConnectFailed,
     EngineAnswer,
-    UpstreamBroken,
     UpstreamError,
 )
 from app.policy.decision import Decision, Source
-from app.policy.kv_lease import Leases
-from app.policy.transfer import TOGETHER
 from app.policy.trust import Trust
 
 log = logging.getLogger(__name__)
@@ -97,10 +89,11 @@ class Tries:
                 life.asks_again(refusal.worker)
                 continue
             try:
-                handover = NOTHING
+                transfer = NO_TRANSFER
                 if decision.source is not None:
-                    handover = await self._ask_source(decision, decision.source, deadline_s)
-                begun = await self._sure(decision, handover, deadline_s)
+                    call = self._call(decision, decision.source, deadline_s)
+                    transfer = await self.door.sources.begin(call)
+                begun = await self._sure(decision, transfer, deadline_s)
             except (LeaseEnded, RefusedWithSource, TaintedTarget) as error:
                 failure = self._goes_elsewhere(error, decision)
                 continue
@@ -215,49 +208,26 @@ class Tries:
             await self.life.source_failed(error.failure, error.cause, str(error))
         return failure
 
-    async def _ask_source(self, decision: Decision, source: Source, deadline_s: float) -> Handover:
-        """What the decision's source hands on. Raises SourceFailed."""
-        if source.worker.kv_transfer == TOGETHER:
-            return handover_of(source.worker)
-        try:
-            with self.door.missing.waiting(self.life, source.worker):
-                handover = await self.door.sources.ask(self._call(source, deadline_s))
-        except UpstreamBroken as error:
-            raise source_failed(error) from None
-        self.life.source_complete(decision)
-        return handover
-
-    def _call(self, source: Source, deadline_s: float) -> Call:
+    def _call(self, decision: Decision, source: Source, deadline_s: float) -> SourceCall:
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
-        connect_s = min(CONNECT_S, left_s)
-        books = partial(self.life.admitted.model.router.fleet.lease_books, source.worker)
-        return Call(source, self.outgoing, self.path, self.headers, connect_s, left_s, books)
-
-    def _lease(self, decision: Decision, handover: Handover) -> KvLease | None:
-        """What the target has of its source; None: it needs none. Raises SourceFailed."""
-        assert decision.source is not None
-        if isinf(handover.kept_s):
-            return None
-        source = decision.source.worker
-        lease = KvLease(
-            self.life.admitted.model.router,
-            source,
-            decision.worker,
-            self.outgoing.asked.streams,
-            handover.asked_s,
-            handover.kept_s,
-            handover.before,
-            partial(nudge, self.door.upstream, source, self.headers),
+        return SourceCall(
+            kind=source.kind,
+            source=source.worker,
+            target=decision.worker,
+            router=self.life.admitted.model.router,
+            outgoing=self.outgoing,
+            path=self.path,
+            headers=self.headers,
+            connect_s=min(CONNECT_S, left_s),
+            answer_s=left_s,
+            watch=partial(self.door.missing.waiting, self.life, source.worker),
+            on_computed=partial(self.life.source_complete, decision),
         )
-        if not lease.is_sure and lease.state() is not Leases.KEPT:
-            raise SourceFailed(TOOK_TOO_LONG, None)
-        return lease
 
-    async def _sure(self, decision: Decision, handover: Handover, deadline_s: float) -> Beginning:
+    async def _sure(self, decision: Decision, transfer: Transfer, deadline_s: float) -> Beginning:
         """As `_try`, if the worker has fetched, now and before, nothing of other prompts. Raises
         LeaseEnded and TaintedTarget besides."""
-        leases, worker = self.door.leases, decision.worker
-        lease = None if decision.source is None else self._lease(decision, handover)
+        leases, worker, lease = self.door.leases, decision.worker, transfer.lease
         sent_s = asyncio.get_running_loop().time()
         begun = awaited = None
         try:
@@ -265,7 +235,7 @@ class Tries:
             with self.door.missing.waiting(self.life, worker), watched:
                 if lease is not None:
                     awaited = self.door.transfers.sent(lease.router, lease.source, worker)
-                begun = await self._try(decision, handover, deadline_s)
+                begun = await self._try(decision, transfer, deadline_s)
             if awaited is not None:
                 awaited.began()
             if begun.failure is None and begun.answer.status == 200:
@@ -280,7 +250,7 @@ class Tries:
             raise
         return begun
 
-    async def _try(self, decision: Decision, handover: Handover, deadline_s: float) -> Beginning:
+    async def _try(self, decision: Decision, transfer: Transfer, deadline_s: float) -> Beginning:
         """The beginning of one worker's answer. Raises UpstreamError, as RefusedWithSource and
         SourceFailed are."""
         worker = decision.worker
@@ -293,22 +263,13 @@ class Tries:
             worker.address,
             self.path,
             [*self.headers, *more],
-            self.outgoing.for_worker(worker, handover.params, handover.members),
+            self.outgoing.for_worker(worker, transfer.params, transfer.members),
             connect_s=connect_s,
             answer_s=left_s,
             # On a new connection nothing is sent twice.
             kept=self.life.record.tries == 1,
         )
-        if handover.members and decision.source is not None:
-            answering = self.door.meetings.beside(
-                self._call(decision.source, deadline_s),
-                worker,
-                handover,
-                answering,
-                watch=self.door.missing.waiting(self.life, decision.source.worker),
-                on_computed=partial(self.life.source_complete, decision),
-            )
-        answer = await answering
+        answer = await transfer.answer(answering)
         is_all = False
         failure: Failure | None
         in_events = self._is_in_events(answer)
@@ -323,7 +284,7 @@ class Tries:
                 path=self.path,
                 is_all=is_all,
             )
-        if handover.params and failure is None and 400 <= answer.status < 500:
+        if transfer.params and failure is None and 400 <= answer.status < 500:
             answer.abort()
             raise RefusedWithSource(f"answered {answer.status} to a request with a source")
         if failure is None and decision.trust is not Trust.BLIND:

@@ -20,7 +20,7 @@ from app.door.door import Door
 from app.door.forwarding import Outgoing
 from app.door.lifecycle import Lifecycle
 from app.door.stream import usage_in
-from app.door.transfer.sources import of_rank
+from app.door.transfer.base import of_rank
 from app.gateway import messages
 from app.gateway.answer import Answer
 from app.gateway.endpoints import Endpoints, several

@@ -8,10 +8,11 @@ while it is idle; nor does it overwrite anything then.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import NamedTuple
 
-from app.core.worker_report import process_of
+from app.core.worker_report import WorkerInfo, process_of
 
 MARGIN_MS = 1000
 """A reading may seem younger by so much: it takes no longer from an agent to Redis."""
@@ -71,6 +72,12 @@ class Fetches(Enum):
     """Something was."""
     UNKNOWN = auto()
     """Nobody says, or not yet."""
+
+
+def kept_s(own_s: float, sources: Iterable[WorkerInfo]) -> float:
+    """How long what waits to be fetched is kept for sure, as all of `sources` say. own_s: if none
+    says less."""
+    return min([own_s, *(info.kv_lease_s for info in sources if info.kv_lease_s)])
 
 
 def leases(before: LeaseBooks | None, now: LeaseBooks | None, by_ms: float) -> Leases:

@@ -8,7 +8,7 @@ three have one price, in the seconds of `app.policy.cost.latency`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -38,12 +38,6 @@ OWN_TRANSFER = "kvroute"
 """The protocol by which KV travels between our own engines."""
 TOGETHER = "sglang"
 """The protocol of two that get a request at once: neither answers one alone."""
-
-
-def kept_s(own_s: float, sources: Iterable[WorkerInfo]) -> float:
-    """How long what waits to be fetched is kept for sure, as all of `sources` say. own_s: if none
-    says less."""
-    return min([own_s, *(info.kv_lease_s for info in sources if info.kv_lease_s)])
 
 
 class TransferKind(StrEnum):

@@ -15,7 +15,7 @@ from typing import Any
 from app.core.errors import RedisUnavailable
 from app.core.worker_report import WorkerInfo
 from app.policy.decision import Decision
-from app.policy.transfer import kept_s
+from app.policy.kv_lease import kept_s
 from app.router.carried import Carried
 from app.router.history import History
 from app.router.maintenance import Maintenance

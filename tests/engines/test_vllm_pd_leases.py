@@ -16,7 +16,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.door.transfer.leases import KvLeases
+from app.door.transfer.kv_lease import KvLeases
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import until_serving
 from tests.door.test_failures import nothing_reserved

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -18,9 +19,8 @@ import orjson
 
 from app.core.types import new_id
 from app.core.worker_report import WorkerInfo
-from app.door import after_failure
 from app.door.members import Headers
-from app.door.transfer.sources import Call, Handover, SourceFailed, of_rank, source_failed
+from app.door.transfer.base import SourceCall, Transfer, failed
 from app.door.upstream import EngineAnswer, Upstream, UpstreamError
 
 ABORT_S = 2.0
@@ -34,58 +34,25 @@ several prompts, the rooms from that number on; from a list of rooms it would gi
 same one (io_struct.py, 0.5.23)."""
 
 
-def handover_of(source: WorkerInfo) -> Handover:
-    return Handover(
-        members={
-            "bootstrap_host": urlsplit(source.address).hostname,
-            "bootstrap_port": source.bootstrap_port,
-            "bootstrap_room": secrets.randbits(ROOM_BITS),
-            "rid": new_id(),
-        }
-    )
-
-
-class Meetings:
-    """Requests that two engines work on at once."""
+class Sglang:
+    """A TransferProtocol."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._tasks: set[asyncio.Future[Any]] = set()
         """What goes on once a target has answered, or has not."""
 
-    async def beside(
-        self,
-        call: Call,
-        target: WorkerInfo,
-        handover: Handover,
-        decoding: Coroutine[Any, Any, EngineAnswer],
-        *,
-        watch: AbstractContextManager[None],
-        on_computed: Callable[[], None],
-    ) -> EngineAnswer:
-        """The beginning of the target's answer, while the source computes the prompt.
+    async def begin(self, call: SourceCall) -> Transfer:
+        members = {
+            "bootstrap_host": urlsplit(call.source.address).hostname,
+            "bootstrap_port": call.source.bootstrap_port,
+            "bootstrap_room": secrets.randbits(ROOM_BITS),
+            "rid": new_id(),
+        }
+        return _AtOnce(members=members, protocol=self, call=call)
 
-        call: of the source. decoding: waits for that beginning. watch: raises UpstreamBroken within
-        it once the source is gone. on_computed: called when the source's answer has ended. Raises
-        SourceFailed, and what `decoding` raises.
-        """
-        computing = self._kept(self._compute(call, handover, watch, on_computed))
-        answering = self._kept(decoding)
-        answer: EngineAnswer | None = None
-        try:
-            await asyncio.wait((computing, answering), return_when=asyncio.FIRST_COMPLETED)
-            if computing.done():
-                computing.result()
-            answer = await answering
-        finally:
-            if answer is None or answer.status >= 400:
-                rid = orjson.dumps({"rid": handover.members["rid"]})
-                for task, worker in ((computing, call.source.worker), (answering, target)):
-                    task.cancel()
-                    self._kept(self._abort(worker, call.headers, rid))
-        return answer
-
-    def _kept(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin it, and see it through."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -96,39 +63,21 @@ class Meetings:
         if not task.cancelled():
             task.exception()  # whoever waited for it was told; else the target's answer tells all
 
-    async def _compute(
-        self,
-        call: Call,
-        handover: Handover,
-        watch: AbstractContextManager[None],
-        on_computed: Callable[[], None],
-    ) -> None:
-        """Raises SourceFailed."""
-        source = call.source.worker
+    async def compute(self, call: SourceCall, body: bytes) -> None:
+        """Have the source compute the prompt. Raises SourceFailed."""
         try:
-            with watch:
-                answer = await self._upstream.send(
-                    source.address,
-                    call.path,
-                    [*call.headers, *of_rank(source)],
-                    call.outgoing.for_worker(source, members=handover.members),
-                    connect_s=call.connect_s,
-                    answer_s=call.answer_s,
-                )
+            with call.watch():
+                answer = await call.send(self._upstream, body)
                 if answer.status < 400:
                     while await answer.read(call.answer_s):
                         pass
         except UpstreamError as error:
-            raise source_failed(error) from None
+            raise failed(error) from None
         answer.abort()
-        failure = after_failure.of_status(
-            answer.status, answer.headers, model=str(call.outgoing.asked.model or "")
-        )
-        if failure is not None:
-            raise SourceFailed(f"answered {answer.status}", failure)
-        on_computed()
+        call.check(answer)
+        call.on_computed()
 
-    async def _abort(self, worker: WorkerInfo, headers: Headers, rid: bytes) -> None:
+    async def abort(self, worker: WorkerInfo, headers: Headers, rid: bytes) -> None:
         with suppress(UpstreamError):
             answer = await self._upstream.send(
                 worker.address,
@@ -139,3 +88,30 @@ class Meetings:
                 answer_s=ABORT_S,
             )
             answer.abort()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AtOnce(Transfer):
+    """The source computes the prompt while the target's answer is waited for."""
+
+    protocol: Sglang
+    call: SourceCall
+
+    async def answer(self, answering: Coroutine[Any, Any, EngineAnswer]) -> EngineAnswer:
+        call, protocol = self.call, self.protocol
+        body = call.outgoing.for_worker(call.source, members=self.members)
+        computing = protocol.start(protocol.compute(call, body))
+        decoding = protocol.start(answering)
+        answer: EngineAnswer | None = None
+        try:
+            await asyncio.wait((computing, decoding), return_when=asyncio.FIRST_COMPLETED)
+            if computing.done():
+                computing.result()
+            answer = await decoding
+        finally:
+            if answer is None or answer.status >= 400:
+                rid = orjson.dumps({"rid": self.members["rid"]})
+                for task, worker in ((computing, call.source), (decoding, call.target)):
+                    task.cancel()
+                    protocol.start(protocol.abort(worker, call.headers, rid))
+        return answer

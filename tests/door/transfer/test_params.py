@@ -9,7 +9,9 @@ import pytest
 
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
-from app.door.transfer.handover import BrokenHandover, hosts_of, nixl_params, own_params
+from app.door.transfer.nixl import nixl_params
+from app.door.transfer.own import own_params
+from app.door.transfer.params import BadParams, hosts_of
 
 NIXL = {
     "do_remote_prefill": True,
@@ -98,7 +100,7 @@ def test_a_source_may_hand_nothing_on(params: object) -> None:
     ],
 )
 def test_whatever_is_wrong_is_named_and_not_passed_on(name: str, value: Any) -> None:
-    with pytest.raises(BrokenHandover, match=name if name in NIXL else "members"):
+    with pytest.raises(BadParams, match=name if name in NIXL else "members"):
         nixl_params(body(NIXL | {name: value}), info())
 
 
@@ -106,7 +108,7 @@ def test_whatever_is_wrong_is_named_and_not_passed_on(name: str, value: Any) -> 
     "name", ["remote_host", "remote_port", "remote_engine_id", "remote_request_id"]
 )
 def test_whatever_is_missing_is_named(name: str) -> None:
-    with pytest.raises(BrokenHandover, match=name):
+    with pytest.raises(BadParams, match=name):
         nixl_params(body({key: value for key, value in NIXL.items() if key != name}), info())
 
 
@@ -122,7 +124,7 @@ def test_whatever_is_missing_is_named(name: str) -> None:
     ],
 )
 def test_an_answer_of_another_shape_is_broken(text: bytes) -> None:
-    with pytest.raises(BrokenHandover):
+    with pytest.raises(BadParams):
         own_params(text, info())
 
 

@@ -62,8 +62,9 @@ class TaintedTarget(UpstreamError):
 class KvLease:
     """Of a target, on what its source keeps for it.
 
-    streams: the target's answer begins with its first token; else nobody sees that. asked_s,
-    kept_s: see Handover. before: what the source's engine had counted before that was asked.
+    streams: the target's answer begins with its first token; else nobody sees that. kept_s: how
+    long it is for sure. asked_s: from when on that counts, by the event loop's clock. before: what
+    the source's engine had counted by then.
     nudge: has the source's engine make a step. An engine also counts as fetched late what a target
     lets go of late, unfetched: nobody can tell which it was.
     """
