@@ -129,6 +129,7 @@ async def test_an_engine_that_cannot_tell_is_asked_once_and_the_others_tell(
     sick: Sick, fault: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_tokens, "ANSWER_S", 60.0)
+    monkeypatch.setattr(engine_tokens, "FIRST_PAUSE_S", 300.0)
     door, (one, two) = await sick(fault, Faults())
     assert {await ask(door) for _ in range(20)} == {""}
     assert num_asked(one) <= 1

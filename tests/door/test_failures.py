@@ -45,7 +45,7 @@ async def test_a_worker_killed_before_the_first_byte_costs_no_request(
         async with replica(url) as door:
             await until_serving(door, 2)
             asked = [
-                door.post("/v1/chat/completions", json=chat(f"{n}", max_tokens=30))
+                door.post("/v1/chat/completions", json=chat(f"{n}", max_tokens=100))
                 for n in range(60)
             ]
             answers = asyncio.gather(*asked)

@@ -165,8 +165,11 @@ async def test_a_worker_that_hangs_is_given_up_and_another_one_answers(
 async def test_a_worker_whose_agent_is_gone_goes_on_with_its_answers(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
+    came, goes_on = asyncio.Event(), asyncio.Event()
+
     async def slow(_: web.Request) -> web.Response:
-        await asyncio.sleep(2.0)
+        came.set()
+        await goes_on.wait()
         usage = {"prompt_tokens": 3, "completion_tokens": 1}
         return web.json_response({"choices": [], "usage": usage})
 
@@ -174,7 +177,7 @@ async def test_a_worker_whose_agent_is_gone_goes_on_with_its_answers(
         await until_serving(door, 1)
         body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}
         asking = asyncio.create_task(door.post("/v1/completions", json=body))
-        await asyncio.sleep(0.2)
+        await came.wait()
         await agent.retire()
 
         async def left() -> list[str]:
@@ -182,6 +185,7 @@ async def test_a_worker_whose_agent_is_gone_goes_on_with_its_answers(
 
         await eventually(left, lambda found: found == [])
         assert not asking.done()
+        goes_on.set()
         assert (await asking).status_code == 200
 
 

@@ -291,8 +291,8 @@ async def test_workers_and_routers_are_refused_nothing_even_while_they_replace_w
             for name, loss in losses(family).items():
                 await cluster.suffers(f"{family}, {name}", loss)
         agent = cluster.agents["w0"]
-        await check_server(agent._runner.redis, 1.0)
-        await check_server(cluster.router.fleet._redis, 1.0)
+        await check_server(agent._runner.redis, 10.0)
+        await check_server(cluster.router.fleet._redis, 10.0)
         await cluster.leave("w0")
     assert denials(guarded.admin) == []
 
@@ -306,7 +306,7 @@ async def test_a_routers_console_is_refused_nothing(
         connect(guarded.url("worker")) as as_worker,
         started_replica(guarded.url("router")) as client,
     ):
-        agent = fake_agent(ScriptRunner(as_worker, 1.0), fake_worker.KEYS, "w0")
+        agent = fake_agent(ScriptRunner(as_worker, 10.0), fake_worker.KEYS, "w0")
         await agent.start()
         running = asyncio.ensure_future(agent.run())
         body = {"token_ids": list(range(64)), "request_id": "r1", "explain": True}
@@ -349,8 +349,8 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
             kv_total_blocks=IN_FLIGHT_TOKENS,
         )
         await agent.start()
-        fleet = Fleet(redis, KEYS, 1.0)
-        router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
+        fleet = Fleet(redis, KEYS, 10.0)
+        router = Router(ScriptRunner(redis, 10.0), KEYS, settings, fleet, Telemetry())
         running = [asyncio.ensure_future(agent.run()), asyncio.ensure_future(router.run())]
         # So long a prompt counts as on its way until it is there.
         request = RouteRequest("r1", CHAINS[0], IN_FLIGHT_TOKENS, "latency")
@@ -374,8 +374,8 @@ async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
         agent = agent_of("w0", as_worker, WHOLE_TEST_S)
         await agent.start()
-        fleet = Fleet(redis, KEYS, 1.0)
-        router = Router(ScriptRunner(redis, 1.0), KEYS, settings, fleet, Telemetry())
+        fleet = Fleet(redis, KEYS, 10.0)
+        router = Router(ScriptRunner(redis, 10.0), KEYS, settings, fleet, Telemetry())
         running = [asyncio.ensure_future(agent.run()), asyncio.ensure_future(router.run())]
         requests = [
             RouteRequest(f"r{n}", CHAINS[0], len(PROMPTS[0]), "latency", session="s")
@@ -533,9 +533,9 @@ async def test_the_same_users_suffice_on_a_redis_cluster() -> None:
             agent = agent_of("w0", as_worker, WHOLE_TEST_S)
             await agent.start()
             running = asyncio.ensure_future(agent.run())
-            fleet = Fleet(redis, KEYS, 1.0)
+            fleet = Fleet(redis, KEYS, 10.0)
             settings = RouterSettings(namespace=KEYS.namespace)
-            runner = ScriptRunner(redis, 1.0, on_replicas=["match"])
+            runner = ScriptRunner(redis, 10.0, on_replicas=["match"])
             router = Router(runner, KEYS, settings, fleet, Telemetry())
             maintaining = asyncio.ensure_future(router.run())
             for n, chain in enumerate(CHAINS):
