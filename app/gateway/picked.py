@@ -43,7 +43,7 @@ class Picked:
         endpoints: Endpoints,
         num_fallbacks: int,
         send_ids: bool,
-        test_selection: bool,
+        obey_test_header: bool,
         door: Door,
         life: Lifecycle,
         outgoing: Outgoing,
@@ -54,7 +54,7 @@ class Picked:
         self._exchange = exchange
         self._endpoints = endpoints
         self._num_fallbacks = num_fallbacks
-        self._test_selection = test_selection
+        self._obey_test_header = obey_test_header
         self._door = door
         self._life = life
         self._outgoing = outgoing
@@ -95,7 +95,7 @@ class Picked:
         first = self._exchange.first
         allowed = several(messages.metadata_in(first, messages.SUBSET_HINT, messages.SUBSET))
         about = dict(self._exchange.headers)
-        if self._test_selection and messages.TEST_SELECTION in about:
+        if self._obey_test_header and messages.TEST_SELECTION in about:
             allowed = several(about[messages.TEST_SELECTION].decode("latin-1"))
             self._chosen = [each for each in allowed if each in at.values()]
             allowed = self._chosen[:1] or allowed

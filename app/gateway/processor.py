@@ -111,7 +111,7 @@ class Processor:
             self._endpoints,
             settings.fallbacks,
             settings.send_ids,
-            settings.test_selection,
+            settings.obey_test_header,
         )
         scope = exchange.scope(carrier)
         try:

@@ -187,6 +187,12 @@ class Gateway:
         loads = {each["worker_id"]: each["active_requests"] for each in workers}
         return {name: num for name, num in loads.items() if num}
 
+    async def waiting(self) -> float:
+        """Requests that wait for a worker."""
+        text = (await self.http.get("/metrics")).text
+        lines = [each for each in text.splitlines() if each.startswith("kvroute_waiting_req")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
     async def until_reserved(self, **expected: int) -> None:
         await eventually(self.reserved, lambda found: found == expected)
 

@@ -133,19 +133,13 @@ async def test_a_request_that_waits_is_given_up_when_its_gateway_leaves(
 ) -> None:
     options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
     async with fleet(redis, one_redis_server.url, 1, **options) as gateway:
-
-        async def waiting() -> float:
-            text = (await gateway.http.get("/metrics")).text
-            lines = [each for each in text.splitlines() if each.startswith("kvroute_waiting_req")]
-            return sum(float(line.rpartition(" ")[2]) for line in lines)
-
         await gateway.asks(ASKS)
         asked = gateway.call()
         await asked.headers("/v1/completions", mode=NONE, about={}, meta=None)
         await asked.body(orjson.dumps(ASKS))
-        await eventually(waiting, lambda num: num == 1)
+        await eventually(gateway.waiting, lambda num: num == 1)
         await asked.call.done_writing()
-        await eventually(waiting, lambda num: num == 0)
+        await eventually(gateway.waiting, lambda num: num == 0)
 
 
 async def test_a_gateway_confines_a_request_to_some_endpoints(
@@ -164,7 +158,7 @@ async def test_a_test_of_gateways_chooses_only_where_it_is_allowed_to(
     is_obeyed: bool, redis: Redis, one_redis_server: EmbeddedRedis
 ) -> None:
     about = {TEST_SELECTION.decode(): f"{SECOND},{FIRST}"}
-    async with fleet(redis, one_redis_server.url, test_selection=is_obeyed) as gateway:
+    async with fleet(redis, one_redis_server.url, obey_test_header=is_obeyed) as gateway:
         told = [(await gateway.asks(ASKS, about=about))[1].endpoints for _ in range(6)]
         assert ({*told} == {f"{SECOND},{FIRST}"}) is is_obeyed
 

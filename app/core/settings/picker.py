@@ -40,7 +40,7 @@ class PickerSettings(RouterSettings):
         Integers(0, 15),
         often=True,
     )
-    test_selection: bool = setting(
+    obey_test_header: bool = setting(
         False,
         "Obey the header test-epp-endpoint-selection, by which tests of gateways choose workers.",
         bool,

@@ -1,0 +1,283 @@
+"""A real Envoy with deploy/envoy.yaml, which asks pickers, and simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import MODEL, worker, worker_here
+from tests.eventually import eventually
+from tests.gateway.conftest import Gateway, picking
+from tests.gateway.envoy import envoy, pickers, place_of
+
+pytestmark = [pytest.mark.gateway, pytest.mark.timeout(180)]
+
+CHAT = "/v1/chat/completions"
+ASKS: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+SLOW = 0.2
+"""Times as fast as a real engine: a stream then takes seconds, and tests cut in."""
+
+
+@dataclass(slots=True)
+class Setup:
+    """engines: base URLs, of a and b."""
+
+    client: httpx.AsyncClient
+    gateway: Gateway
+    engines: list[str]
+
+
+@asynccontextmanager
+async def setup(
+    url: str,
+    *,
+    num: int = 2,
+    speedup: float = 100,
+    max_requests: int = 256,
+    envoys: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Setup]:
+    """Engines, a picker in this process, and an Envoy that asks it. settings: of the picker."""
+    async with AsyncExitStack() as stack:
+        of_engines = {"speedup": speedup, "max_requests": max_requests}
+        engines = [
+            await stack.enter_async_context(worker_here(url, name, **of_engines))
+            for name in "ab"[:num]
+        ]
+        gateway = await stack.enter_async_context(picking(url, show_decision=True, **settings))
+        await gateway.until_serving(num)
+        ports = [gateway.processor.port]
+        client = await stack.enter_async_context(envoy(ports, engines, **(envoys or {})))
+        yield Setup(client, gateway, engines)
+
+
+@asynccontextmanager
+async def streaming(client: httpx.AsyncClient, **more: Any) -> AsyncIterator[httpx.Response]:
+    """A stream, of which something has come."""
+    asks = ASKS | {"stream": True, "max_tokens": 100} | more
+    async with client.stream("POST", CHAT, json=asks) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        pieces = answer.aiter_bytes()
+        await anext(pieces)
+        answer.extensions["rest"] = pieces
+        yield answer
+
+
+async def rest_of(answer: httpx.Response) -> bytes:
+    return b"".join([piece async for piece in answer.extensions["rest"]])
+
+
+async def test_an_answer_is_the_engines_own(one_redis_server: EmbeddedRedis) -> None:
+    async with setup(one_redis_server.url) as up:
+        asks = ASKS | {"model": MODEL}
+        answer = await up.client.post(CHAT, json=asks)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        assert answer.headers["x-kvroute-worker"] in ("a:0", "b:0")
+        await up.gateway.until_reserved()
+
+
+async def test_a_stream_passes_event_by_event(one_redis_server: EmbeddedRedis) -> None:
+    async with setup(one_redis_server.url) as up:
+        async with httpx.AsyncClient(base_url=up.engines[0]) as engine:
+            direct = await engine.post(CHAT, json=ASKS | {"model": MODEL, "stream": True})
+        answer = await up.client.post(CHAT, json=ASKS | {"stream": True})
+
+        def said(text: str) -> list[Any]:
+            events = [each.removeprefix("data: ") for each in text.split("\n\n")]
+            return [orjson.loads(each)["choices"] for each in events if each.startswith("{")]
+
+        assert said(answer.text) == said(direct.text)
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert "usage" not in answer.text
+
+
+async def test_the_first_event_comes_long_before_the_last(one_redis_server: EmbeddedRedis) -> None:
+    async with setup(one_redis_server.url, num=1, speedup=SLOW) as up:
+        async with streaming(up.client) as answer:
+            await up.gateway.until_reserved(a=1)
+            assert (await rest_of(answer)).endswith(b"data: [DONE]\n\n")
+        await up.gateway.until_reserved()
+
+
+async def test_a_large_body_passes(one_redis_server: EmbeddedRedis) -> None:
+    async with setup(one_redis_server.url) as up:
+        long = "word " * 60_000
+        answer = await up.client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": long, "max_tokens": 2}
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["prompt_tokens"] > 60_000
+
+
+async def test_clients_may_speak_http_2(one_redis_server: EmbeddedRedis) -> None:
+    async with setup(one_redis_server.url) as up:
+        url = str(up.client.base_url.join(CHAT))
+        command = ["curl", "-sS", "--http2-prior-knowledge", "-o", "/dev/null"]
+        command += ["-w", "%{http_version} %{http_code}", "-d", orjson.dumps(ASKS).decode(), url]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+        assert done.stdout == "2 200", done.stderr
+
+
+async def test_a_request_is_confined_to_a_subset(one_redis_server: EmbeddedRedis) -> None:
+    async with setup(one_redis_server.url) as up:
+        host, port = place_of(up.engines[1])
+        for _ in range(4):
+            answer = await up.client.post(CHAT, json=ASKS, headers={"x-subset": f"{host}:{port}"})
+            assert answer.headers["x-kvroute-worker"] == "b:0"
+        answer = await up.client.post(CHAT, json=ASKS, headers={"x-subset": "127.0.0.1:1"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
+        assert answer.headers["retry-after"] == "1"
+
+
+async def test_a_request_too_many_is_429(one_redis_server: EmbeddedRedis) -> None:
+    async with (
+        setup(one_redis_server.url, num=1, speedup=SLOW, max_requests=1) as up,
+        streaming(up.client),
+    ):
+        answer = await up.client.post(CHAT, json=ASKS)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "all_workers_busy")
+        assert answer.headers["retry-after"].isdigit()
+
+
+async def test_a_client_that_hangs_up_releases(one_redis_server: EmbeddedRedis) -> None:
+    async with setup(one_redis_server.url, num=1, speedup=SLOW) as up:
+        async with streaming(up.client):
+            await up.gateway.until_reserved(a=1)
+        await up.gateway.until_reserved()
+
+
+async def test_what_waits_is_given_up_when_its_client_leaves(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
+    async with setup(one_redis_server.url, num=1, speedup=SLOW, **options) as up:
+        waiting = up.gateway.waiting
+        async with streaming(up.client):
+            asked = asyncio.create_task(up.client.post(CHAT, json=ASKS))
+            await eventually(waiting, lambda num: num == 1)
+            asked.cancel()
+            await eventually(waiting, lambda num: num == 0)
+
+
+async def test_another_worker_answers_for_one_that_was_killed(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    """Its lease goes on for a while."""
+    url = one_redis_server.url
+    with worker(url, "gone", lease_ttl_s=60.0) as gone:
+        async with worker_here(url, "a") as here, picking(url, show_decision=True) as gateway:
+            await gateway.until_serving(2)
+            async with envoy([gateway.processor.port], [gone.url, here]) as client:
+                gone.end(signal.SIGKILL)
+                answers = [await client.post(CHAT, json=ASKS) for _ in range(12)]
+                assert {each.status_code for each in answers} == {200}
+                assert {each.headers["x-kvroute-worker"] for each in answers} == {"a:0"}
+                await gateway.until_reserved()
+                text = (await gateway.http.get("/metrics")).text
+                assert 'cause="unreachable"' in text
+
+
+@pytest.mark.parametrize("fail_open", [True, False])
+async def test_without_a_picker_any_engine_is_asked_or_none(
+    fail_open: bool, one_redis_server: EmbeddedRedis
+) -> None:
+    url = one_redis_server.url
+    async with (
+        worker_here(url, "a") as engine,
+        pickers(url, 1) as (ports, [one]),
+        envoy(ports, [engine], fail_open=fail_open) as client,
+    ):
+        assert (await client.post(CHAT, json=ASKS)).status_code == 200
+        one.end(signal.SIGKILL)
+
+        async def status() -> int:
+            return (await client.post(CHAT, json=ASKS)).status_code
+
+        expected = 200 if fail_open else 503
+        # The body of a request that finds it gone is gone with it.
+        await eventually(status, lambda seen: seen == expected)
+        assert [await status() for _ in range(6)] == [expected] * 6
+
+
+async def test_two_pickers_promise_one_slot_once(one_redis_server: EmbeddedRedis) -> None:
+    url = one_redis_server.url
+    async with (
+        worker_here(url, "a", speedup=SLOW, max_requests=1) as engine,
+        picking(url) as one,
+        picking(url) as other,
+    ):
+        for each in (one, other):
+            await each.until_serving(1)
+        async with envoy([one.processor.port, other.processor.port], [engine]) as client:
+            asks = (client.post(CHAT, json=ASKS | {"max_tokens": 40}) for _ in range(12))
+            answers = await asyncio.gather(*asks)
+            assert Counter(each.status_code for each in answers) == {200: 1, 429: 11}
+            await one.until_reserved()
+
+
+async def test_two_of_three_pickers_die_and_only_what_they_had_is_lost(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    """More are lost than were in the two that died only if another picker failed."""
+    url = one_redis_server.url
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(worker_here(url, name, speedup=20)) for name in "ab"
+        ]
+        ports, processes = await stack.enter_async_context(pickers(url, 3))
+        client = await stack.enter_async_context(envoy(ports, engines))
+        is_over, failed, done = asyncio.Event(), list[int](), list[int]()
+
+        async def asks() -> None:
+            while not is_over.is_set():
+                killed = len(dead)
+                status = 0
+                with suppress(httpx.TransportError):
+                    answer = await client.post(CHAT, json=ASKS | {"stream": True})
+                    status = answer.status_code if "[DONE]" in answer.text else 0
+                # What began before a kill may have been in that picker.
+                (done if status == 200 else failed).append(status)
+                if status != 200 and killed == len(dead):
+                    lost.append(status)
+
+        dead, lost = list[int](), list[int]()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(8):
+                tasks.create_task(asks())
+            for process in processes[:2]:
+                before = len(done)
+                await eventually(_length(done), lambda num, least=before + 40: num >= least)
+                dead.append(process.popen.pid)
+                process.end(signal.SIGKILL)
+            before = len(done)
+            await eventually(_length(done), lambda num: num >= before + 40)
+            is_over.set()
+        assert lost == []
+        assert len(failed) <= 16
+        async with httpx.AsyncClient(base_url=processes[2].url) as http:
+
+            async def reserved() -> int:
+                workers = (await http.get("/v1/workers")).json()["workers"]
+                return sum(each["active_requests"] for each in workers)
+
+            # Those of the dead lapse within seconds, as at a door that died.
+            await eventually(reserved, lambda num: num == 0)
+
+
+def _length(of: list[int]) -> Any:
+    async def length() -> int:
+        return len(of)
+
+    return length
