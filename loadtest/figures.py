@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, groupby
 from pathlib import Path
 
@@ -43,6 +43,8 @@ class Figures:
     """Of all requests, measured or not, on all workers."""
     conflicts: int
     """Reservations refused because another replica's came first."""
+    by_priority: dict[str, PolicySummary]
+    """Of requests of each priority that the trace names, if they are several."""
 
 
 ROWS: tuple[tuple[str, Callable[[Figures], float | None], str], ...] = (
@@ -86,7 +88,21 @@ def table(title: str, played: Played) -> Table:
             times = [value / last if value is not None else math.nan for value in values]
             row = [f"{cell} {ratio:5.2f}x" for cell, ratio in zip(row, times, strict=True)]
         cells.add_row(label, *row)
+    for label, means in _by_priority(played):
+        cells.add_row(label, *(f"{value:.2f}" for value in means))
     return cells
+
+
+def _by_priority(played: Played) -> Iterator[tuple[str, list[float]]]:
+    priorities = {one: None for seeds in played.values() for f in seeds for one in f.by_priority}
+    for priority in priorities:
+        for label, of, _ in ROWS:
+            if label in RELATIVE:
+                values = [
+                    _mean([replace(f, summary=f.by_priority[priority]) for f in seeds], of)
+                    for seeds in played.values()
+                ]
+                yield f"{priority}: {label}", [math.nan if v is None else v for v in values]
 
 
 def plot(figures: Sequence[Figures], title: str, path: Path) -> None:

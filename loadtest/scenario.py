@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from app.core.settings.kinds import PRIORITIES
 from app.policy.transfer import TransferKind
 from app.simulation.setting import Setting
+from loadtest.client import Outcome
 from loadtest.figures import Figures, Played
 from loadtest.ideal import ideal
 from loadtest.processes import forked
-from loadtest.report import PolicyRun, summarise
+from loadtest.report import PolicyRun, PolicySummary, summarise
 from loadtest.slo import meets_slo, token_s
 from loadtest.traces import Trace
 from loadtest.virtual import Simulation, TracePrompts
@@ -57,13 +59,14 @@ def offered(trace: Trace, load: float) -> Trace:
 def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Figures:
     """Play the scenario's trace once; the first quarter of the requests is not measured."""
     trace, setting = scenario.trace, replace(scenario.setting, seed=seed)
+    played = offered(trace, load)
     prompts = _prompts(trace.name, setting.block_size)
     preemptions, conflicts, kinds = 0, 0, Counter[TransferKind]()
     if policy == IDEAL:
-        outcomes = ideal(setting, offered(trace, load), prompts)
+        outcomes = ideal(setting, played, prompts)
     else:
         simulation = Simulation(policy, setting, prompts)
-        outcomes = simulation.run(offered(trace, load))
+        outcomes = simulation.run(played)
         conflicts, kinds = simulation.fleet.conflicts, simulation.kinds
         preemptions = sum(worker.engine.num_preemptions for worker in simulation.fleet.workers)
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
@@ -84,7 +87,20 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
         fetched=kinds[TransferKind.FETCH] / len(outcomes),
         preemptions=preemptions,
         conflicts=conflicts,
+        by_priority=_by_priority(played, run),
     )
+
+
+def _by_priority(trace: Trace, run: PolicyRun) -> dict[str, PolicySummary]:
+    of = {r.index: r.priority for session in trace.sessions for r in session.turns}
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in run.measured:
+        groups.setdefault(of[int(outcome.request_id)], []).append(outcome)
+    return {
+        priority: summarise(replace(run, outcomes=tuple(groups[priority]), warmup=0.0))
+        for priority in PRIORITIES
+        if len(groups) > 1 and priority in groups
+    }
 
 
 _trace: Trace

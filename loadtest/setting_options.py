@@ -174,6 +174,18 @@ _OPTIONS = (
         help="Interval between metrics.",
     ),
     click.option(
+        "--priorities",
+        is_flag=True,
+        help="Heed the priorities that the trace's requests name, in prices and in line. Default: "
+        "all are alike.",
+    ),
+    click.option(
+        "--wait-above-s",
+        type=Number(0, LONGEST_S),
+        help="Requests wait, in one fair queue, while every worker's queue of prefills is longer, "
+        "as at routers with --wait-queue. Default: they never do.",
+    ),
+    click.option(
         "--misjudged-prefill",
         default=1.0,
         show_default=True,

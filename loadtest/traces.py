@@ -26,6 +26,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from app.core.settings.kinds import PRIORITIES
+
 DEMO_TRACE = Path(__file__).parent / "data" / "conversation-demo.jsonl"
 
 OPEN_LOOP_BLOCK_TOKENS = 512
@@ -62,6 +64,7 @@ class TraceRequest:
     block_tokens: int
     think_s: float = 0.0
     """Wait after the answer to the session's previous turn."""
+    priority: str = "normal"
 
     def prompt(self, seed: int = 0) -> NDArray[np.uint32]:
         """The prompt's tokens, (input_tokens,). The same for the same trace and seed."""
@@ -204,6 +207,12 @@ class _Record:
     def input_tokens(self) -> int:
         return self.number("input_length", at_least=1, at_most=MAX_INPUT_TOKENS)
 
+    def priority(self) -> str:
+        value = self.fields.get("priority", "normal")
+        if value not in PRIORITIES:
+            raise self.bad("priority", f"expected one of {', '.join(PRIORITIES)}, found {value!r}")
+        return str(value)
+
     def timestamp_ms(self) -> int:
         """From the start of the trace."""
         return self.number("timestamp", at_most=MAX_TIMESTAMP_MS)
@@ -253,6 +262,7 @@ def _open_loop_request(index: int, record: _Record) -> TraceRequest:
         output_tokens=record.number("output_length", at_least=1),
         blocks=blocks,
         block_tokens=OPEN_LOOP_BLOCK_TOKENS,
+        priority=record.priority(),
     )
 
 
@@ -289,4 +299,5 @@ def _closed_loop_request(index: int, record: _Record, before: list[TraceRequest]
         blocks=blocks,
         block_tokens=CLOSED_LOOP_BLOCK_TOKENS,
         think_s=record.number("think_ms") / 1000 if before else 0.0,
+        priority=record.priority(),
     )

@@ -31,6 +31,7 @@ class Asked:
     output_tokens: int
     group: int = 0
     shared_tokens: int = 0
+    priority: str = "normal"
 
 
 def _arrivals(rng: np.random.Generator, per_s: float, number: int) -> list[float]:
@@ -62,7 +63,8 @@ def one_offs(rng: np.random.Generator) -> Iterator[Asked]:
 def jobs(rng: np.random.Generator) -> Iterator[Asked]:
     yield from chats(rng, 6.0, 1500)
     for at_s in (40.0, 130.0, 220.0):
-        yield from (Asked(at_s, _drawn(rng, 3000, 0.5, 12_000), 300) for _ in range(250))
+        for _ in range(250):
+            yield Asked(at_s, _drawn(rng, 3000, 0.5, 12_000), 300, priority="low")
 
 
 def tenants(rng: np.random.Generator) -> Iterator[Asked]:
@@ -124,6 +126,7 @@ def main(name: str) -> None:
             "input_length": one.input_tokens,
             "output_length": one.output_tokens,
             "hash_ids": [*shared],
+            "priority": one.priority,
         }
         click.echo(orjson.dumps(row))
 

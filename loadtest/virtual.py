@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,9 +37,10 @@ class TracePrompts:
     def of(self, asked: TraceRequest) -> SimRequest:
         made = self._made.get(asked.index)
         if made is None:
-            made = self._made[asked.index] = SimRequest.from_tokens(
+            request = SimRequest.from_tokens(
                 str(asked.index), asked.prompt(), asked.output_tokens, block_size=self.block_size
             )
+            made = self._made[asked.index] = replace(request, priority=asked.priority)
         return made
 
 
@@ -70,6 +72,8 @@ class Simulation:
 
     def _arrive(self, session: Session, turn: int) -> None:
         request = self._prompts.of(session.turns[turn])
+        if not self.fleet.setting.priorities:
+            request = replace(request, priority="normal")
         self.fleet.ask(request, partial(self._end, session, turn))
 
     def _end(self, session: Session, turn: int, answer: SimAnswer, now_s: float) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from app.policy.priority import weighed
+
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
@@ -44,10 +46,11 @@ SLOWER = 4.0
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """How long a prompt is. isl_tokens: at least 1."""
+    """How long a prompt is, and how urgent. isl_tokens: at least 1."""
 
     isl_tokens: int
     block_size: int
+    priority: str = "normal"
 
     @property
     def isl_blocks(self) -> int:
@@ -146,6 +149,9 @@ CostFunction = Callable[[Candidates, RequestSize], Costs]
 def latency(candidates: Candidates, size: RequestSize) -> Costs:
     """Predicted seconds that the request costs itself and the others on each worker.
 
+    A request of high or low priority weighs queue_s and blocking_s otherwise: see
+    app/policy/priority.py.
+
     queue_s         prefill already in flight, which this request waits for: up to 2 s in full, a
                     longer queue of Q s as 2 (1 + ln(Q / 2)), as caches are worth more the longer
                     queues are; what is beyond 16 s in full again, so that nobody waits without end
@@ -188,6 +194,10 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         "eviction_s": prefill * _eviction_weight(candidates),
         "spread_s": _spread_s(candidates),
     }
+    if size.priority != "normal":
+        terms["queue_s"], terms["blocking_s"] = weighed(
+            size.priority, terms["queue_s"], terms["blocking_s"], queue
+        )
     if np.count_nonzero(candidates.receiving_s):
         terms["arrival_s"] = TRANSFER_WEIGHT * candidates.receiving_s
     return Costs(_sum(terms), terms)

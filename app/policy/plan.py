@@ -126,6 +126,7 @@ class Plan:
             policy=decision.policy,
             trust=decision.trust,
             tenant=request.tenant,
+            priority=request.priority,
             model=request.model,
             locality=decision.locality,
             isl_tokens=decision.isl_tokens,
@@ -162,7 +163,7 @@ class WorkerSelector:
         if view.block_size is None:
             raise NoWorkers("no worker is alive")
         policy = "least_loaded" if degraded else request.policy
-        size = RequestSize(request.isl_tokens, view.block_size)
+        size = RequestSize(request.isl_tokens, view.block_size, request.priority)
         candidates = view.candidates(query.overlaps)
         if degraded:
             # No one reports requests that end meanwhile: all workers would soon look full.

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from app.core.chains import hex_text, positions
-from app.core.settings.kinds import MOST
+from app.core.settings.kinds import MOST, PRIORITIES
 from app.core.types import SequenceHash, TierOverlap
 from app.core.worker_report import DEFAULT_SPEED
 from app.policy.affinity import Affinity, discounted
@@ -65,6 +65,7 @@ class DecisionRecord:
     seen: ChoiceInputs | None = None
     trust: Trust = Trust.EXACT
     tenant: str = ""
+    priority: str = "normal"
     model: str = ""
     """Model or adapter that was asked for; "": whichever the namespace has."""
     source: str = ""
@@ -74,7 +75,7 @@ class DecisionRecord:
     def size(self) -> RequestSize:
         """Raises AssertionError for a record without `seen`."""
         assert self.seen is not None
-        return RequestSize(self.isl_tokens, self.seen.block_size)
+        return RequestSize(self.isl_tokens, self.seen.block_size, self.priority)
 
 
 def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:
@@ -96,6 +97,8 @@ def decode(entry: Mapping[bytes, bytes]) -> DecisionRecord:
     record = DecisionRecord(**values)
     if record.policy not in POLICIES or not 1 <= record.isl_tokens <= MOST:
         raise ValueError(f"{record.isl_tokens} tokens, {record.policy!r}")
+    if record.priority not in PRIORITIES:
+        raise ValueError(f"priority {record.priority!r}")
     return record
 
 

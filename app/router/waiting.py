@@ -23,7 +23,7 @@ from app.core.errors import (
     RedisUnavailable,
     WrongVersion,
 )
-from app.core.settings.kinds import PRIORITIES, parse_weights
+from app.core.settings.kinds import PRIORITY_SHARES, parse_weights
 from app.router.pending import Pending, QueuePlace
 from app.router.replica import Replica
 from app.router.wait_queue import WaitQueue
@@ -33,8 +33,6 @@ from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
 
-SHARES = dict(zip(PRIORITIES, (16.0, 1.0, 1 / 16), strict=True))
-"""Factor on a tenant's weight, by priority. No priority is strict, so nothing starves."""
 POLL_S = 0.02
 PAUSE_PER_WORKER_S = 50e-6
 """Between two looks at the loads, of which each takes Redis 1 µs. A replica looks at every release,
@@ -99,7 +97,7 @@ class Waiting:
         clock.
         """
         tenant, priority = pending.request.tenant, pending.request.priority
-        weight = self._weights.get(tenant, 1.0) * SHARES[priority]
+        weight = self._weights.get(tenant, 1.0) * PRIORITY_SHARES[priority]
         pending.queued = queued = QueuePlace(
             pending,
             ticket=waiting.ticket(

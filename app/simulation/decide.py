@@ -83,7 +83,7 @@ class Decider:
             raise NoWorkers("no worker is alive")
         request = flight.request
         candidates = self._candidates(request, flight.replica.books, loads, rounds, now_s)
-        size = RequestSize(request.prompt_tokens, self._setting.block_size)
+        size = RequestSize(request.prompt_tokens, self._setting.block_size, request.priority)
         roles = self._roles()
         published = candidates.overlap_device
         computing: list[int] = []

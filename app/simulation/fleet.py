@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from app.core.errors import AllWorkersBusy, NoWorkers
-from app.core.loads import ROUND
+from app.core.loads import ROUND, Load
 from app.core.types import SequenceHash
 from app.core.worker_report import Role
 from app.policy.transfer import TransferKind
@@ -24,6 +24,7 @@ from app.simulation.agenda import Agenda
 from app.simulation.books import Books, rounds_of
 from app.simulation.decide import Decider, Plan
 from app.simulation.flights import Decided, Flight, Loss, Replica, SimAnswer, Supply, Then
+from app.simulation.line import POLL_S, WaitingLine
 from app.simulation.profiles import Profile
 from app.simulation.sequence import Received
 from app.simulation.setting import PolicyVariant, Setting, Sharing
@@ -57,6 +58,8 @@ class SimFleet:
             Replica(shared if setting.sharing is Sharing.EXACT else [])
             for _ in range(setting.replicas)
         ]
+        waits = setting.wait_above_s is not None
+        self._line = WaitingLine() if waits else None
         self._arrived = 0
         self._flights: dict[str, Flight] = {}
         self._supplied: dict[str, Flight] = {}
@@ -138,6 +141,36 @@ class SimFleet:
         if not replica.is_deciding:
             self._decide(replica, self.now_s)
 
+    def _openings(self, loads: Sequence[Load], now_s: float) -> int:
+        """How many workers have a free slot, and a queue after which nobody has to wait."""
+        above_s, now_ms = self.setting.wait_above_s, round(1000 * now_s)
+        assert above_s is not None, "nobody waits"
+        return sum(
+            loads[place].requests < self.workers[place].engine.profile.max_num_seqs
+            and loads[place].queue_s(now_ms) <= above_s
+            for place in self._live
+        )
+
+    def _waits(self, flight: Flight, loads: Sequence[Load], now_s: float) -> bool:
+        """Whether it stays in line until its turn."""
+        line = self._line
+        if line is None or flight.has_turn:
+            flight.has_turn = False
+            return False
+        if not line.is_waited_in:
+            if self._openings(loads, now_s):
+                return False
+            self.at(now_s + POLL_S, lambda then_s: self._take_turns(line, then_s))
+        line.add(flight)
+        return True
+
+    def _take_turns(self, line: WaitingLine, now_s: float) -> None:
+        loads = [books.load for books in self.replicas[0].books]
+        for flight in line.turns(self._openings(loads, now_s)):
+            self._queue(flight)
+        if line.is_waited_in:
+            self.at(now_s + POLL_S, lambda then_s: self._take_turns(line, then_s))
+
     def _decide(self, replica: Replica, now_s: float) -> None:
         """Decide all waiting requests, one after another, from one lookup; reserve a trip later."""
         loads = [copy(books.load) for books in replica.books]
@@ -145,6 +178,8 @@ class SimFleet:
         plans = []
         waiting, replica.waiting = replica.waiting, []
         for flight in waiting:
+            if self._waits(flight, loads, now_s):
+                continue
             flight.attempts += 1
             try:
                 plan = self._decider.plan(flight, loads, rounds, now_s)
@@ -185,6 +220,7 @@ class SimFleet:
             }
             if changed:
                 overtaken |= changed
+                plan.flight.has_turn = True
                 refused.append(plan.flight)
                 continue
             for share in plan.shares:

@@ -78,6 +78,8 @@ class Flight:
     replica: Replica
     worker: int = 0
     attempts: int = 0
+    has_turn: bool = False
+    """Whether it has waited in line, and is to go on."""
     first_token_s: float | None = None
     supply: Supply | None = None
     """None: its worker computes the prompt."""

@@ -58,6 +58,10 @@ class Setting:
     split_above: int | None = None
     """A yardstick, in place of the price: a prompt is computed by a source if its target lacks at
     least so many of its tokens."""
+    priorities: bool = False
+    """Whether requests have those that they name; else all are alike."""
+    wait_above_s: float | None = None
+    """Requests wait while every worker's queue is longer; None: they never do."""
     seed: int = 0
     """For ties. Any but 0 also moves sessions, those that start together by the same time."""
 

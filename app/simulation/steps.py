@@ -33,6 +33,7 @@ class SimRequest:
     prompt_tokens: int
     max_tokens: int
     seed: int = BASE_SEED
+    priority: str = "normal"
 
     @classmethod
     def from_tokens(

@@ -169,6 +169,8 @@ def test_copies_of_a_session_share_only_blocks_that_other_sessions_share(closed_
          "bad.jsonl:2: field 'timestamp': expected at most 1000000000, found 1795392000"),
         ([CLOSED[0] | {"timestamp": 1_795_392_000}],
          "bad.jsonl:1: field 'timestamp': expected at most 1000000000, found 1795392000"),
+        ([OPEN[0] | {"priority": "urgent"}],
+         "bad.jsonl:1: field 'priority': expected one of high, normal, low, found 'urgent'"),
         ([OPEN[0] | {"hash_ids": [1, None]}],
          "bad.jsonl:1: field 'hash_ids': expected a list of whole numbers from 0 to 1099511627775"),
         ([OPEN[0] | {"hash_ids": [1, 1 << 40]}],

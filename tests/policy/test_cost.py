@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from app.core.settings.kinds import PRIORITIES
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.policy.cost import (
     POLICIES,
@@ -437,3 +438,23 @@ def test_blocks_can_weigh_prefill_above_decode() -> None:
 def test_least_loaded_compares_blocks_only_between_workers_with_equally_many_requests() -> None:
     seen = candidates(3, active_requests=[2, 1, 1], active_blocks=[0, 9_000_000, 8_999_999])
     assert least_loaded(seen, SIZE).cost.argsort().tolist() == [2, 1, 0]
+
+
+# Priority
+
+
+def test_low_priority_goes_where_others_wait_already_and_high_where_nobody_does() -> None:
+    # The second worker has 0.2 s less to compute of the prompt, behind 1.5 s of others.
+    busy = candidates(2, ROUND_SPEED, prefill_s=[0.0, 1.5], active_requests=[0.0, 1.0])
+    busy.overlap_device[1] = 5.0
+    taken = {
+        priority: int(latency(busy, RequestSize(1000, 100, priority)).cost.argmin())
+        for priority in PRIORITIES
+    }
+    assert taken == {"high": 0, "normal": 0, "low": 1}
+    (normal, high, low) = (
+        latency(busy, RequestSize(1000, 100, one)).terms for one in ("normal", "high", "low")
+    )
+    assert_allclose(high["queue_s"], 2 * normal["queue_s"])
+    assert_allclose(low["queue_s"], normal["queue_s"] / 4)
+    assert_allclose(low["blocking_s"], normal["blocking_s"] * [4.0, 4.0 * math.exp(-1.5 / 2)])

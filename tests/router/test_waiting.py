@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from app.core.errors import AllWorkersBusy, NoWorkers
+from app.core.settings.kinds import PRIORITY_SHARES
 from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import Decision, Query, RouteRequest
 from app.router import waiting
@@ -664,9 +665,9 @@ def test_a_wait_queue_holds_what_a_list_would(capacity: int, steps: list[tuple[s
 
 
 def test_a_higher_priority_has_a_larger_share() -> None:
-    shares = list(waiting.SHARES.values())
+    shares = list(PRIORITY_SHARES.values())
     assert shares == sorted(shares, reverse=True)
-    assert waiting.SHARES["normal"] == 1.0
+    assert PRIORITY_SHARES["normal"] == 1.0
 
 
 def of_holder(holder: str, flow: str, number: int) -> QueuePlace:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from app.core.loads import Load
@@ -165,3 +168,27 @@ def test_blocks_counts_once_what_requests_in_flight_share() -> None:
     played.fleet.run()
     assert [played.worker_of(one.request_id) for one in (*shared, alone)] == [0, 0, 0, 1]
     assert [played.worker_of(name) for name in ("small", "cached", "last")] == [0, 0, 1]
+
+
+def test_requests_wait_in_line_by_their_priority() -> None:
+    setting = Setting(num_workers=1, wait_above_s=0.5, priorities=True)
+    played = PlayedFleet(setting, "latency")
+    jobs = [replace(one, priority="low") for one in burst(40, "job", blocks=8)]
+    played.ask(0.0, *jobs)
+    played.ask(1.0, request("chat", first=90_000, blocks=8))
+    played.fleet.run()
+    firsts = {name: one.first_token_s or math.inf for name, one in played.answers.items()}
+    assert len(firsts) == 41
+    waited_s = firsts["chat"] - 1.0
+    assert waited_s < 1.0
+    assert max(firsts.values()) > 5.0
+
+
+def test_nobody_waits_while_a_worker_is_open() -> None:
+    def answered_s(above_s: float | None) -> list[float | None]:
+        played = PlayedFleet(Setting(num_workers=2, wait_above_s=above_s), "latency")
+        played.ask(0.0, *burst(6, "r"))
+        played.fleet.run()
+        return [played.answers[f"r{i}"].first_token_s for i in range(6)]
+
+    assert answered_s(60.0) == answered_s(None)

@@ -17,6 +17,8 @@ from app.core.keys import NAMESPACE
 from app.core.types import TENANT_ID
 
 PRIORITIES = ("high", "normal", "low")
+PRIORITY_SHARES = dict(zip(PRIORITIES, (16.0, 1.0, 1 / 16), strict=True))
+"""Factor on a tenant's weight. No priority is strict, so nothing starves."""
 COMMON = "Common"
 """The heading of what every process has."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
