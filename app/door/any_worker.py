@@ -11,7 +11,7 @@ from app.core.failures import Failure
 from app.core.outcomes import of_refusal
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
-from app.door import after_failure, whole_answer
+from app.door import blame, whole_answer
 from app.door.after_failure import Tally
 from app.door.client import Client, Headers
 from app.door.engine_words import EngineWords
@@ -184,10 +184,10 @@ class _Asking:
         """Returns what is to be counted. words: the engine's."""
         self._tally.refused += 1
         self.told = f"{failure.cause} (status {status}){words and f': {words}'}"
-        result = "full" if after_failure.takes_no_more(failure) else "failed"
+        result = "full" if blame.takes_no_more(failure) else "failed"
         self.record.failures.append(FailedTry(str(worker.key), result, failure.cause, words))
-        failure = after_failure.at_path(failure, self.path)
-        if not after_failure.takes_no_more(failure):
+        failure = blame.at_path(failure, self.path)
+        if not blame.takes_no_more(failure):
             self._refusals.append((worker, failure))
         return failure
 
@@ -196,10 +196,8 @@ class _Asking:
         self.record.failures.append(FailedTry(str(worker.key), "failed", error.cause, str(error)))
         self._tally.broke(never_sent=isinstance(error, ConnectFailed))
         self.told = str(error)
-        failure = after_failure.of_break(
-            error.cause, is_late=error.is_late, is_whole=not self.has_begun
-        )
-        return failure and after_failure.at_path(failure, self.path)
+        failure = blame.of_break(error.cause, is_late=error.is_late, is_whole=not self.has_begun)
+        return failure and blame.at_path(failure, self.path)
 
     async def pardon_if_all_refuse(self) -> None:
         if self._tally.refused > 1:

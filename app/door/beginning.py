@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from app.core.failures import Failure
 from app.core.worker_report import WorkerInfo
-from app.door import after_failure
+from app.door import blame
 from app.door.opening import Opening
 from app.door.upstream import EngineAnswer
 
@@ -27,7 +27,7 @@ class Beginning:
     @property
     def says_why(self) -> bool:
         """Whether it tells an error, as its API has it, or as engines do."""
-        is_error = self.failure is not None and self.failure.cause == after_failure.ERROR_EVENT
+        is_error = self.failure is not None and self.failure.cause == blame.ERROR_EVENT
         return bool(self.first) and (is_error or self.answer.status >= 400)
 
 
@@ -42,7 +42,7 @@ async def opening_of(answer: EngineAnswer, within_s: float) -> tuple[bytes, Fail
             break
         opening.take(await answer.read(left_s))
     if opening.is_empty:
-        return opening.text, after_failure.wrong(after_failure.EMPTY)
+        return opening.text, blame.wrong(blame.EMPTY)
     if opening.is_foreign:
-        return opening.text, after_failure.wrong(after_failure.FOREIGN)
-    return opening.text, after_failure.of_event(opening.error) if opening.error else None
+        return opening.text, blame.wrong(blame.FOREIGN)
+    return opening.text, blame.of_event(opening.error) if opening.error else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from app.core.errors import KvrouteError
 from app.core.outcomes import of_refusal
 from app.core.worker_report import WorkerInfo
-from app.door import after_failure, whole_answer
+from app.door import blame, whole_answer
+from app.door.after_failure import Then, after_cut
 from app.door.beginning import Beginning
 from app.door.client import Client, Headers
 from app.door.door import Door
@@ -62,7 +63,7 @@ class Carriage:
         life.record.status = status
         if begun.whole and status >= 400:
             failure = begun.failure
-            is_full = failure is not None and after_failure.takes_no_more(failure)
+            is_full = failure is not None and blame.takes_no_more(failure)
             life.record.error = self._tries.said(begun.first)
             outcome = of_refusal(status, is_failure=failure is not None, is_full=is_full)
             life.end(outcome, ended_by="worker")
@@ -85,10 +86,12 @@ class Carriage:
                 with self.door.missing.waiting(life, begun.worker):
                     await self._pass(begun, parser)
             except UpstreamError as error:
-                if isinstance(parser, Migrating) and parser.is_finished:
+                self._tries.tally.broke(never_sent=False)
+                then = self._after_cut(parser)
+                if then is Then.FINISH and isinstance(parser, Migrating):
                     rest = parser.ending()
                     break
-                await self._migrate(begun, parser, error)
+                await self._leave(begun, parser, error, then)
             else:
                 rest = parser.rest()
                 break
@@ -96,7 +99,7 @@ class Carriage:
         if parser.failed:
             outcome = "error_event"
             life.record.error = self._tries.said(parser.error)
-            if begun.failure is None and (failure := after_failure.of_event(parser.error)):
+            if begun.failure is None and (failure := blame.of_event(parser.error)):
                 await self._tries.leave(failure, failure.cause, life.record.error)
         usage = self._usage(parser.tail, begun.worker) if outcome == "ok" else None
         life.end(outcome, ended_by="worker", usage=usage)
@@ -116,19 +119,27 @@ class Carriage:
             if passed:
                 await self.client.send(passed)
             if parser.is_broken:
-                raise UpstreamBroken("told an error", cause=after_failure.ERROR_EVENT)
+                raise UpstreamBroken("told an error", cause=blame.ERROR_EVENT)
             piece = await begun.answer.read(self.door.patience.between_s)
         if not parser.has_ended and begun.answer.status == 200:
-            raise UpstreamBroken("ended before its answer did", cause=after_failure.CUT)
+            raise UpstreamBroken("ended before its answer did", cause=blame.CUT)
 
-    async def _migrate(self, begun: Beginning, parser: Parser, error: UpstreamError) -> None:
-        """Have another worker go on with the answer. Raises WorkerFailed if none can."""
+    def _after_cut(self, parser: Parser) -> Then:
+        """What follows if the worker broke off in the midst of its answer."""
+        is_finished = can_go_on = False
+        if isinstance(parser, Migrating):
+            is_finished = parser.is_finished
+            can_go_on = parser.can_go_on and self.outgoing.goes_on(parser.output)
+        return after_cut(self._tries.tally, is_finished=is_finished, can_go_on=can_go_on)
+
+    async def _leave(
+        self, begun: Beginning, parser: Parser, error: UpstreamError, then: Then
+    ) -> None:
+        """Have another worker go on with the answer. Raises WorkerFailed if none is to, or can."""
         begun.answer.abort()
         failure = await self._tries.broken(error)
         try:
-            if not isinstance(parser, Migrating) or not parser.can_go_on:
-                raise failure
-            if not self.outgoing.goes_on(parser.output) or isinstance(failure, RepeatedFailure):
+            if then is not Then.MIGRATE or not isinstance(parser, Migrating):
                 raise failure
             self.life.goes_on(parser.output)
             try:

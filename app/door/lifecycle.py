@@ -11,7 +11,7 @@ from app.core.errors import NoWorkers
 from app.core.failures import Failure, Whose
 from app.core.hashing import token_bytes
 from app.core.worker_report import WorkerInfo
-from app.door.after_failure import takes_no_more
+from app.door.blame import takes_no_more
 from app.door.record import Admission, FailedTry, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
 from app.policy.answers import Answer

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from app.core.worker_report import WorkerInfo
-from app.door import after_failure
+from app.door import blame
 from app.door.asked import AnswerRequest, Api
 from app.door.engines import ids_field, returns_ids
 from app.door.prompts import PromptIds
@@ -215,4 +215,4 @@ class Migrating:
 
 def _is_own_fault(event: bytes) -> bool:
     """Whether it tells an error that is not the client's."""
-    return tells_error(event) and after_failure.of_event(event) is not None
+    return tells_error(event) and blame.of_event(event) is not None

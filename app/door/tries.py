@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
-from app.core.failures import Failure, Whose
-from app.door import after_failure, whole_answer
-from app.door.after_failure import Tally
+from app.core.failures import Failure
+from app.door import blame, whole_answer
+from app.door.after_failure import Tally, Then, Try, after_try
 from app.door.beginning import Beginning, opening_of
 from app.door.client import Headers
 from app.door.door import Door
@@ -61,7 +61,6 @@ class Tries:
     refusals: list[tuple[Decision, Failure]] = field(default_factory=list)
     _latest: EngineAnswer | None = None
     """The last answer that began, of which more may be to come than was read."""
-    _is_asked_again: bool = False
 
     def abort(self) -> None:
         """Have no more of it come."""
@@ -71,59 +70,70 @@ class Tries:
     async def begin(self) -> Beginning:
         """The beginning of an answer, by the worker that is the first to begin one. Raises as
         Carriage.run."""
-        life, loop = self.life, asyncio.get_running_loop()
-        streams, patience = self.outgoing.asked.streams, self.door.patience
-        deadline_s = loop.time() + (patience.answer_s if streams else patience.whole_s)
+        loop, streams = asyncio.get_running_loop(), self.outgoing.asked.streams
+        deadline_s = loop.time() + self.door.patience.until_begun_s(streams=streams)
         nobody: NoWorkers | None = None
         refusal: Beginning | None = None
         """What is answered if no other worker answers better."""
         failure: WorkerFailed | None = None
-        while not self.tally.is_over:
+        then = Then.RETRY
+        while then in (Then.RETRY, Then.ASK_AGAIN):
+            is_late = False
             try:
-                decision = await life.decide()
+                begun = await self._begun(deadline_s)
             except NoWorkers as error:
-                if refusal is None or self._is_asked_again or not self._may_pass(refusal):
-                    nobody = error
-                    break
-                self._is_asked_again = True
-                life.asks_again(refusal.worker)
-                continue
-            try:
-                transfer = NO_TRANSFER
-                if decision.source is not None:
-                    call = self._call(decision, decision.source, deadline_s)
-                    transfer = await self.door.sources.begin(call)
-                begun = await self._sure(decision, transfer, deadline_s)
-            except (LeaseEnded, RefusedWithSource, TaintedTarget) as error:
-                failure = self._goes_elsewhere(error, decision)
-                continue
-            except SourceFailed as error:
-                failure = await self._source_failed(error)
-                continue
+                ended, nobody = Try.NOBODY, error
             except UpstreamError as error:
-                failure = await self.broken(error)
-                if loop.time() >= deadline_s:
+                ended, failure = await self._failed(error)
+                if ended is Try.BROKEN and (is_late := loop.time() >= deadline_s):
                     failure = AnswerTimeout(str(failure))
-                    break
-                if isinstance(failure, RepeatedFailure):
-                    break
-                continue
-            self.abort()
-            self._latest = begun.answer
-            if begun.failure is None:
-                if begun.answer.status >= 400:
-                    await self._pardon()
-                return begun
-            refusal = begun
-            await self._refused(decision, begun, begun.failure)
+            else:
+                if begun.failure is None:
+                    if begun.answer.status >= 400:
+                        await self._pardon()
+                    return begun
+                ended, refusal = Try.REFUSED, begun
+                await self._refused(begun, begun.failure)
+            then = after_try(
+                ended,
+                self.tally,
+                None if refusal is None else refusal.failure,
+                says_why=refusal is not None and refusal.says_why,
+                is_late=is_late,
+            )
+            if then is Then.ASK_AGAIN and refusal is not None:
+                self.tally.asked_again = True
+                self.life.asks_again(refusal.worker)
         if len(self.refusals) > 1:
             await self._pardon()
-        if refusal is not None and refusal.says_why:
+        if then is Then.REFUSE and refusal is not None:
             return refusal
         try:
             raise self._unanswered(failure, refusal, nobody)
         finally:
             failure = nobody = None  # they refer to this frame, and that to all of the request
+
+    async def _begun(self, deadline_s: float) -> Beginning:
+        """The beginning of the next worker's answer. Raises NoWorkers, UpstreamError."""
+        decision = await self.life.decide()
+        transfer = NO_TRANSFER
+        if decision.source is not None:
+            call = self._call(decision, decision.source, deadline_s)
+            transfer = await self.door.sources.begin(call)
+        begun = await self._sure(decision, transfer, deadline_s)
+        self.abort()
+        self._latest = begun.answer
+        return begun
+
+    async def _failed(self, error: UpstreamError) -> tuple[Try, WorkerFailed]:
+        """Leave the worker that was asked, or its source; returns how that ended."""
+        match error:
+            case LeaseEnded() | RefusedWithSource() | TaintedTarget():
+                return Try.NO_KV, self._goes_elsewhere(error)
+            case SourceFailed():
+                return Try.NO_KV, await self._source_failed(error)
+        self.tally.broke(never_sent=isinstance(error, ConnectFailed))
+        return Try.BROKEN, await self.broken(error)
 
     def _unanswered(
         self, failure: WorkerFailed | None, refusal: Beginning | None, nobody: NoWorkers | None
@@ -137,18 +147,12 @@ class Tries:
         said = f"{refusal.failure.cause} (status {refusal.answer.status})"
         return WorkerFailed(f"worker {refusal.worker.key}: {said}")
 
-    def _may_pass(self, refusal: Beginning) -> bool:
-        """Whether the only worker that has answered may do better if it has it again: whoever broke
-        off is not asked."""
-        failure = refusal.failure
-        return failure is not None and self.tally.refused == 1 and failure.whose is Whose.EITHER
-
-    async def _refused(self, decision: Decision, begun: Beginning, failure: Failure) -> None:
+    async def _refused(self, begun: Beginning, failure: Failure) -> None:
         """Leave a worker whose answer another one is to better."""
         self.tally.refused += 1
         words = self.said(begun.first)
-        if not after_failure.takes_no_more(failure):
-            self.refusals.append((decision, failure))
+        if not blame.takes_no_more(failure):
+            self.refusals.append((self.life.decision, failure))
             log.warning(
                 "worker %s: %s (status %d): %s; request %s",
                 *(begun.worker.key, failure.cause, begun.answer.status, words),
@@ -173,11 +177,10 @@ class Tries:
         worker = self.life.decision.worker
         failed = WorkerFailed(f"worker {worker.key}: {error}")
         log.warning("%s; request %s", failed, self.life.record.request_id)
-        failure = after_failure.of_break(
+        failure = blame.of_break(
             error.cause, is_late=error.is_late, is_whole=not self.outgoing.asked.streams
         )
         await self.leave(failure, error.cause, str(error))
-        self.tally.broke(never_sent=isinstance(error, ConnectFailed))
         if self.tally.has_broken_all:
             return RepeatedFailure(f"{failed}; so did another one while it had this request")
         return failed
@@ -189,10 +192,10 @@ class Tries:
         except RedisUnavailable as error:
             log.debug("not told of a failed worker: %s", error)
 
-    def _goes_elsewhere(self, error: UpstreamError, decision: Decision) -> WorkerFailed:
+    def _goes_elsewhere(self, error: UpstreamError) -> WorkerFailed:
         """What a source handed on, now or before, is at fault: leave its target, without a word
         against it."""
-        failure = WorkerFailed(f"worker {decision.worker.key}: {error}")
+        failure = WorkerFailed(f"worker {self.life.decision.worker.key}: {error}")
         log.warning("%s; request %s", failure, self.life.record.request_id)
         self.tally.refused += 1
         self.life.goes_alone(error.cause, elsewhere=not isinstance(error, RefusedWithSource))
@@ -288,7 +291,7 @@ class Tries:
             answer.abort()
             raise RefusedWithSource(f"answered {answer.status} to a request with a source")
         if failure is None and decision.trust is not Trust.BLIND:
-            failure = after_failure.of_length(answer.status, first)
+            failure = blame.of_length(answer.status, first)
         return Beginning(worker, answer, first, is_all, in_events, failure)
 
     def _is_in_events(self, answer: EngineAnswer) -> bool:

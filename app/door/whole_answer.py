@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from app.core.failures import Failure
-from app.door import after_failure
+from app.door import blame
 from app.door.stream import is_error
 
 MAX_PARSED_BYTES = 64 * 1024
@@ -54,14 +54,14 @@ def failure_of(
     body: its beginning. model, path: that were asked for. is_all: whether the body is whole.
     """
     if status != 200:
-        missing_path = path if after_failure.is_path_missing(status, body) else ""
-        return after_failure.of_status(status, headers, model=model, missing_path=missing_path)
+        missing_path = path if blame.is_path_missing(status, body) else ""
+        return blame.of_status(status, headers, model=model, missing_path=missing_path)
     if not body:
-        return after_failure.wrong(after_failure.EMPTY)
+        return blame.wrong(blame.EMPTY)
     if path in _MAY_BE_BINARY and _is_binary(headers):
         return None
     if body.lstrip()[:1] not in _OPENS:
-        return after_failure.wrong(after_failure.FOREIGN)
+        return blame.wrong(blame.FOREIGN)
     if not is_all:
         return None
     return _failure_in(body, _HAS.get(path, ""))
@@ -71,18 +71,18 @@ def _failure_in(body: bytes, member: str) -> Failure | None:
     """The same of a whole body that begins as JSON does. member: that it must have; "": any."""
     fields: Any = None
     if body.rstrip()[-1:] not in _CLOSES:
-        return after_failure.wrong(after_failure.CUT)
+        return blame.wrong(blame.CUT)
     if len(body) <= MAX_PARSED_BYTES:
         try:
             fields = _parsed(body)
         except ValueError:
-            return after_failure.wrong(after_failure.CUT)
+            return blame.wrong(blame.CUT)
     if isinstance(fields, dict) and is_error(fields):
-        return after_failure.of_error(fields)
+        return blame.of_error(fields)
     if not member or (isinstance(fields, dict) and member in fields):
         return None
     is_there = fields is None and b'"%b"' % member.encode() in body
-    return None if is_there else after_failure.wrong(after_failure.FOREIGN)
+    return None if is_there else blame.wrong(blame.FOREIGN)
 
 
 def status_of(body: bytes) -> int:
@@ -94,7 +94,7 @@ def status_of(body: bytes) -> int:
         fields = _parsed(body)
     if not isinstance(fields, dict) or not is_error(fields):
         return 200
-    return after_failure.status_in(fields) or 400
+    return blame.status_in(fields) or 400
 
 
 def _parsed(body: bytes) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from app.core.worker_report import WorkerInfo
-from app.door.after_failure import is_path_missing
+from app.door.blame import is_path_missing
 from app.door.engine_words import Cause, cause_in
 from app.edge.errors import Meaning, body_of, dialect_of, kind_of
 

@@ -14,7 +14,7 @@ from app.core.failures import Failure
 from app.core.outcomes import of_refusal
 from app.core.types import WorkerKey
 from app.core.worker_report import Role, WorkerInfo
-from app.door import after_failure, whole_answer
+from app.door import blame, whole_answer
 from app.door.client import Client, Headers
 from app.door.door import Door
 from app.door.forwarding import Outgoing
@@ -201,7 +201,7 @@ class Picked:
         if failure is not None:
             cause = failure.cause
         if answer.status >= 400:
-            is_full = failure is not None and after_failure.takes_no_more(failure)
+            is_full = failure is not None and blame.takes_no_more(failure)
             outcome = of_refusal(answer.status, is_failure=failure is not None, is_full=is_full)
         elif parser.failed:
             outcome = "error_event"
@@ -220,12 +220,12 @@ class Picked:
     def _failure_of(self, answer: Answer) -> Failure | None:
         """How the worker failed; None: it did not, or nobody can tell."""
         if answer.is_of_gateway:
-            return after_failure.of_break(after_failure.UNREACHABLE, is_late=False, is_whole=False)
+            return blame.of_break(blame.UNREACHABLE, is_late=False, is_whole=False)
         if answer.in_events:
             if answer.parser.failed:
-                return after_failure.of_event(answer.parser.error)
+                return blame.of_event(answer.parser.error)
             is_cut = answer.sees_all and not answer.parser.has_ended
-            return after_failure.wrong(after_failure.CUT) if is_cut else None
+            return blame.wrong(blame.CUT) if is_cut else None
         if not answer.first and answer.status in (200, 404, 405):
             return None  # only a body says whose fault that is
         return whole_answer.failure_of(
@@ -245,8 +245,8 @@ class Picked:
         there = [info for info in workers if self._at.get(info.key) == served]
         if not there:
             return
-        unreached = after_failure.of_break(after_failure.UNREACHABLE, is_late=False, is_whole=False)
-        await self._leave(unreached, after_failure.UNREACHABLE, f"served at {served} instead")
+        unreached = blame.of_break(blame.UNREACHABLE, is_late=False, is_whole=False)
+        await self._leave(unreached, blame.UNREACHABLE, f"served at {served} instead")
         self._worker = there[0]
         self._life.passes_over(str(info.key) for info in workers if info not in there)
         # It is there now, whether or not that worker takes more.

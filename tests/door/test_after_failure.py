@@ -1,122 +1,64 @@
-"""The table of what is a failure of a worker, and what is its request's own fault."""
+"""The table of what follows when a worker did not answer, or not to the end."""
 
 from __future__ import annotations
 
-import orjson
 import pytest
 
-from app.core.failures import LATE_S, SOON_S, Whose
-from app.door import after_failure
-from app.door.after_failure import BACK_PRESSURE, Tally
+from app.core.failures import Failure, Whose
+from app.door.after_failure import TRIES, Tally, Then, Try, after_cut, after_try
 
-EITHER, WORKER = Whose.EITHER, Whose.WORKER
-PATH = "/v1/messages"
+REFUSAL = Failure("status_500")
 
 
-@pytest.mark.parametrize(
-    ("status", "whose", "in_a_row"),
-    [
-        (401, WORKER, 2),
-        (403, WORKER, 2),
-        (404, WORKER, 2),
-        (407, WORKER, 2),
-        (408, EITHER, 2),
-        (500, EITHER, 2),
-        (502, WORKER, 1),
-        (503, EITHER, 2),
-        (504, WORKER, 1),
-        (520, EITHER, 2),
-    ],
-)
-def test_a_status_that_is_the_workers_fault(status: int, whose: Whose, in_a_row: int) -> None:
-    failure = after_failure.of_status(status)
-    assert failure is not None
-    assert (failure.whose, failure.in_a_row, failure.most_s) == (whose, in_a_row, SOON_S)
-    assert not after_failure.takes_no_more(failure)
+@pytest.mark.parametrize("ended", [Try.REFUSED, Try.BROKEN, Try.NO_KV])
+def test_another_worker_is_asked_until_enough_were(ended: Try) -> None:
+    assert after_try(ended, Tally(refused=1), REFUSAL, says_why=True) is Then.RETRY
+    over = Tally(refused=TRIES)
+    assert after_try(ended, over) is Then.GIVE_UP
+    assert after_try(ended, over, REFUSAL) is Then.GIVE_UP
+    assert after_try(ended, over, REFUSAL, says_why=True) is Then.REFUSE
 
 
-@pytest.mark.parametrize("status", [200, 400, 402, 405, 409, 413, 415, 422, 451, 501])
-def test_a_status_that_is_none(status: int) -> None:
-    assert after_failure.of_status(status) is None
+def test_what_no_other_worker_takes_is_asked_of_the_one_that_refused_it_once_more() -> None:
+    one = Tally(refused=1)
+    assert after_try(Try.NOBODY, one, REFUSAL, says_why=True) is Then.ASK_AGAIN
+    one.asked_again = True
+    assert after_try(Try.NOBODY, one, REFUSAL, says_why=True) is Then.REFUSE
 
 
 @pytest.mark.parametrize(
-    ("status", "after", "pause_s"),
+    ("tally", "refusal"),
     [
-        (429, None, 1.0),
-        (429, b"7", 7.0),
-        (429, b"86400", 60.0),
-        (529, b"2", 2.0),
-        (503, b"3", 3.0),
-        (503, b"Fri, 31 Dec 1999 23:59:59 GMT", 1.0),
-        (503, b"0", 1.0),
+        (Tally(), None),
+        (Tally(refused=2), REFUSAL),
+        (Tally(refused=1), Failure("unauthorized", Whose.WORKER)),
     ],
 )
-def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(
-    status: int, after: bytes | None, pause_s: float
+def test_it_is_not_where_that_would_not_do_better(tally: Tally, refusal: Failure | None) -> None:
+    assert after_try(Try.NOBODY, tally, refusal) is Then.GIVE_UP
+
+
+def test_a_client_that_has_waited_for_long_is_told() -> None:
+    assert after_try(Try.BROKEN, Tally(broken=1), is_late=True) is Then.GIVE_UP
+    late = after_try(Try.BROKEN, Tally(broken=1), REFUSAL, says_why=True, is_late=True)
+    assert late is Then.REFUSE
+
+
+@pytest.mark.parametrize(
+    ("broken", "is_finished", "can_go_on", "then"),
+    [
+        (1, True, False, Then.FINISH),
+        (2, True, True, Then.FINISH),
+        (1, False, True, Then.MIGRATE),
+        (2, False, True, Then.GIVE_UP),
+        (1, False, False, Then.GIVE_UP),
+    ],
+)
+def test_a_stream_that_was_cut_goes_on_where_it_can(
+    broken: int, is_finished: bool, can_go_on: bool, then: Then
 ) -> None:
-    headers = [] if after is None else [(b"retry-after", after)]
-    failure = after_failure.of_status(status, headers)
-    assert failure is not None
-    assert after_failure.takes_no_more(failure)
-    assert failure.pause_s == pause_s
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "subject"),
-    [
-        (404, {"error": {"message": "The model `m` does not exist.", "code": 404}}, "m"),
-        (404, {"error": {"message": "no", "code": "model_not_found"}}, "m"),
-        (404, {"error": {"message": "no", "code": "not_found"}}, PATH),
-        (404, {"detail": "Not Found"}, PATH),
-        (404, "404: Not Found", PATH),
-        (405, {"detail": "Method Not Allowed"}, PATH),
-    ],
-)
-def test_a_404_is_of_a_model_or_of_a_path(status: int, body: object, subject: str) -> None:
-    text = body.encode() if isinstance(body, str) else orjson.dumps(body)
-    missing = PATH if after_failure.is_path_missing(status, text) else ""
-    failure = after_failure.of_status(status, model="m", missing_path=missing)
-    assert failure is not None
-    assert failure.subject == subject
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}\n\n',
-        b'data: {"error":{"type":"rate_limit_error"}}\n\n',
-        b'data: {"error":{"message":"slow down","code":429}}\n\n',
-        b'data: {"error":{"message":"slow down","code":"429"}}\n\n',
-        b'event: error\ndata: {"type":"error","code":"rate_limit_exceeded"}\n\n',
-    ],
-)
-def test_events_that_ask_for_patience(event: bytes) -> None:
-    assert after_failure.of_event(event) == BACK_PRESSURE
-
-
-@pytest.mark.parametrize(
-    ("cause", "is_late", "is_whole", "expected"),
-    [
-        ("unreachable", False, False, (WORKER, 1, SOON_S)),
-        ("unreachable", True, True, (WORKER, 1, LATE_S)),
-        ("broken", False, True, (EITHER, 1, SOON_S)),
-        ("no_answer", False, True, (EITHER, 1, SOON_S)),
-        ("late", True, False, (EITHER, 1, LATE_S)),
-        ("cut", False, False, (EITHER, 2, SOON_S)),
-        ("error_event", False, False, (EITHER, 2, SOON_S)),
-    ],
-)
-def test_what_broke_off(
-    cause: str, is_late: bool, is_whole: bool, expected: tuple[Whose, int, float]
-) -> None:
-    failure = after_failure.of_break(cause, is_late=is_late, is_whole=is_whole)
-    assert failure is not None
-    assert (failure.whose, failure.in_a_row, failure.most_s) == expected
-
-
-def test_a_whole_answer_that_takes_long_is_no_failure_of_its_worker() -> None:
-    assert after_failure.of_break("late", is_late=True, is_whole=True) is None
+    tally = Tally(broken=broken)
+    assert after_cut(tally, is_finished=is_finished, can_go_on=can_go_on) is then
 
 
 def test_a_request_is_not_given_to_ever_more_workers() -> None:

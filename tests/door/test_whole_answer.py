@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from app.core.failures import Failure
-from app.door import after_failure, whole_answer
+from app.door import blame, whole_answer
 from app.door.whole_answer import MAX_PARSED_BYTES
 
 JSON = "application/json"
@@ -36,7 +36,7 @@ def test_an_error_in_a_200_is_a_failure(body: dict[str, Any]) -> None:
     for text in (orjson.dumps(body), orjson.dumps(body, option=orjson.OPT_INDENT_2)):
         failure = failure_in(text)
         assert failure is not None
-        assert failure.cause == after_failure.ERROR_EVENT
+        assert failure.cause == blame.ERROR_EVENT
 
 
 @pytest.mark.parametrize(

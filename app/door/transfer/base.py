@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from app.core.failures import Failure
 from app.core.worker_report import WorkerInfo
-from app.door import after_failure
+from app.door import blame
 from app.door.forwarding import Outgoing
 from app.door.members import Headers
 from app.door.transfer.kv_lease import KvLease
@@ -103,7 +103,7 @@ class SourceCall:
         try:
             return params_in(said, self.source)
         except BadParams as error:
-            raise SourceFailed(str(error), after_failure.BAD_PARAMS) from None
+            raise SourceFailed(str(error), blame.BAD_PARAMS) from None
 
     async def send(self, upstream: Upstream, body: bytes) -> EngineAnswer:
         """The beginning of its answer. Raises UpstreamError."""
@@ -119,7 +119,7 @@ class SourceCall:
     def check(self, answer: EngineAnswer) -> None:
         """Raises SourceFailed if its status says that the source is at fault."""
         model = str(self.outgoing.asked.model or "")
-        failure = after_failure.of_status(answer.status, answer.headers, model=model)
+        failure = blame.of_status(answer.status, answer.headers, model=model)
         if failure is not None:
             raise SourceFailed(f"answered {answer.status}", failure)
 
@@ -134,7 +134,7 @@ class TransferProtocol(Protocol):
 
 def failed(error: UpstreamError) -> SourceFailed:
     """As a source that broke off has."""
-    failure = after_failure.of_break(error.cause, is_late=error.is_late, is_whole=False)
+    failure = blame.of_break(error.cause, is_late=error.is_late, is_whole=False)
     return SourceFailed(str(error), failure)
 
 
