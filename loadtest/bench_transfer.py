@@ -41,7 +41,7 @@ from loadtest.traces import VOCABULARY, pseudo_random_tokens
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
 from workers.engines.sampling_options import Sampling
-from workers.kv.transfer.frames import Source
+from workers.kv.transfer.tcp import Source
 
 BLOCK_SIZE = 16
 CHUNK = 128

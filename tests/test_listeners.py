@@ -15,7 +15,7 @@ from app.core.settings.router import RouterSettings
 from app.core.shares import TIMES_WHAT_IS_LEFT
 from app.http import body, held, protocol
 from tests.chart.rendering import golden
-from workers.kv.transfer import frames, server
+from workers.kv.transfer import server, tcp
 from workers.server import chat_paths
 from workers.vllm_face import event_socket
 
@@ -58,10 +58,10 @@ def test_every_module_that_opens_a_port_has_a_row() -> None:
 
 def test_the_bounds_are_those_of_the_code() -> None:
     ports, console = ROWS["worker, KV"], ROWS["router `/console/api/`"]
-    assert f"{frames.MAX_FRAME_BYTES >> 10} KiB in {server.ASKING_S:g} s" in ports[-1]
+    assert f"{tcp.MAX_FRAME_BYTES >> 10} KiB in {server.ASKING_S:g} s" in ports[-1]
     assert f"{server.MAX_ASKING} connections" in ports[-1]
     assert f"{server.MAX_SENDING} transfers" in ports[-1]
-    assert f"{frames.WHOLE_S / 60:g} minutes" in ports[-1]
+    assert f"{tcp.WHOLE_S / 60:g} minutes" in ports[-1]
     assert f"bodies of {CONSOLE_BODY_BYTES >> 20} MiB" in console[-1]
     assert f"bodies of {chat_paths.MAX_BODY_BYTES >> 20} MiB" in ROWS["worker"][-1]
     for name in ("events", "replay"):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import orjson
 
 from app.core.errors import cut
-from app.core.rate_limit import RateLimits
+from app.core.pace import Paces
 from app.door.record import STAGES, RequestRecord, Stage
 from app.output import OUT
 
@@ -171,8 +171,8 @@ class AccessLog:
         self._on = on
         self._hashes = hashes
         self._replica = replica
-        self._lines = RateLimits(REFUSED_PER_S)
-        self._warnings = RateLimits(WARNINGS_PER_S)
+        self._lines = Paces(REFUSED_PER_S)
+        self._warnings = Paces(WARNINGS_PER_S)
 
     def ended(self, record: RequestRecord) -> None:
         """Write one request."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from app.core.errors import cut, without_values
+from app.core.pace import Pace
 from app.core.printable import printable
-from app.core.rate_limit import RateLimit
 from app.door.stream import events_in, fields_of, tells_error
 from app.http.json_body import JsonBody
 
@@ -99,7 +99,7 @@ class EngineWords:
 
     def __init__(self) -> None:
         self._own: OrderedDict[bytes, str] = OrderedDict()
-        self._compared = RateLimit(MAX_COMPARED)
+        self._compared = Pace(MAX_COMPARED)
 
     def of(self, said: bytes, asked: JsonBody) -> str:
         """said: the body of an answer, or events. Returns "" if it says nothing, or too much."""

@@ -29,15 +29,13 @@ from app.door.engine_signs import EngineSigns
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
 from app.door.upstream import Upstream
-from app.edge import docs, front_page, native, openai
+from app.edge import docs, front_page, health, metrics, openai, route
 from app.edge.client import Client
 from app.edge.comments import comment_each
 from app.edge.keys import CONSOLE_DATA, check_open
 from app.edge.large import BodyReader
 from app.edge.live import LiveSettings
-from app.edge.metrics import show_files
 from app.edge.origins import check_origin, may_be_shared
-from app.edge.readiness import Readiness
 from app.edge.routes import CLIENT
 from app.edge.services import Services, check
 from app.edge.tls import certificate_of
@@ -153,8 +151,8 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
     bodies = BodyReader(settings.max_prompt_tokens)
     console = _console(settings, routers, door) if settings.console else None
     watched = [WatchedFiles("keys", lambda: [keys.path] if keys.path else [], keys.reload)]
-    show_files(routers.own.telemetry.registry, watched, keys)
-    readiness = Readiness(routers, door)
+    metrics.show_files(routers.own.telemetry.registry, watched, keys)
+    readiness = health.Readiness(routers, door)
     return Application(Services(settings, routers, door, keys, bodies, readiness, console, watched))
 
 
@@ -228,11 +226,11 @@ class Application(FastAPI):
             redoc_url=None,
         )
         self.replica = replica
-        routes = [*native.ROUTES, *openai.ROUTES, *docs.ROUTES, *console_routes.ROUTES]
-        routes += front_page.ROUTES
+        routes = [*route.ROUTES, *health.ROUTES, *metrics.ROUTES, *openai.ROUTES, *docs.ROUTES]
+        routes += [*console_routes.ROUTES, *front_page.ROUTES]
         self.router.routes[:0] = routes
         self._at = {
-            (method, route.path): route.answer for route in routes for method in route.methods or ()
+            (method, path.path): path.answer for path in routes for method in path.methods or ()
         }
         """Routes are tried one after another, which takes a µs each, unless the path is plain."""
         origins = parse_origins(replica.settings.cors_origin)

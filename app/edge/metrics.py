@@ -1,14 +1,22 @@
-"""What a scrape tells of the files by which a replica goes, and of its keys."""
+"""What a replica tells a scrape."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from starlette.responses import PlainTextResponse
 
+from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
+from app.edge.client import Client
 from app.edge.keys import Keys
+from app.edge.routes import Route
 from app.edge.watched_files import WatchedFiles
 from app.http.metrics import Family, Sampled, ScrapeCollector
+from app.policy.view import load_statistics
+from app.router.metrics import text_of
+from app.router.router import Router
 
 FILES_REFUSED = Family(
     "kvroute_files_refused",
@@ -33,3 +41,42 @@ def show_files(registry: CollectorRegistry, watched: Sequence[WatchedFiles], key
         yield NO_KEY_LEFT, (), float(keys.is_locked)
 
     registry.register(ScrapeCollector([FILES_REFUSED, NO_KEY_LEFT], samples))
+
+
+async def metrics(client: Client) -> None:
+    """Metrics in Prometheus text format, with a label `namespace` where it is not the own one."""
+    routers = client.replica.routers
+    own, by_namespace = routers.own, dict(routers.by_namespace)
+    await asyncio.gather(*map(_take_stock, by_namespace.values()))
+    client.replica.door.keep_workers(
+        {str(info.key) for router in by_namespace.values() for info in router.fleet.infos}
+    )
+    del by_namespace[own.namespace]
+    others = {name: router.telemetry for name, router in sorted(by_namespace.items())}
+    text = await text_of(own.telemetry, others)
+    await client.answer_whole(text, 200, (b"content-type", CONTENT_TYPE_LATEST.encode()))
+
+
+async def _take_stock(router: Router) -> None:
+    """Set the gauges of what a router sees."""
+    telemetry, fleet = router.telemetry, router.fleet
+    try:
+        view = await router.refresh()
+    except (RedisUnavailable, NamespaceMissing, WrongVersion):
+        # Gauges of workers that nobody can vouch for are left out.
+        telemetry.view = None
+        telemetry.workers.set(0)
+    else:
+        telemetry.view = view
+        telemetry.workers.set(len(view.infos))
+        telemetry.keep_workers({str(i.key) for i in (*view.infos, *view.paused.values())})
+        load_avg, load_std = load_statistics(view)
+        telemetry.load_mean.set(load_avg)
+        telemetry.load_std.set(load_std)
+    telemetry.sleeps.set(telemetry.view is not None and fleet.sleeps)
+    telemetry.metrics_age.set(fleet.metrics_age_s)
+
+
+ROUTES = [
+    Route("GET", "/metrics", metrics, 401, response_class=PlainTextResponse),
+]

@@ -14,7 +14,6 @@ from app.door.errors import Stopping
 from app.door.front import FrontDoor
 from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
-from app.edge.readiness import Readiness
 from app.edge.tls import certificate_of
 from app.edge.watched_files import WatchedFiles
 from app.router.router import Router
@@ -22,6 +21,7 @@ from app.router.routers import Routers
 
 if TYPE_CHECKING:
     from app.edge.client import Client
+    from app.edge.health import Readiness
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from app.core.rate_limit import RateLimit
+from app.core.pace import Pace
 from app.http.body import error_body
 from app.http.held import HELD, HeldBodies, HeldBody
 from app.http.lingering import LingeringTransport
@@ -79,7 +79,7 @@ class Connections(ServerState):
         self.log: Any = _SeldomWarning(logging.getLogger("uvicorn.error"))
         self.idle: dict[Protocol, None] = {}
         self.limit = max_connections()
-        self._complaints = RateLimit(COMPLAINTS_PER_S)
+        self._complaints = Pace(COMPLAINTS_PER_S)
 
     def make_room(self, newest: Protocol) -> None:
         """If there are too many, close the one that has been idle for longest: the newest one only
@@ -98,7 +98,7 @@ class _SeldomWarning(logging.LoggerAdapter[logging.Logger]):
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger)
-        self._limit = RateLimit(COMPLAINTS_PER_S)
+        self._limit = Pace(COMPLAINTS_PER_S)
         self._unsaid = 0
 
     @property

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from app.core.errors import NoWorkers
 from app.core.loads import Reservation, Wish
-from app.core.rate_limit import RateLimit
+from app.core.pace import Pace
 from app.core.settings.router import RouterSettings
 from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
@@ -104,7 +104,7 @@ class Plan:
         saved_s = (isl - left) * per_token + (isl - left) ** 2 / 2 * per_pair - loads_s
         return max(0.0, float(saved_s))
 
-    def record(self, details: RateLimit, now_s: float) -> DecisionRecord:
+    def record(self, details: Pace, now_s: float) -> DecisionRecord:
         """The record kept of the decision; as many as `details` allows by `now_s` have all that it
         was made from.
 

@@ -18,7 +18,7 @@ from app.core.errors import (
 )
 from app.core.loads import Refusal, Snapshot
 from app.core.overlaps import Overlaps
-from app.core.rate_limit import RateLimit
+from app.core.pace import Pace
 from app.http.supervisor import supervised
 from app.policy.decision import Query
 from app.policy.plan import Plan, WorkerSelector
@@ -73,7 +73,7 @@ class Decider:
         self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
         self._prefill_ttl_ms = round(replica.settings.prefill_ttl_s * 1000)
         self._queue: asyncio.Queue[Pending] = asyncio.Queue(MAX_QUEUED)
-        self._complaints = RateLimit(COMPLAINTS_PER_S)
+        self._complaints = Pace(COMPLAINTS_PER_S)
         self._complained = False
 
     async def run(self) -> None:

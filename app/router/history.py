@@ -14,7 +14,7 @@ from itertools import islice
 from app.core.chains import shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.rate_limit import RateLimit
+from app.core.pace import Pace
 from app.core.text_trail import marks_of
 from app.core.types import Incarnation, SequenceHash, request_id_of
 from app.http.supervisor import supervised
@@ -49,7 +49,7 @@ class History:
         self._unwritten: deque[Call[int]] = deque(maxlen=MAX_UNWRITTEN)
         self._has_unwritten = asyncio.Event()
         self._decisions_kept = settings.decisions_kept
-        self._details = RateLimit(settings.details_per_s)
+        self._details = Pace(settings.details_per_s)
         self._unrecorded: deque[Plan] = deque(maxlen=MAX_UNWRITTEN)
         self._ended: deque[tuple[str, Ending]] = deque(maxlen=MAX_UNWRITTEN)
         self._has_unrecorded = asyncio.Event()

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from tests.attack.engine import RESET
-from workers.kv.transfer.frames import (
+from workers.kv.transfer.tcp import (
     MAX_BLOCKS,
     MAX_FRAME_BYTES,
     VERSION,

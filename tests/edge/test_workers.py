@@ -16,7 +16,7 @@ from app.core.worker_report import (
     ForwardPassMetrics,
     GpuReadings,
 )
-from app.edge.readiness import KEPT_S
+from app.edge.health import KEPT_S
 from app.local.redis_server import EmbeddedRedis
 from app.policy.view import View
 from app.router.router import Router

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from loadtest import bench_transfer
 from loadtest.bench_transfer import KINDS, measure, prompt_of, running, settings_of, show
-from workers.kv.transfer.frames import Source
+from workers.kv.transfer.tcp import Source
 
 SETTINGS = settings_of("40m", 300)
 

@@ -10,7 +10,7 @@ import pytest
 from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
 from app.core.loads import Load, Loads, Snapshot
 from app.core.overlaps import Overlaps
-from app.core.rate_limit import RateLimit
+from app.core.pace import Pace
 from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
@@ -212,7 +212,7 @@ def test_an_explanation_lists_every_candidate_as_it_was_before_the_reservation()
 
 
 def test_a_record_has_all_that_was_seen_as_often_as_its_rate_allows() -> None:
-    view, details = view_of(Load(), Load()), RateLimit(per_s=2)
+    view, details = view_of(Load(), Load()), Pace(per_s=2)
     planned = plan(query({TWO: TierOverlap(2)}), view)
     full, brief, later = (planned.record(details, now_s) for now_s in (10.0, 10.4, 10.5))
     assert full.seen is not None

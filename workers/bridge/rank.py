@@ -23,7 +23,7 @@ from workers.bridge.events.blocks import EngineBlocks
 from workers.bridge.events.saved import SavedIndex
 from workers.bridge.events.silence import Silence
 from workers.bridge.events.stream import EventStream, Fresh, Resumption
-from workers.bridge.events.wire import Batch
+from workers.bridge.events.vllm import Batch
 from workers.bridge.http.facts import EngineFacts, EngineLoad, EventSource
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from app.core.worker_report import ForwardPassMetrics, Speed
 from app.simulation.steps import Finished, Step
 from workers.engines.sampling_options import Sampling
 from workers.kv.cache import EventSink
-from workers.kv.transfer.frames import Source
+from workers.kv.transfer.tcp import Source
 
 
 class QueueFullError(Exception):

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from app.simulation.steps import Finished
 from workers.engines.base import CompletionRequest, Engine, EngineStoppedError, TextStream
-from workers.kv.transfer.frames import Source
+from workers.kv.transfer.tcp import Source
 from workers.server.stops import StopStrings
 from workers.server.transfer import with_kept
 

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from app.core.errors import InvalidRequest, shown
-from workers.kv.transfer.frames import Source
+from workers.kv.transfer.tcp import Source
 
 PARAMS = "kv_transfer_params"
 CACHED = "remote_prefill_cached_tokens"

@@ -18,9 +18,9 @@ import zmq
 import zmq.asyncio
 
 from app.core.errors import ConfigError
-from app.core.rate_limit import RateLimit
+from app.core.pace import Pace
 from workers.bridge.events.events import EngineEvent
-from workers.bridge.events.wire import encode
+from workers.bridge.events.vllm import encode
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class EventSocket:
         self._rank = rank
         self._batches: deque[tuple[bytes, bytes]] = deque(maxlen=buffered)
         self._next = 0
-        self._complaints = RateLimit(COMPLAINTS_PER_S)
+        self._complaints = Pace(COMPLAINTS_PER_S)
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(HWM)

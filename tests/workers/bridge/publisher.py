@@ -9,7 +9,7 @@ from types import TracebackType
 
 import zmq.asyncio
 
-from workers.bridge.events import wire
+from workers.bridge.events import vllm
 from workers.bridge.events.events import EngineEvent
 from workers.bridge.events.stream import Position
 from workers.bridge.http.facts import EventSource
@@ -52,7 +52,7 @@ class Publisher:
     ) -> None:
         """times: how often it arrives; 0: never."""
         self._ts += 1
-        payload = wire.encode(self._ts, events, rank)
+        payload = vllm.encode(self._ts, events, rank)
         for _ in range(times):
             await self._pub.send_multipart([b"", self._next.to_bytes(8, "big"), payload])
         self._kept.append((self._next, payload))

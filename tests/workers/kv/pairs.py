@@ -14,13 +14,13 @@ from tests.workers.kv.words import chain, computed, free, manager_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.frames import Source
 from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.receiver import Arrival, BlockReceiver
 from workers.kv.transfer.sender import BlockSender
 from workers.kv.transfer.server import TransferServer
+from workers.kv.transfer.tcp import Source
 
 WORD = "ABCDE"
 SLOTS = [7, 2, 9, 4, 0]

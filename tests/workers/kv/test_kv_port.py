@@ -17,7 +17,7 @@ from tests.eventually import eventually
 from tests.workers.kv.pairs import KIND, WORD, Pair, answer_of, pair
 from tests.workers.kv.words import chain
 from workers.kv.transfer import server
-from workers.kv.transfer.frames import MAX_BLOCKS, BlocksRequest, proof_of, wanted_frame
+from workers.kv.transfer.tcp import MAX_BLOCKS, BlocksRequest, proof_of, wanted_frame
 
 LONG_S = 600.0
 """So that no deadline but the one that is tested ends anything."""

@@ -14,10 +14,10 @@ from tests.workers.kv.pairs import KIND, SLOTS, WORD, Pair, answer_of, pair
 from tests.workers.kv.pools import ODD, SMALL, WIDE, joined, same
 from tests.workers.kv.words import chain
 from workers.kv.memory import KVShape
-from workers.kv.transfer import frames
-from workers.kv.transfer.frames import MAX_FRAME_BYTES, Source, TransferError
+from workers.kv.transfer import tcp
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.receiver import Arrival, BlockReceiver
+from workers.kv.transfer.tcp import MAX_FRAME_BYTES, Source, TransferError
 
 ASKED = {"version": 2, "transfer_id": "x", "num_blocks": 1, "kind": {}, "proof": ""}
 
@@ -86,7 +86,7 @@ async def _altered(workers: Pair, alter: Alter) -> Arrival:
 
 def header_bytes(num_blocks: int) -> int:
     """Before the first group: the frame that offers so many blocks."""
-    return len(frames.offered_frame(frames.BlocksOffer(num_blocks)))
+    return len(tcp.offered_frame(tcp.BlocksOffer(num_blocks)))
 
 
 async def test_a_flipped_byte_loses_its_block_and_those_after_it() -> None:
@@ -117,7 +117,7 @@ async def test_a_connection_that_is_cut_leaves_no_block() -> None:
 
 
 async def test_a_source_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "STALL_S", 0.05)
+    monkeypatch.setattr(tcp, "STALL_S", 0.05)
     async with pair() as workers:
         with listen("127.0.0.1", 0) as silent:
             assert (await workers.fetch(port=silent.getsockname()[1])).num_good == 0
@@ -160,7 +160,7 @@ async def test_a_target_of_another_version_is_told_of_it() -> None:
                 ("transfer_id", "\u20ac"),
                 ("transfer_id", None),
                 ("num_blocks", -1),
-                ("num_blocks", frames.MAX_BLOCKS + 1),
+                ("num_blocks", tcp.MAX_BLOCKS + 1),
                 ("num_blocks", 1.5),
                 ("kind", {"model": ["tiny"]}),
                 ("proof", 1),

@@ -13,7 +13,7 @@ from app.core.types import SequenceHash, Tier
 from tests.workers.kv.cache_model import CacheModel
 from workers.bridge.events.blocks import EngineBlocks
 from workers.bridge.events.stream import EventStream, Fresh
-from workers.bridge.events.wire import Batch
+from workers.bridge.events.vllm import Batch
 from workers.bridge.http.facts import EventSource
 from workers.vllm_face.block_events import BlockEvents
 from workers.vllm_face.event_socket import EventSocket

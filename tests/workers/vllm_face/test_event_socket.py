@@ -9,7 +9,7 @@ import zmq.asyncio
 
 from app.core.errors import ConfigError
 from workers.bridge.events.events import BlockRemoved
-from workers.bridge.events.wire import decode
+from workers.bridge.events.vllm import decode
 from workers.vllm_face.event_socket import MAX_MESSAGE_BYTES, EventSocket
 
 END = b"\xff" * 8

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import zmq
 import zmq.asyncio
 
-from workers.bridge.events import wire
-from workers.bridge.events.wire import Batch, WireError
+from workers.bridge.events import vllm
+from workers.bridge.events.vllm import Batch, WireError
 from workers.bridge.http.facts import EventSource
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ class EventStream:
 
     def _decoded(self, message: _Message) -> Batch:
         try:
-            return wire.decode(message.payload)
+            return vllm.decode(message.payload)
         except WireError as error:
             self.counters.unreadable += 1
             log.warning("%s: batch %d: %s", self._source.endpoint, message.seq, error)

@@ -22,7 +22,7 @@ from workers.engines.base import (
     Watcher,
 )
 from workers.engines.sim.transfer import SimTransfer
-from workers.kv.transfer.frames import Source
+from workers.kv.transfer.tcp import Source
 
 
 class EngineRunner:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from app.core.types import SequenceHash, new_id
 from app.simulation.engine import SimEngine
 from app.simulation.link import Sending
-from workers.kv.transfer.frames import (
+from workers.kv.transfer.kv_lease import LeasedBlocks
+from workers.kv.transfer.link import Link
+from workers.kv.transfer.server import TransferServer
+from workers.kv.transfer.tcp import (
     STALL_S,
     WHOLE_S,
     BlocksOffer,
@@ -28,9 +31,6 @@ from workers.kv.transfer.frames import (
     send,
     wanted_frame,
 )
-from workers.kv.transfer.kv_lease import LeasedBlocks
-from workers.kv.transfer.link import Link
-from workers.kv.transfer.server import TransferServer
 
 UNDERWAY, ARRIVED = b"\0", b"\1"
 BEAT_S = STALL_S / 4

@@ -41,8 +41,8 @@ from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.frames import Source
 from workers.kv.transfer.link import Link
+from workers.kv.transfer.tcp import Source
 
 ADMISSION_INTERVAL_S = 1.0
 

@@ -10,7 +10,7 @@ from workers.engines.torch.llama import Llama
 from workers.engines.torch.sampling import sample
 from workers.engines.torch.sequence import Chunk, TokenSequence
 from workers.kv.memory import MemoryPool
-from workers.kv.transfer.frames import TransferError
+from workers.kv.transfer.tcp import TransferError
 
 
 class ForwardPasses:

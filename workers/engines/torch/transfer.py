@@ -12,13 +12,13 @@ from app.core.types import SequenceHash
 from workers.kv.cache import BlockCache
 from workers.kv.memory import MemoryPool
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.frames import Source, decline
 from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.receiver import Arrival, BlockReceiver
 from workers.kv.transfer.sender import BlockSender
 from workers.kv.transfer.server import TransferServer
+from workers.kv.transfer.tcp import Source, decline
 
 LOAD_S = 1.0
 """So long may it take to load blocks onto the device that are to be handed on."""

@@ -6,7 +6,7 @@ import logging
 import time
 
 from app.core.errors import cut
-from app.core.rate_limit import RateLimits
+from app.core.pace import Paces
 
 EVERY_S = 60.0
 MAX_PEERS = 256
@@ -19,7 +19,7 @@ class Complaints:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._limits = RateLimits(1 / EVERY_S, most=MAX_PEERS)
+        self._limits = Paces(1 / EVERY_S, most=MAX_PEERS)
 
     def say(self, peer: str, what: str, error: Exception, *, traced: bool = False) -> None:
         """peer: an address; "": nobody's. traced: with a traceback."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from app.core.types import new_id
-from workers.kv.transfer.frames import TransferError
+from workers.kv.transfer.tcp import TransferError
 
 K = TypeVar("K")
 """Blocks that an engine holds."""

@@ -14,7 +14,8 @@ import numpy as np
 
 from app.core.types import SequenceHash
 from workers.kv.memory import Ids
-from workers.kv.transfer.frames import (
+from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
+from workers.kv.transfer.tcp import (
     STALL_S,
     WHOLE_S,
     BlocksRequest,
@@ -27,7 +28,6 @@ from workers.kv.transfer.frames import (
     send,
     wanted_frame,
 )
-from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
 
 log = logging.getLogger(__name__)
 

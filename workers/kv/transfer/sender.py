@@ -11,8 +11,8 @@ import numpy as np
 from app.core.types import SequenceHash
 from workers.kv.memory import Ids
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.frames import BlocksOffer, TransferError, offered_frame, send
 from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
+from workers.kv.transfer.tcp import BlocksOffer, TransferError, offered_frame, send
 
 
 class BlockSender:

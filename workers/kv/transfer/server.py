@@ -19,7 +19,9 @@ from app.core.errors import Crowded
 from app.core.types import SequenceHash
 from app.http.turns import Turns
 from workers.kv.transfer.complaints import Complaints
-from workers.kv.transfer.frames import (
+from workers.kv.transfer.kv_lease import LeasedBlocks
+from workers.kv.transfer.link import Link
+from workers.kv.transfer.tcp import (
     STALL_S,
     WHOLE_S,
     BlocksOffer,
@@ -30,8 +32,6 @@ from workers.kv.transfer.frames import (
     read_blocks,
     send_last,
 )
-from workers.kv.transfer.kv_lease import LeasedBlocks
-from workers.kv.transfer.link import Link
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import pytest
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from tests.workers.kv.cache_model import CacheModel
-from workers.bridge.events import wire
+from workers.bridge.events import vllm
 from workers.bridge.events.blocks import EngineBlocks
 from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, salt_in
 
@@ -70,8 +70,8 @@ def steps_of(recording: Recording) -> list[dict[str, Any]]:
     return steps
 
 
-def batches_of(recording: Recording) -> list[wire.Batch]:
-    return [wire.decode(payload) for step in steps_of(recording) for payload in step["payloads"]]
+def batches_of(recording: Recording) -> list[vllm.Batch]:
+    return [vllm.decode(payload) for step in steps_of(recording) for payload in step["payloads"]]
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda r: r.folder)
@@ -131,7 +131,7 @@ def test_what_is_shown_is_what_the_engine_then_finds(
         hits += step["cached"] > 0
         overstated += step["cached"] < stated
         for payload in step["payloads"]:
-            for event in wire.decode(payload).events:
+            for event in vllm.decode(payload).events:
                 for change in blocks.take(event):
                     shown.take(change)
     assert (hits, overstated) == (recording.hits, recording.overstated)

@@ -15,7 +15,7 @@ from tests.workers.bridge.publisher import Publisher
 from workers.bridge.events import stream as stream_module
 from workers.bridge.events.events import BlockRemoved
 from workers.bridge.events.stream import EventStream, Fresh, Position, Resumption
-from workers.bridge.events.wire import Batch
+from workers.bridge.events.vllm import Batch
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,8 @@ from workers.engines.base import CompletionRequest
 from workers.engines.sim import transfer
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.transfer import SimTransfer
-from workers.kv.transfer.frames import Source
 from workers.kv.transfer.link import Link
+from workers.kv.transfer.tcp import Source
 
 SIZE = 4
 PROMPT = list(range(100, 110))  # the ten tokens A to J: two blocks and two tokens

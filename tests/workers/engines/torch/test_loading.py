@@ -32,7 +32,7 @@ from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.tiers import rank_device
 from workers.kv.disk_records import _RECORD, PAGE_BYTES
 from workers.kv.memory import KVShape
-from workers.kv.transfer.frames import Source
+from workers.kv.transfer.tcp import Source
 from workers.main import serve
 
 SETTINGS = WorkerSettings(

@@ -36,8 +36,8 @@ from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import SIZES, Llama
 from workers.kv.tables import BlockTable
 from workers.kv.transfer import layer_groups
-from workers.kv.transfer.frames import BlocksOffer, Source, offered_frame
 from workers.kv.transfer.link import Link
+from workers.kv.transfer.tcp import BlocksOffer, Source, offered_frame
 
 DEVICE, HOST, DISK = Tier
 KIND = {"model": "tiny"}

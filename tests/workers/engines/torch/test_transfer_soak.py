@@ -18,7 +18,7 @@ from tests.workers.engines.torch.test_transfer import all_let_go, linked, over
 from tests.workers.kv.bad_link import cut, flipped
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.kv.transfer import layer_groups
-from workers.kv.transfer.frames import Source
+from workers.kv.transfer.tcp import Source
 
 LEASE_S = 0.3
 NUM_CLIENTS = 8

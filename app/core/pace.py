@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 
 
-class RateLimit:
+class Pace:
     """Allows up to `per_s` events a second, evenly spaced; large ones count as several.
 
     per_s: 0 allows none. Times are those of any one clock, in seconds.
@@ -31,12 +31,12 @@ class RateLimit:
 OTHERS = ""
 
 
-class RateLimits:
-    """A RateLimit for each of a few causes. most: that are told apart, however many there are; the
+class Paces:
+    """A Pace for each of a few causes. most: that are told apart, however many there are; the
     rest have one in common."""
 
     def __init__(self, per_s: float, most: int = 1000) -> None:
-        self._limits: defaultdict[str, RateLimit] = defaultdict(lambda: RateLimit(per_s))
+        self._limits: defaultdict[str, Pace] = defaultdict(lambda: Pace(per_s))
         self._left_out: Counter[str] = Counter()
         self._most = most
 

@@ -1,14 +1,10 @@
-"""kvroute's own paths: decisions, first tokens, releases, and what a replica says of itself."""
+"""The paths of those who ask where to go, and carry their requests themselves."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import PlainTextResponse
-
-from app.core.errors import InvalidRequest, NamespaceMissing, RedisUnavailable, WrongVersion, shown
+from app.core.errors import InvalidRequest, NamespaceMissing, shown
 from app.core.failures import REPORTED
 from app.core.keys import Keyspace
 from app.core.types import checked_reservation_id
@@ -17,8 +13,6 @@ from app.edge import ask, schemas, views
 from app.edge.client import Client
 from app.edge.routes import REQUEST_ID, Route, body_of, in_path, parameters_of
 from app.policy.view import load_statistics
-from app.router.metrics import text_of
-from app.router.router import Router
 from app.state import planner
 from app.state.endings import Ending
 
@@ -141,54 +135,6 @@ async def workers(client: Client) -> None:
     await client.answer(views.workers(view, *load_statistics(view), values))
 
 
-async def health(client: Client) -> None:
-    """Confirm that the process answers."""
-    await client.answer({"status": "ok"})
-
-
-async def readiness(client: Client) -> None:
-    """Say whether requests can be routed in any namespace (503 if not), and what is missing. It
-    looks at most twice a second."""
-    ready, missing = await client.replica.readiness.now()
-    if client.replica.is_stopping:
-        ready, missing = False, ["router: it is stopping", *missing]
-    await client.answer({"ready": ready, "missing": missing}, 200 if ready else 503)
-
-
-async def metrics(client: Client) -> None:
-    """Metrics in Prometheus text format, with a label `namespace` where it is not the own one."""
-    routers = client.replica.routers
-    own, by_namespace = routers.own, dict(routers.by_namespace)
-    await asyncio.gather(*map(_take_stock, by_namespace.values()))
-    client.replica.door.keep_workers(
-        {str(info.key) for router in by_namespace.values() for info in router.fleet.infos}
-    )
-    del by_namespace[own.namespace]
-    others = {name: router.telemetry for name, router in sorted(by_namespace.items())}
-    text = await text_of(own.telemetry, others)
-    await client.answer_whole(text, 200, (b"content-type", CONTENT_TYPE_LATEST.encode()))
-
-
-async def _take_stock(router: Router) -> None:
-    """Set the gauges of what a router sees."""
-    telemetry, fleet = router.telemetry, router.fleet
-    try:
-        view = await router.refresh()
-    except (RedisUnavailable, NamespaceMissing, WrongVersion):
-        # Gauges of workers that nobody can vouch for are left out.
-        telemetry.view = None
-        telemetry.workers.set(0)
-    else:
-        telemetry.view = view
-        telemetry.workers.set(len(view.infos))
-        telemetry.keep_workers({str(i.key) for i in (*view.infos, *view.paused.values())})
-        load_avg, load_std = load_statistics(view)
-        telemetry.load_mean.set(load_avg)
-        telemetry.load_std.set(load_std)
-    telemetry.sleeps.set(telemetry.view is not None and fleet.sleeps)
-    telemetry.metrics_age.set(fleet.metrics_age_s)
-
-
 def _tokens_or_json() -> dict[str, Any]:
     extra = body_of(schemas.RouteBody)
     extra["requestBody"]["content"][RAW_TOKENS.decode()] = {
@@ -245,15 +191,4 @@ ROUTES = [
         openapi_extra=body_of(schemas.FindBestWorker),
     ),
     Route("GET", "/v1/workers", workers, 401, 503, response_model=schemas.Workers),
-    Route("GET", "/health", health, response_model=schemas.Health),
-    Route("HEAD", "/health", health, include_in_schema=False),
-    Route(
-        "GET",
-        "/readiness",
-        readiness,
-        503,
-        error=schemas.Readiness,
-        response_model=schemas.Readiness,
-    ),
-    Route("GET", "/metrics", metrics, 401, response_class=PlainTextResponse),
 ]

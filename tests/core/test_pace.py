@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from app.core.rate_limit import RateLimit
+from app.core.pace import Pace
 
 
 def test_events_are_allowed_evenly_and_a_large_one_counts_as_several() -> None:
-    limit = RateLimit(4)
+    limit = Pace(4)
 
     def allowed(since_s: float, quarters: int, size: float) -> list[bool]:
         return [limit.allows(since_s + n / 4, size) for n in range(quarters)]
@@ -15,8 +15,8 @@ def test_events_are_allowed_evenly_and_a_large_one_counts_as_several() -> None:
 
 
 def test_the_first_event_is_allowed_at_any_time() -> None:
-    assert RateLimit(4).allows(-1000.0)
+    assert Pace(4).allows(-1000.0)
 
 
 def test_a_limit_of_none_allows_nothing() -> None:
-    assert not RateLimit(0).allows(100.0)
+    assert not Pace(0).allows(100.0)

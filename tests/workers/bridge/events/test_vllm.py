@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
-from workers.bridge.events.wire import WireError, decode, encode
+from workers.bridge.events.vllm import WireError, decode, encode
 
 STORED = BlockStored([7, b"\x01" * 32], 5, [1, 2, 3, 4], 2, medium="GPU", lora_name="sql")
 
