@@ -45,6 +45,8 @@ OF_AGENTS = ("engine_api_key", "namespace", "log_level", "max_requests")
 """What `up` tells agents as it is told to workers."""
 POLL_S = 0.5
 REDIS_TIMEOUT_S = 5.0
+_USUAL = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+"""Where a value is from that nobody has typed."""
 
 
 def _start_log(level: str) -> None:
@@ -288,6 +290,15 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     cls=Option,
     heading=CLUSTER,
 )
+@click.option(
+    "--gateway",
+    default="",
+    type=click.Choice(("", "envoy")),
+    help="Have Envoy, which must be installed, carry the requests, and ask the replicas where each "
+    "goes, which are pickers then.",
+    cls=Option,
+    heading=CLUSTER,
+)
 @options(
     RouterSettings,
     without=("redis_url", "port", "shared_fd", "log_level", "tls_cert", "tls_key", "drain_s"),
@@ -361,6 +372,8 @@ def up(**values: Any) -> None:
     if values["with_planner"]:
         with extra("planner"):
             importlib.import_module("app.planner.main")
+    if values["gateway"]:
+        _check_gateway(values)
     engines = parse_engines(values["engine"])
     if engines:
         _check_engines(values)
@@ -386,6 +399,7 @@ def up(**values: Any) -> None:
             host=values["balancer_host"],
             port=values["port"],
             haproxy=values["haproxy"],
+            gateway=values["gateway"],
             router=asking,
             worker=pick(WorkerSettings, values, without=("redis_url", "port")),
             engines=engines,
@@ -417,15 +431,26 @@ def up(**values: Any) -> None:
     click.echo("stopped")
 
 
+def _check_gateway(values: dict[str, Any]) -> None:
+    """What a gateway does in the routers' place, they cannot be told to do. Raises ConfigError."""
+    with extra("gateway"):
+        importlib.import_module("app.gateway.main")
+    given = click.get_current_context().get_parameter_source
+    refused = {"haproxy": "--haproxy", "with_planner": "--planner"}
+    refused |= {name: f"--{name.replace('_', '-')}" for name in OF_CARRIAGE if name in values}
+    for name, spelt in refused.items():
+        if given(name) not in _USUAL and values[name]:
+            raise ConfigError(f"{spelt}: not together with --gateway {values['gateway']}")
+
+
 def _check_engines(values: dict[str, Any]) -> None:
     """Beside engines that run already, nothing else is a worker. Raises ConfigError."""
     given = click.get_current_context().get_parameter_source
-    usual = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     for name, flag in (("num_workers", "--workers"), ("with_planner", "--planner")):
-        if values[name] and given(name) not in usual:
+        if values[name] and given(name) not in _USUAL:
             raise ConfigError(f"{flag}: not together with --engine URL, which names the workers")
     values["num_workers"], values["engine"] = 0, "sim"
-    if given("num_replicas") in usual:
+    if given("num_replicas") in _USUAL:
         values["num_replicas"] = 1
 
 
@@ -455,6 +480,8 @@ def _listening(cluster: Any) -> str:
 
     redis_url = shown_url(cluster.redis_url)
     balancer = "haproxy" if cluster.balancer else "a socket shared by the replicas"
+    if cluster.balancer and cluster.balancer.name == "envoy":
+        balancer = "envoy, which asks the pickers"
     running = [*cluster.routers, *cluster.workers, *cluster.agents]
     lines = [
         f"balancer   {cluster.balancer_url}   ({balancer})",
@@ -464,8 +491,8 @@ def _listening(cluster: Any) -> str:
         "",
         "Try:",
         f"  {cluster.example()}",
-        f"  curl -s {cluster.balancer_url}/v1/workers",
-        f"  curl -s {cluster.balancer_url}/v1/route -H 'content-type: application/json' "
+        f"  curl -s {cluster.replica_url}/v1/workers",
+        f"  curl -s {cluster.replica_url}/v1/route -H 'content-type: application/json' "
         """-d '{"token_ids": [1, 2, 3], "explain": true, "reserve": false}'""",
         f"  kvroute doctor --redis-url {redis_url} --namespace {cluster.keyspace.namespace}",
         "",

@@ -528,6 +528,21 @@ def runs(pid: int) -> bool:
     return stat.exists() and not stat.read_text().rpartition(")")[2].startswith(" Z")
 
 
+@pytest.mark.parametrize("flag", ["--migrate", "--planner", "--haproxy", "--kv-lease-s=9"])
+def test_what_a_gateway_does_or_cannot_know_is_refused_beside_one(flag: str) -> None:
+    pytest.importorskip("grpc")
+    result = CliRunner().invoke(main, ["up", "--gateway=envoy", flag])
+    assert result.exit_code == 1
+    assert f"{flag.partition('=')[0]}: not together with --gateway envoy" in result.output
+
+
+def test_a_gateway_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("grpc")
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = CliRunner().invoke(main, ["up", "--gateway=envoy"])
+    assert (result.exit_code, "envoy is not installed" in result.output) == (1, True)
+
+
 @pytest.mark.parametrize("more", [[], ["--planner"], ["--wait-queue=9"]])
 def test_a_cluster_without_workers_needs_who_starts_one_and_where_to_wait(more: list[str]) -> None:
     result = CliRunner().invoke(main, ["up", "--workers=0", *more])

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,11 +22,13 @@ from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from app.core.errors import ConfigError, KvrouteError
 from app.core.keys import Keyspace
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import CommonSettings, base_url, variable
+from app.core.settings.picker import OF_CARRIAGE, PickerSettings
 from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
@@ -33,6 +36,7 @@ from app.core.worker_report import Role
 from app.http.server import listen
 from app.local.child import start_child
 from app.local.detached import stop_workers
+from app.local.envoy import Place, rendered
 from app.local.interrupts import interrupts_held
 from app.local.redis_server import (
     LOOPBACK,
@@ -87,6 +91,7 @@ class Cluster:
     redis_url: an existing Redis; None starts an embedded one.
     host, port: where the balancer listens; port 0 takes a free one.
     haproxy: None uses it if it is installed; without it, the replicas share one listening socket.
+    gateway: `envoy`: it carries requests, and asks the replicas, which are pickers then; "": none.
     planner: of the process that starts and stops the workers, of which there are then `num_workers`
     at least; None: there are `num_workers`.
     num_prefill, num_decode: of the workers, those with that role alone; the others have the role of
@@ -106,6 +111,7 @@ class Cluster:
         host: str = LOOPBACK,
         port: int = 0,
         haproxy: bool | None = None,
+        gateway: str = "",
         planner: PlannerSettings | None = None,
         num_prefill: int = 0,
         num_decode: int = 0,
@@ -140,6 +146,11 @@ class Cluster:
         self._router = router
         self._worker = worker
         self._shared: socket.socket | None = None
+        self._picker_ports: list[int] = []
+        self._envoy = shutil.which(gateway) if gateway else None
+        if gateway and self._envoy is None:
+            raise ClusterError(f"{gateway} is not installed")
+        haproxy = False if gateway else haproxy
         self._haproxy = system_binary("haproxy") if haproxy is not False else None
         if haproxy and self._haproxy is None:
             raise ClusterError("haproxy is not installed")
@@ -200,7 +211,12 @@ class Cluster:
     @property
     def console_url(self) -> str:
         """ "": there is none."""
-        return f"{self.balancer_url}/console/" if self._router.console else ""
+        return f"{self.replica_url}/console/" if self._router.console else ""
+
+    @property
+    def replica_url(self) -> str:
+        """Where a replica answers what is not for engines: a gateway has no part in that."""
+        return self.routers[0].url if self._envoy else self.balancer_url
 
     @property
     def members(self) -> list[Member]:
@@ -266,9 +282,19 @@ class Cluster:
         )
         url = base_url(settings.host, settings.port)
         passed = (self._shared.fileno(),) if self._shared else ()
-        member = self._spawn(f"router r{index}", url, "router", settings, passed)
+        if self._envoy:
+            member = self._spawn_picker(index, url, settings)
+        else:
+            member = self._spawn(f"router r{index}", url, "router", settings, passed)
         self.routers.append(member)
         return member
+
+    def _spawn_picker(self, index: int, url: str, settings: RouterSettings) -> Member:
+        of_router = {f.name: getattr(settings, f.name) for f in fields(settings)}
+        port = free_port()
+        self._picker_ports.append(port)
+        picker = PickerSettings(**of_router, grpc_port=port)
+        return self._spawn(f"picker r{index}", url, "picker", picker, without=OF_CARRIAGE)
 
     def start_planner(self) -> Member:
         """Start the planner, or another in place of one that has ended; does not wait for it."""
@@ -298,7 +324,7 @@ class Cluster:
     def _start(self) -> None:
         # First, so that a port in use is reported at once and in our own words.
         front_socket = self._exit.enter_context(listen(*self._front))
-        if self._haproxy:
+        if self._haproxy or self._envoy:
             front_socket.close()
         else:
             self._shared = front_socket
@@ -332,6 +358,12 @@ class Cluster:
         if self._haproxy:
             with interrupts_held():
                 self.balancer = self._start_haproxy(self._haproxy)
+        if self._envoy:
+            with interrupts_held():
+                self.balancer = self._start_envoy(self._envoy)
+            # With keys, this is refused, which is an answer as well.
+            _wait_for(self.balancer, f"{self.balancer_url}/v1/models", deadline, enough=(401,))
+            return
         front = self.balancer or self.routers[0]
         _wait_for(front, f"{self.balancer_url}/readiness", deadline)
 
@@ -359,6 +391,15 @@ class Cluster:
         command = [str(binary), "-db", "-f", str(config)]
         return Member("balancer", self.balancer_url, start_child(command, env=environment))
 
+    def _start_envoy(self, binary: str) -> Member:
+        folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-envoy-"))
+        engines = [_place_of(url) for url in (*self._engines, *(m.url for m in self.workers))]
+        pickers = [(LOOPBACK, port) for port in self._picker_ports]
+        config = Path(folder) / "envoy.yaml"
+        config.write_text(rendered(self._front, pickers, engines))
+        command = [binary, "-c", str(config), "-l", "error", "--disable-hot-restart"]
+        return Member("envoy", self.balancer_url, start_child(command))
+
     def _spawn(
         self,
         name: str,
@@ -368,8 +409,10 @@ class Cluster:
         pass_fds: tuple[int, ...] = (),
         *,
         keys_of: CommonSettings | None = None,
+        without: tuple[str, ...] = (),
     ) -> Member:
-        """keys_of: what it starts has the keys that these settings name; None: its own."""
+        """without: settings that the command has not.
+        keys_of: what it starts has the keys that these settings name; None: its own."""
         keyed = keys_of or settings
         # With -m alone, a folder `app` in the user's working directory would hide ours.
         run = [sys.executable, "-P", "-m", "app.cli", command]
@@ -384,7 +427,7 @@ class Cluster:
             "REDIS_URL": self.redis_url,
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
-        arguments = [*run, *flags(settings, without=("redis_url", *_SECRETS))]
+        arguments = [*run, *flags(settings, without=("redis_url", *_SECRETS, *without))]
         return Member(name, url, start_child(arguments, env=environment, pass_fds=pass_fds))
 
     def _stop_all(self) -> None:
@@ -402,8 +445,14 @@ class Cluster:
                 member.process.wait()
 
 
-def _wait_for(member: Member, url: str, deadline: float) -> None:
-    """Wait until `url` answers 200. Raises ClusterError, with the last answer, if it does not."""
+def _place_of(url: str) -> Place:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _wait_for(member: Member, url: str, deadline: float, *, enough: tuple[int, ...] = ()) -> None:
+    """Wait until `url` answers 200, or with one of the statuses in `enough`. Raises ClusterError,
+    with the last answer, if it does not."""
     last = "no answer"
     while time.monotonic() < deadline:
         status = member.process.poll()
@@ -415,6 +464,8 @@ def _wait_for(member: Member, url: str, deadline: float) -> None:
                 return
         except urllib.error.HTTPError as error:
             with error:
+                if error.code in enough:
+                    return
                 last = error.read().decode(errors="replace")
         except OSError as error:
             last = str(error)

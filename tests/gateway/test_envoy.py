@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,10 +18,11 @@ import orjson
 import pytest
 
 from app.local.redis_server import EmbeddedRedis
+from tests.clients.cluster import cluster
 from tests.door.conftest import MODEL, worker, worker_here
 from tests.eventually import eventually
 from tests.gateway.conftest import Gateway, picking
-from tests.gateway.envoy import envoy, pickers, place_of
+from tests.gateway.envoy import ENVOY, envoy, pickers, place_of
 
 pytestmark = [pytest.mark.gateway, pytest.mark.timeout(180)]
 
@@ -281,3 +284,14 @@ def _length(of: list[int]) -> Any:
         return len(of)
 
     return length
+
+
+def test_a_cluster_on_this_machine_has_it_as_its_balancer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{ENVOY.parent}{os.pathsep}{os.environ['PATH']}")
+    options = ("--gateway", "envoy", "--workers", "2", "--replicas", "2")
+    with cluster(tmp_path / "log", *options) as url:
+        answer = httpx.post(f"{url}{CHAT}", json=ASKS, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 8
+    assert "envoy, which asks the pickers" in (tmp_path / "log").read_text()
