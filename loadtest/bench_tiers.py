@@ -73,6 +73,8 @@ class Bench:
         }
         for pool in self.pools.values():
             pool.words.random_()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         self.disk = stack.enter_context(
             closing(SlotFile(folder, block_bytes=block_bytes, num_slots=2 * num_blocks))
         )
@@ -133,6 +135,8 @@ class Bench:
         """Raises ClickException unless a copy from `source_ids` brings what is there."""
         wanted, words = self.pools[source].words, self.pools[target].words
         words.random_()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         self._copy(source, target, self.source_ids, target_ids)
         if not torch.equal(wanted[self.source_ids].cpu(), words[target_ids].cpu()):
             raise click.ClickException(f"copies from {source.name} to {target.name} are wrong")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from app.core.errors import NotEnoughBlocks
@@ -45,14 +46,15 @@ class EventSink(Protocol):
 
 
 class BlockCache:
-    """`run` it, and meanwhile call `admit`, `register`, `release` and `prefetch`, on one event
-    loop.
+    """`run` it, and meanwhile call `begin`, `admit`, `register`, `release` and `prefetch`, on one
+    event loop.
 
     carry_out: copies the blocks of a move and returns how many leading ones are copied; see
     Copies.carry_out. spare: slots of each tier that are kept free, ahead of requests and of
     stores from the tier above; stores are dropped if nothing is free. on_load: called after
     each load onto the device that brought all of its blocks, with the tier that they came from,
-    their number and seconds.
+    their number and seconds. on_arrival: called on the event loop whenever more of a load is there,
+    and at its end.
     unconfirmed: how many slots were freed though Redis had not heard of it in time.
     """
 
@@ -64,6 +66,7 @@ class BlockCache:
         *,
         spare: Mapping[Tier, int],
         on_load: Callable[[Tier, int, float], None] = lambda *_: None,
+        on_arrival: Callable[[], None] = lambda: None,
     ) -> None:
         self.manager = manager
         self.unconfirmed = 0
@@ -71,6 +74,7 @@ class BlockCache:
         self._publisher = publisher
         self._spare = dict(spare)
         self._on_load = on_load
+        self._on_arrival = on_arrival
         self._needed: dict[object, int] = {}
         """How many device slots each request that waits for slots needs."""
         self._confirmed = True
@@ -110,22 +114,34 @@ class BlockCache:
         `prefix` is not evicted then.
         """
         while True:
-            table = await self._prepare(prefix, num_blocks)
-            self._go_on()
+            table = await self.begin(prefix, num_blocks)
             try:
                 for load in table.loads:
                     await self._ended(load)
             except asyncio.CancelledError:
                 self.release(table)
                 raise
-            if table.num_whole == table.num_matched:
+            with suppress(NotEnoughBlocks):
+                self.settle(table)
                 return table
+
+    async def begin(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+        """The same, while blocks may still be on their way: see `arrival` of the table's loads.
+        Once these have ended, `settle` it."""
+        table = await self._prepare(prefix, num_blocks)
+        self._go_on()
+        return table
+
+    def settle(self, table: BlockTable) -> None:
+        """The table's loads have ended: what did not come has to be computed, in other slots.
+
+        Raises NotEnoughBlocks if there are none, having released the table.
+        """
+        if table.num_whole < table.num_matched:
             try:
                 self.manager.fall_back(table)
-            except NotEnoughBlocks:
+            finally:
                 self._go_on()
-                continue
-            return table
 
     def register(self, table: BlockTable, blocks: Sequence[SequenceHash]) -> None:
         """See BlockManager.register: the table's slots may change."""
@@ -236,6 +252,8 @@ class BlockCache:
             log.exception("copying %d blocks failed", len(move.blocks))
         del self._copies[move]
         self.manager.finish(move, num_done)
+        move.arrival.limit(num_done)
+        move.arrival.end()
         if move.is_load and num_done == len(move.blocks):
             self._on_load(move.source, num_done, seconds)
         self._go_on()
@@ -249,7 +267,9 @@ class BlockCache:
     def _go_on(self) -> None:
         """Start the planned moves, publish what has changed, and wake whoever waits for room."""
         assert self._tasks is not None, "the cache does not run"
+        notice = partial(_from_thread, asyncio.get_running_loop(), self._on_arrival)
         for move in self.manager.take_moves():
+            move.arrival.on_change = notice
             self._copies[move] = self._tasks.create_task(self._copy(move))
         events = self.manager.take_events()
         if events:
@@ -259,3 +279,7 @@ class BlockCache:
     def _notice(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(call)

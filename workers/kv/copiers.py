@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from workers.kv.arrival import Event
 from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, checked_map
+from workers.kv.streams import Stream, new_stream
 
 try:
     from cuda.bindings import driver
@@ -160,26 +162,28 @@ class Rates:
 class PoolCopier:
     """Copies blocks from one pool in memory to another, with the copier that a trial found fastest.
 
-    stream: its own CUDA stream, if either pool is on a CUDA device.
+    num_layers: of a block, as many as are copied together. stream: its own.
     """
 
-    def __init__(self, source: MemoryPool, target: MemoryPool) -> None:
+    def __init__(
+        self, source: MemoryPool, target: MemoryPool, num_layers: int | None = None
+    ) -> None:
         if source.shape != target.shape:
             raise ValueError(f"blocks of {source.shape} do not fit those of {target.shape}")
         self.source = source
         self.target = target
         self.stream = new_stream(source, target)
-        with on_stream(self.stream):
-            self.rates = _try_copiers(source, target)
+        self.rates = _try_copiers(source, target, self.stream, slice(num_layers))
         self._packed, self._scattered = (
             next(n for n, rate in rates.items() if rate * CLEARLY_FASTER >= max(rates.values()))
             for rates in (self.rates.packed, self.rates.scattered)
         )
         log.info(
-            "copies from %s to %s, blocks of %d bytes: %s (%.1f GB/s) into contiguous "
-            "slots, %s (%.1f GB/s) into scattered ones",
+            "copies from %s to %s, %sblocks of %d bytes: %s (%.1f GB/s) into "
+            "contiguous slots, %s (%.1f GB/s) into scattered ones",
             _place(source),
             _place(target),
+            "" if num_layers is None else f"{num_layers} layers of ",
             source.shape.block_bytes,
             self._packed,
             self.rates.packed[self._packed],
@@ -187,30 +191,26 @@ class PoolCopier:
             self.rates.scattered[self._scattered],
         )
 
-    def begin(self, source_ids: Ids, target_ids: Ids) -> None:
-        """Copy; on a CUDA device, only start the copy, on the current stream."""
-        if not len(source_ids):
-            return
+    def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> Event:
+        """Copy these layers of blocks; on a CUDA device, only start to.
+
+        That does not wait for what is computed, nor does it hold it up: the slots must be out of
+        use. Where it raises, nothing more is copied.
+        """
         name = self._packed if _are_consecutive(target_ids) else self._scattered
-        COPIERS[name](self.source.words, self.target.words, source_ids, target_ids)
+        words = self.source.words[:, layers], self.target.words[:, layers]
+        return self.stream.submit(lambda: COPIERS[name](*words, source_ids, target_ids))
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Copy whole blocks, and return when that is done. Raises ValueError.
-
-        On a CUDA device the copy starts after the work already submitted there, and overlaps with
-        what is submitted later.
-        """
+        """Copy whole blocks, and return when that is done. Raises ValueError."""
         checked = checked_map(
             source_ids, self.source.num_blocks, target_ids, self.target.num_blocks
         )
-        with on_stream(self.stream):
-            try:
-                self.begin(*checked)
-            finally:  # even if it failed: once this raises, others may get the slots
-                _synchronize(self.source, self.target)
+        if len(source_ids):
+            self.begin(*checked).synchronize()
 
 
-def _try_copiers(source: MemoryPool, target: MemoryPool) -> Rates:
+def _try_copiers(source: MemoryPool, target: MemoryPool, stream: Stream, layers: slice) -> Rates:
     """Time each copier in turn, copying as much as there is time for between pools like these."""
     shape = source.shape
     fewest, most = TRIAL_BLOCKS
@@ -222,8 +222,11 @@ def _try_copiers(source: MemoryPool, target: MemoryPool) -> Rates:
     )
     for pool in (froms, intos):
         pool.words.fill_(1)  # memory that was never written to is not allocated yet
-    words = froms.words, intos.words
-    names = IN_HOST_MEMORY if words[0].is_cpu and words[1].is_cpu else copiers_with_device(*words)
+    _synchronize(froms, intos)
+    words = froms.words[:, layers], intos.words[:, layers]
+    names: tuple[str, ...] = IN_HOST_MEMORY
+    if words[0].is_cuda or words[1].is_cuda:
+        names = copiers_with_device(*words, stream)
     num_bytes = count * words[0][0].numel() * WORD_BYTES
     rng = np.random.default_rng(0)
     rates = []
@@ -235,45 +238,23 @@ def _try_copiers(source: MemoryPool, target: MemoryPool) -> Rates:
                 first = rng.integers(num_slots - count)
                 target_ids = np.arange(first, first + count) if packed else scattered
                 start = time.perf_counter()
-                COPIERS[name](*words, source_ids, target_ids)
-                _synchronize(froms, intos)
+                copy = partial(COPIERS[name], *words, source_ids, target_ids)
+                stream.submit(copy).synchronize()
                 if nth:  # the first round has to wake threads and allocate buffers
                     seconds[name].append(time.perf_counter() - start)
         rates.append({name: num_bytes / median(took) / 1e9 for name, took in seconds.items()})
     return Rates(*rates)
 
 
-def copiers_with_device(source: Tensor, target: Tensor) -> tuple[str, ...]:
+def copiers_with_device(source: Tensor, target: Tensor, stream: Stream) -> tuple[str, ...]:
     """Those of WITH_DEVICE that work on this machine."""
     first = np.zeros(1, dtype=np.int64)
     try:
-        copy_batched(source, target, first, first)
+        stream.submit(lambda: copy_batched(source, target, first, first)).synchronize()
     except RuntimeError as error:
         log.info("not giving copies to the driver in batches: %s", error)
         return tuple(name for name in WITH_DEVICE if name != "batched")
     return WITH_DEVICE
-
-
-def new_stream(*pools: MemoryPool) -> torch.cuda.Stream | None:
-    """A stream on the CUDA device, if one of the pools is on one."""
-    device = next((pool.device for pool in pools if pool.words.is_cuda), None)
-    if device is None:
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run what is submitted inside on that stream, after the work of the current one. None: host
-    memory, where everything runs synchronously."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    # The device first: leaving only the stream would make a thread set up its default device, 0,
-    # which takes hundreds of megabytes there even if everything is on another device.
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        yield
 
 
 def _flat(words: Tensor) -> Tensor:
@@ -319,6 +300,7 @@ def _runs(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids, Ids]:
 
 
 def _synchronize(*pools: MemoryPool) -> None:
+    """Wait for what was done to them on the stream that computes."""
     for pool in pools:
         if pool.words.is_cuda:
             torch.cuda.current_stream(pool.device).synchronize()

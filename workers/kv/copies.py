@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from app.core.types import Tier
-from workers.kv.copiers import STAGED_BYTES, PoolCopier, new_stream, on_stream
+from workers.kv.copiers import STAGED_BYTES, PoolCopier
 from workers.kv.disk import Blocks, SlotFile
 from workers.kv.disk_records import DiskBlock
+from workers.kv.layer_loads import LayerLoads, put_rows
 from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, checked_map
 from workers.kv.slots import Move
+from workers.kv.streams import new_stream
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +44,23 @@ class Copies:
                     f"blocks of {pool.shape.block_bytes} bytes of the {tier.name} tier do not fit "
                     f"those of {disk.block_bytes} on disk"
                 )
-        self._stream = None if disk is None else new_stream(*pools.values())
-        """For copies between the device and the disk."""
         self._copiers = {
             (a, b): PoolCopier(pools[a], pools[b]) for a in pools for b in pools if a is not b
         }
+        self._loads = None
+        if Tier.DEVICE in pools and len(pools[Tier.DEVICE].shape.layer_groups) > 1:
+            self._loads = LayerLoads(pools[Tier.DEVICE], pools.get(Tier.HOST), disk)
+        self._stream = new_stream(*pools.values())
+        """For blocks that the device has from the disk, or gives to it."""
 
-    def carry_out(self, move: Move) -> int:
-        """Copy the blocks of a move; returns how many leading ones are now copied."""
-        count = move.num_ready
+    def carry_out(self, move: Move, at_most: int | None = None) -> int:
+        """Copy the blocks of a move; returns how many leading ones are now copied.
+
+        at_most: of its blocks, as many as may be good. A load arrives layer by layer.
+        """
+        count = min(move.num_ready, len(move.blocks) if at_most is None else at_most)
+        if move.is_load and self._loads is not None:
+            return self._loads.carry_out(move, count)
         if move.source is Tier.DISK:
             generations = move.generations
         else:
@@ -65,7 +76,12 @@ class Copies:
             [slot.block_id for slot in move.targets[:count]],
             on_disk[:count],
         )
-        return min(done, move.num_ready)
+        done = min(done, move.num_ready)
+        if move.is_load:
+            move.arrival.limit(done)
+            num_layers = self._pools[Tier.DEVICE].shape.num_layers
+            move.arrival.arrive(num_layers, num_layers)
+        return done
 
     def copy_blocks(
         self,
@@ -94,12 +110,11 @@ class Copies:
         copy = self._load if source is Tier.DISK else self._store
         at_once = STAGED_BYTES if pool.words.is_cuda else UNSTAGED_BYTES
         step = max(1, at_once // pool.shape.block_bytes)
-        with on_stream(self._stream if pool.words.is_cuda else None):
-            for at in range(0, len(sources), step):
-                part = slice(at, at + step)
-                done = copy(pool, sources[part], targets[part], on_disk[part])
-                if done < len(sources[part]):
-                    return at + done
+        for at in range(0, len(sources), step):
+            part = slice(at, at + step)
+            done = copy(pool, sources[part], targets[part], on_disk[part])
+            if done < len(sources[part]):
+                return at + done
         return len(sources)
 
     def _store(
@@ -107,8 +122,13 @@ class Copies:
     ) -> int:
         if pool.words.is_cpu:
             return self._on_disk(self._write, slots, on_disk, pool.words, block_ids)
-        at = torch.from_numpy(block_ids).to(pool.device)
-        staged = _staged(pool, len(slots)).copy_(pool.words.index_select(0, at))
+        staged = _staged(pool, len(slots))
+
+        def leave() -> None:
+            at = torch.from_numpy(block_ids).to(pool.device)
+            staged.copy_(pool.words.index_select(0, at), non_blocking=True)
+
+        self._stream.submit(leave).synchronize()
         return self._on_disk(self._write, slots, on_disk, staged, np.arange(len(slots)))
 
     def _load(
@@ -118,9 +138,9 @@ class Copies:
             return self._on_disk(self._read, slots, on_disk, pool.words, block_ids)
         staged = _staged(pool, len(slots))
         done = self._on_disk(self._read, slots, on_disk, staged, np.arange(len(slots)))
-        at = torch.from_numpy(block_ids[:done]).to(pool.device)
-        pool.words.index_copy_(0, at, staged[:done].to(pool.device))
-        torch.cuda.current_stream(pool.device).synchronize()
+        self._stream.submit(
+            partial(put_rows, staged[:done], pool.words, block_ids[:done])
+        ).synchronize()
         return done
 
     def _on_disk(

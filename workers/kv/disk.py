@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from app.core.errors import BlockLost, ConfigError
+from workers.kv.disk_pieces import DiskPieces
 from workers.kv.disk_records import (
     PAGE_BYTES,
     VOID,
@@ -40,6 +41,7 @@ from workers.kv.disk_records import (
     write_at,
 )
 
+P = TypeVar("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -192,6 +194,12 @@ class SlotFile:
                 lost[n] = BlockLost(f"disk slot {slot}, block {block:016x}: {why}")
         return lost
 
+    def pieces(self, slots: Ids, generations: Sequence[int]) -> DiskPieces:
+        """The same blocks, to be read piece by piece."""
+        return DiskPieces(
+            self._blocks, self._index, slots, generations, self._slot_bytes, self._shared
+        )
+
     def _lock(self, folder: Path) -> None:
         try:
             fcntl.flock(self._blocks, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,7 +262,7 @@ class SlotFile:
             for blocks, which in zip(between(starts, num), of_parts, strict=True)
         ]
 
-    def _shared(self, act: Callable[[_Part], list[T]], parts: Sequence[_Part]) -> list[T]:
+    def _shared(self, act: Callable[[P], list[T]], parts: Sequence[P]) -> list[T]:
         """The results of `act` for all parts, in order. Threads share the work."""
         untaken = iter(enumerate(parts))
         results: dict[int, list[T]] = {}

@@ -2,7 +2,7 @@
 
 A pool has one row per block, with all of its layers together, keys before values:
 `(num_blocks, num_layers, 2, block_size, num_heads, head_size)`. So a block moves between tiers in
-one piece. The disk tier is in `disk.py`; `transfers.py` moves blocks between tiers.
+one piece. The disk tier is in `disk.py`; `copies.py` moves blocks between tiers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 
 WORD_BYTES = 8
 """Blocks are moved as int64: torch moves narrower types several times slower."""
-
+GROUP_BYTES = 64 << 10
+"""Of a block, so much is copied at once where it goes layer by layer: with less, each piece costs
+more than its bytes."""
 
 Ids = NDArray[np.int64]
 
@@ -99,6 +101,14 @@ class KVShape:
     def block_bytes(self) -> int:
         """Bytes that a block takes up in a pool."""
         return self.num_layers * self.layer_words * WORD_BYTES
+
+    @property
+    def layer_groups(self) -> list[slice]:
+        """Layers that are copied together, first layers first: as few as have GROUP_BYTES."""
+        step = -(-GROUP_BYTES // (self.layer_words * WORD_BYTES))
+        return [
+            slice(at, min(at + step, self.num_layers)) for at in range(0, self.num_layers, step)
+        ]
 
     @property
     def fingerprint(self) -> int:

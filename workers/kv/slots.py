@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash, Tier
+from workers.kv.arrival import Arrival
 from workers.kv.free_runs import FreeRuns
 
 
@@ -84,10 +85,13 @@ class Move:
     blocks: list[SequenceHash]
     generations: list[int] = field(init=False)
     """Generations of the sources when the move was planned."""
+    arrival: Arrival = field(init=False)
+    """Of a load: how far it is."""
     finished: bool = False
 
     def __post_init__(self) -> None:
         self.generations = [slot.generation for slot in self.sources]
+        self.arrival = Arrival(len(self.blocks))
 
     @property
     def is_load(self) -> bool:

@@ -11,13 +11,14 @@ from app.http.server import listen
 from tests.eventually import eventually
 from tests.workers.kv.pools import WIDE, joined, same
 from tests.workers.kv.words import chain, computed, free, manager_of
+from workers.kv.arrival import Arrival
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.link import Link
-from workers.kv.transfer.receiver import Arrival, BlockReceiver
+from workers.kv.transfer.receiver import BlockReceiver
 from workers.kv.transfer.sender import BlockSender
 from workers.kv.transfer.server import TransferServer
 from workers.kv.transfer.tcp import Source
@@ -54,7 +55,7 @@ class Pair:
         key: str = "",
     ) -> Arrival:
         groups = LayerGroups(self.target)
-        arrival = Arrival(len(word), groups)
+        arrival = Arrival(len(word))
         source = Source("127.0.0.1", port or self.port, transfer_id or self.transfer_id, 0)
         receiver = BlockReceiver(groups, kind, key)
         await receiver.fetch(source, chain(word), SLOTS[: len(word)], arrival)

@@ -18,6 +18,7 @@ from tests.workers.kv.pools import MAPS, NUM_BLOCKS, ODD, SMALL, WIDE, moved, po
 from workers.kv import copiers
 from workers.kv.copiers import COPIERS, IN_HOST_MEMORY, WITH_DEVICE, Copier, PoolCopier
 from workers.kv.memory import WORD_BYTES, KVShape, MemoryPool, host_pool
+from workers.kv.streams import CudaStream, HostStream, new_stream
 
 CONTIGUOUS_TARGETS = "packed", "all", "one"
 
@@ -169,12 +170,12 @@ def test_batched_copies_pass_runs_to_the_driver_and_are_left_out_if_it_refuses(
     source, target = pool_of(SMALL, 1).words, pool_of(SMALL, 2).words
     COPIERS["batched"](source, target, *map(np.array, MAPS["runs"]))
     assert driver.batches == [3]
-    assert copiers.copiers_with_device(source, target) == WITH_DEVICE
+    assert copiers.copiers_with_device(source, target, HostStream()) == WITH_DEVICE
     driver.result = driver.CUresult.CUDA_ERROR_INVALID_VALUE
-    assert copiers.copiers_with_device(source, target) == ("runs", "gathered")
+    assert copiers.copiers_with_device(source, target, HostStream()) == ("runs", "gathered")
     for without in (None, SimpleNamespace(cuMemcpyAsync=None)):
         monkeypatch.setattr(copiers, "driver", without)
-        assert copiers.copiers_with_device(source, target) == ("runs", "gathered")
+        assert copiers.copiers_with_device(source, target, HostStream()) == ("runs", "gathered")
     assert [message.split(": ")[-1] for message in caplog.messages] == [
         "CUDA_ERROR_INVALID_VALUE",
         *["cuda.bindings is not installed, or older than 12.8"] * 2,
@@ -227,19 +228,21 @@ def test_a_copy_with_an_invalid_block_is_refused_as_a_whole() -> None:
         PoolCopier(source, pool_of(ODD, 1))
 
 
-def test_a_failed_copy_waits_for_blocks_still_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = pool_of(SMALL, 1), pool_of(SMALL, 2)
-    copier = PoolCopier(source, target)
-    waited_for: list[MemoryPool] = []
+@pytest.mark.gpu
+def test_a_failed_copy_waits_for_blocks_still_under_way() -> None:
+    source, target = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
+    source.words.fill_(7)
 
-    def fail(*_: Any) -> None:
+    def fail() -> None:
+        for _ in range(100):
+            target.words.copy_(source.words, non_blocking=True)
         raise RuntimeError("out of memory, with some blocks still under way")
 
-    monkeypatch.setattr(copier, "begin", fail)
-    monkeypatch.setattr(copiers, "_synchronize", lambda *pools: waited_for.extend(pools))
+    torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="out of memory"):
-        copier.copy([1], [2])
-    assert waited_for == [source, target]
+        CudaStream(target.device).submit(fail)
+    source.words.zero_()
+    assert (target.words.cpu() == 7).all()
 
 
 @pytest.mark.gpu
@@ -254,15 +257,15 @@ def test_every_copier_copies_between_host_and_device(
     for pool in pools:
         pool.words.random_()
     source, target = (pool.words for pool in (pools if upwards else pools[::-1]))
-    with copiers.on_stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        if name not in copiers.copiers_with_device(source, target):
-            pytest.skip("not with this driver")
-        torch.cuda.synchronize()  # the first block was copied to find that out
-        expected = target.cpu().clone()
-        expected[:, layers] = moved(source[:, layers].cpu(), expected[:, layers], *blocks)
-        ids = (np.array(ids, dtype=np.int64) for ids in blocks)
-        COPIERS[name](source[:, layers], target[:, layers], *ids)
     torch.cuda.synchronize()
+    stream = new_stream(*pools)
+    if name not in copiers.copiers_with_device(source, target, stream):
+        pytest.skip("not with this driver")
+    expected = target.cpu().clone()  # the first block was copied to find that out
+    expected[:, layers] = moved(source[:, layers].cpu(), expected[:, layers], *blocks)
+    words = source[:, layers], target[:, layers]
+    ids = [np.array(ids, dtype=np.int64) for ids in blocks]
+    stream.submit(lambda: COPIERS[name](*words, *ids)).synchronize()
     assert torch.equal(target.cpu(), expected)
 
 

@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.core.errors import BlockLost
 from app.core.types import SequenceHash, Tier
 from tests.workers.kv.full_disk import no_room_beyond
 from tests.workers.kv.pools import NUM_BLOCKS, ODD, SMALL, WIDE, pool_of
 from workers.kv import copies
+from workers.kv.arrival import Event
+from workers.kv.copiers import PoolCopier
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
+from workers.kv.disk_pieces import DiskPieces
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
@@ -338,14 +340,14 @@ def test_a_request_cancelled_in_mid_transfer_leaves_its_slots_intact(
     tiers.evict(DEVICE)
     tiers.evict(HOST)
     asked, may_go_on = threading.Event(), threading.Event()
-    read = SlotFile.read
+    read = DiskPieces.read
 
-    def slow_read(file: SlotFile, *args: Any) -> dict[int, BlockLost]:
+    def slow_read(pieces: DiskPieces, *args: Any) -> None:
         asked.set()
         assert may_go_on.wait(60)
-        return read(file, *args)
+        read(pieces, *args)
 
-    monkeypatch.setattr(SlotFile, "read", slow_read)
+    monkeypatch.setattr(DiskPieces, "read", slow_read)
     table = tiers.manager.prepare(BLOCKS, 8)
     (load,) = tiers.manager.take_moves()
     done: list[int] = []
@@ -391,15 +393,16 @@ def test_blocks_found_bad_before_a_transfer_ends_do_not_count_as_copied(
     tiers.evict(DEVICE)
     tiers.manager.prepare(BLOCKS, 6)
     (load,) = tiers.manager.take_moves()
-    copy = tiers.transfers.copy_blocks
+    begin = PoolCopier.begin
 
-    def copy_then_lose(*args: Any) -> int:
-        done = copy(*args)
-        tiers.lose(load)
-        return done
+    def copy_then_lose(*args: Any) -> Event:
+        event = begin(*args)
+        if args[-1].stop == WIDE.num_layers:
+            tiers.lose(load)
+        return event
 
     if is_copied:
-        monkeypatch.setattr(tiers.transfers, "copy_blocks", copy_then_lose)
+        monkeypatch.setattr(PoolCopier, "begin", copy_then_lose)
     else:
         tiers.lose(load)
     assert tiers.transfers.carry_out(load) == 0
@@ -423,6 +426,7 @@ def test_device_blocks_are_stored_on_disk_and_loaded_back(tmp_path: Path) -> Non
     with closing(SlotFile(tmp_path, block_bytes=size, num_slots=NUM_BLOCKS)) as disk:
         copies = Copies({DEVICE: device}, disk)
         on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(3)]
+        torch.cuda.synchronize()
         assert copies.copy_blocks(DEVICE, DISK, [5, 1, 2], [0, 7, 3], on_disk) == 3
         assert copies.copy_blocks(DISK, DEVICE, [0, 7, 3], [8, 9, 10], on_disk) == 3
         assert torch.equal(device.words[[8, 9, 10]], device.words[[5, 1, 2]])

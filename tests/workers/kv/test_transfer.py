@@ -8,15 +8,17 @@ import orjson
 import pytest
 import torch
 
+from app.core.errors import BlockLost
 from app.http.server import listen
 from tests.workers.kv.bad_link import Alter, bad_link, cut, flipped
 from tests.workers.kv.pairs import KIND, SLOTS, WORD, Pair, answer_of, pair
 from tests.workers.kv.pools import ODD, SMALL, WIDE, joined, same
 from tests.workers.kv.words import chain
+from workers.kv.arrival import Arrival
 from workers.kv.memory import KVShape
 from workers.kv.transfer import tcp
 from workers.kv.transfer.layer_groups import LayerGroups
-from workers.kv.transfer.receiver import Arrival, BlockReceiver
+from workers.kv.transfer.receiver import BlockReceiver
 from workers.kv.transfer.tcp import MAX_FRAME_BYTES, Source, TransferError
 
 ASKED = {"version": 2, "transfer_id": "x", "num_blocks": 1, "kind": {}, "proof": ""}
@@ -66,7 +68,7 @@ async def test_only_leading_blocks_that_are_kept_travel() -> None:
 async def test_blocks_behind_those_that_the_target_has_travel_too() -> None:
     async with pair() as workers:
         groups = LayerGroups(workers.target)
-        arrival = Arrival(2, groups)
+        arrival = Arrival(2)
         source = Source("127.0.0.1", workers.port, workers.transfer_id, 0)
         await BlockReceiver(groups, KIND).fetch(source, chain(WORD)[3:], [1, 8], arrival)
         assert arrival.num_good == 2
@@ -97,7 +99,7 @@ async def test_a_flipped_byte_loses_its_block_and_those_after_it() -> None:
         assert arrival.num_good == 3
         assert workers.copied(3)
         assert not joined(workers.target)[SLOTS[3:], 2:4].any(), "no wrong bits reach a slot"
-        with pytest.raises(TransferError, match="3 of 5 blocks came whole"):
+        with pytest.raises(BlockLost, match="3 of 5 blocks came whole"):
             arrival.wait_layer(0)
 
 
@@ -109,9 +111,9 @@ async def test_a_flipped_checksum_loses_its_block() -> None:
 async def test_a_connection_that_is_cut_leaves_no_block() -> None:
     async with pair() as workers:
         arrival = await _altered(workers, cut(header_bytes(5) + 5 * (8 + 2 * WIDE.layer_bytes)))
-        assert arrival.num_arrived == 1
+        assert arrival.share == 0.4
         assert arrival.num_good == 0
-        with pytest.raises(TransferError):
+        with pytest.raises(BlockLost):
             arrival.wait_layer(2)
         await workers.until_let_go()
 
@@ -198,9 +200,9 @@ async def test_a_lease_that_ends_while_blocks_travel_lets_go_after_that() -> Non
 async def test_a_fetch_that_nobody_wants_ends_early() -> None:
     async with pair() as workers:
         groups = LayerGroups(workers.target)
-        arrival = Arrival(5, groups)
+        arrival = Arrival(5)
         arrival.limit(0)
         source = Source("127.0.0.1", workers.port, workers.transfer_id, 0)
         await BlockReceiver(groups, KIND).fetch(source, chain(WORD), SLOTS, arrival)
-        assert arrival.num_arrived == 0
+        assert not arrival.share
         assert arrival.ended

@@ -80,8 +80,14 @@ class TorchEngine:
         self._max_num_seqs = max_num_seqs
         self._max_waiting = max_waiting
         self._admission = AdaptiveAdmission(chunk_tokens, self.block_size)
+        self._may_step = asyncio.Event()
         self._cache = BlockCache(
-            manager, carry_out, publisher, spare=spare, on_load=self._admission.observe_load
+            manager,
+            carry_out,
+            publisher,
+            spare=spare,
+            on_load=self._admission.observe_load,
+            on_arrival=self._may_step.set,
         )
         self._waiting = WaitingRequests(
             self._cache, chunk_tokens, may_begin=self._may_begin, begin=self._begin
@@ -97,10 +103,10 @@ class TorchEngine:
             self._transfer,
             chunk_tokens=chunk_tokens,
             on_arrival=self._arrived,
+            put_back=self._waiting.put_back,
         )
         self._decoding: list[TokenSequence] = []
         self._in_step: set[TokenSequence] = set()
-        self._may_step = asyncio.Event()
         self._stopping = asyncio.Event()
         # Always the same thread, so that torch keeps one pool of threads for it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
@@ -260,6 +266,10 @@ class TorchEngine:
                 self._thread, self._passes.compute, chunk, decoding
             )
             duration_s = time.perf_counter() - started - waited_s
+            while chunk is not None and any(not one.ended for one in chunk.arriving):
+                # All of it is there, and those who brought it are about to say so.
+                self._may_step.clear()
+                await self._may_step.wait()
             finished = self._apply(chunk, decoding, tokens)
             step = step_of(chunk, decoding, duration_s, finished)
             self._admission.observe(step, for_others)
@@ -335,7 +345,7 @@ class TorchEngine:
         arrival = sequence.arrival
         if arrival is not None:
             arrival.limit(0)
-        if sequence not in self._in_step and (arrival is None or arrival.is_settled):
+        if sequence not in self._in_step and (arrival is None or arrival.ended):
             self._leave(sequence)
 
     def _leave(self, sequence: TokenSequence) -> None:

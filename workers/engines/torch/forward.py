@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 
+from app.core.errors import BlockLost
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.sampling import sample
 from workers.engines.torch.sequence import Chunk, TokenSequence
 from workers.kv.memory import MemoryPool
-from workers.kv.transfer.tcp import TransferError
 
 
 class ForwardPasses:
@@ -19,6 +20,7 @@ class ForwardPasses:
     def __init__(self, model: Llama, pools: Sequence[MemoryPool]) -> None:
         self._model = model
         self._kv = [pool.kv for pool in pools]
+        self._waited_s = 0.0
         self._gpus = {pool.device for pool in pools if pool.words.is_cuda}
 
     def compute(
@@ -27,7 +29,7 @@ class ForwardPasses:
         """The next token of each decoding request, then that after the prompt; the chunk, unless
         blocks before it do not arrive; seconds of waiting for these."""
         tokens = []
-        computed, waited_s = chunk, 0.0
+        computed, self._waited_s = chunk, 0.0
         if decoding:
             logits = self._model.decode(
                 self._kv,
@@ -39,23 +41,30 @@ class ForwardPasses:
         if chunk is not None:
             try:
                 tokens += self._prefill(chunk)
-            except TransferError:
-                computed = None
-            if chunk.arrival is not None:
-                waited_s = chunk.arrival.waited_s
+            except BlockLost:
+                computed, fetched = None, chunk.sequence.arrival
+                if fetched is not None and fetched.num_good == fetched.num_blocks:
+                    fetched.limit(0)  # it stalls, or blocks before it were lost
         for gpu in self._gpus:
             # Later work may read what was written, and the caller measures how long the step took.
             torch.cuda.current_stream(gpu).synchronize()
-        return tokens, computed, waited_s
+        return tokens, computed, self._waited_s
 
     def _prefill(self, chunk: Chunk) -> list[int]:
-        """The token after the prompt, if the chunk is its last. Raises TransferError."""
+        """The token after the prompt, if the chunk is its last. Raises BlockLost."""
         sequence = chunk.sequence
+
+        def wait(layer: int) -> None:
+            began_s = time.perf_counter()
+            for arrival in chunk.arriving:
+                arrival.wait_layer(layer)
+            self._waited_s += time.perf_counter() - began_s
+
         logits = self._model.prefill(
             self._kv,
             sequence.tokens[chunk.start : chunk.stop],
             chunk.start,
             sequence.block_ids,
-            *(() if chunk.arrival is None else (chunk.arrival.wait_layer,)),
+            *((wait,) if chunk.arriving else ()),
         )
         return sample(logits[None], [sequence.sampler]) if chunk.is_last else []

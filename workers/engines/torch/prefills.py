@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from app.core.errors import NotEnoughBlocks
 from app.core.types import Tier
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.sequence import Chunk, TokenSequence
 from workers.engines.torch.transfer import BlockTransfer
+from workers.kv.arrival import Arrival
 from workers.kv.cache import BlockCache
-from workers.kv.transfer.receiver import Arrival
 
 
 class Prefills:
     """Admitted requests whose prompts are incomplete, in order.
 
     on_arrival: called with a request whenever more of what it fetches is there, and at the end.
+    put_back: called with a request that has no slots any more.
     num_fetched, num_lost: blocks that came from other workers, and that did not come as they
     should.
     """
@@ -29,6 +31,7 @@ class Prefills:
         *,
         chunk_tokens: int,
         on_arrival: Callable[[TokenSequence], None],
+        put_back: Callable[[TokenSequence], None],
     ) -> None:
         self.num_fetched = self.num_lost = 0
         self._cache = cache
@@ -36,6 +39,7 @@ class Prefills:
         self._transfer = transfer
         self._chunk_tokens = chunk_tokens
         self._on_arrival = on_arrival
+        self._put_back = put_back
         self._sequences: deque[TokenSequence] = deque()
 
     def __len__(self) -> int:
@@ -65,16 +69,16 @@ class Prefills:
         self._sequences.remove(sequence)
 
     def next_chunk(self) -> Chunk | None:
-        """Of the first prompt that need not wait for what it fetches."""
-        sequence = next(filter(self._may_compute, self._sequences), None)
-        if sequence is None:
-            return None
+        """Of the first prompt that need not wait for what is on its way to it."""
+        while True:
+            sequence = next(filter(self._may_compute, self._sequences), None)
+            if sequence is None:
+                return None
+            if arriving := sequence.arriving:
+                return self._chunk_behind(sequence, arriving)
+            if self._take_over(sequence):
+                break
         assert sequence.table is not None
-        arrival = sequence.arrival
-        if arrival is not None and not arrival.is_settled:
-            return self._chunk_behind(sequence, arrival)
-        if arrival is not None:
-            self._take_over(sequence)
         # Earlier requests may have computed the same blocks since it was admitted.
         shared = self._cache.share(sequence.table, sequence.reusable(self._chunk_tokens))
         if shared:
@@ -84,35 +88,65 @@ class Prefills:
         return self._chunk(sequence, sequence.prefilled)
 
     def computed(self, chunk: Chunk) -> None:
-        if chunk.arrival is not None:
-            self._take_over(chunk.sequence)
+        """All that was on its way has come."""
+        there = self._take_over(chunk.sequence)
+        assert there, "a chunk was computed behind blocks that are lost"
         chunk.sequence.prefilled = chunk.stop
         self._register(chunk.sequence)
 
     def _may_compute(self, sequence: TokenSequence) -> bool:
-        """Will all that it fetches be there in time? If it is not, every other request waits. And
-        what another one fetches need not be computed."""
-        arrival = sequence.arrival
-        if arrival is None:
+        """Will all that is on its way to it be there in time? If not, every other request waits.
+        And what another one fetches need not be computed."""
+        if sequence.cancelled:
+            return False
+        arriving = sequence.arriving
+        if not arriving:
             at = sequence.prefilled // sequence.block_size
             needed = sequence.reusable(self._chunk_tokens)[at : at + 1]
-            return not needed or not any(needed[0] in one.fetched for one in self._sequences)
-        chunk = self._chunk_behind(sequence, arrival)
-        return arrival.remaining_s <= self._admission.compute_s(chunk.stop - chunk.start)
+            others = (one for one in self._sequences if one is not sequence)
+            return not needed or not any(needed[0] in one.fetched for one in others)
+        chunk = self._chunk_behind(sequence, arriving)
+        within_s = self._admission.compute_s(chunk.stop - chunk.start)
+        return all(arrival.remaining_s <= within_s for arrival in arriving)
 
-    def _chunk_behind(self, sequence: TokenSequence, arrival: Arrival) -> Chunk:
-        start = sequence.prefilled + arrival.num_blocks * sequence.block_size
-        return self._chunk(sequence, start, arrival)
+    def _chunk_behind(self, sequence: TokenSequence, arriving: Sequence[Arrival]) -> Chunk:
+        fetched = sequence.arrival.num_blocks if sequence.arrival is not None else 0
+        start = sequence.prefilled + fetched * sequence.block_size
+        return self._chunk(sequence, start, arriving)
 
-    def _chunk(self, sequence: TokenSequence, start: int, arrival: Arrival | None = None) -> Chunk:
+    def _chunk(
+        self, sequence: TokenSequence, start: int, arriving: Sequence[Arrival] = ()
+    ) -> Chunk:
         stop = min(start + self._chunk_tokens, sequence.num_prompt)
-        return Chunk(sequence, start, stop, arrival)
+        return Chunk(sequence, start, stop, arriving)
 
-    def _take_over(self, sequence: TokenSequence) -> None:
-        """What has arrived is the request's, and can be found by others."""
-        arrival, sequence.arrival = sequence.arrival, None
-        assert arrival is not None
-        assert arrival.is_settled
+    def _take_over(self, sequence: TokenSequence) -> bool:
+        """What has arrived is the request's, and can be found by others. False: it waits for other
+        slots, as blocks were lost and there is no room to compute them."""
+        table, arrival = sequence.table, sequence.arrival
+        assert table is not None
+        if table.loads:
+            num_matched = table.num_matched
+            try:
+                self._cache.settle(table)
+            except NotEnoughBlocks:
+                self.num_lost += 0 if arrival is None else arrival.num_blocks
+                sequence.arrival = sequence.table = None
+                self._sequences.remove(sequence)
+                self._put_back(sequence)
+                return False
+            table.loads.clear()
+            if table.num_matched < num_matched:
+                sequence.block_ids, sequence.cached = table.block_ids, tuple(table.tiers)
+                sequence.prefilled = table.num_matched * sequence.block_size
+                if arrival is not None:  # there is a gap before what it fetched
+                    arrival.limit(0)
+        if arrival is not None:
+            self._take_fetched(sequence, arrival)
+        return True
+
+    def _take_fetched(self, sequence: TokenSequence, arrival: Arrival) -> None:
+        sequence.arrival = None
         num_tokens = self._whole(arrival.num_good * sequence.block_size)
         sequence.num_fetched = num_tokens // sequence.block_size
         self.num_fetched += sequence.num_fetched

@@ -16,8 +16,8 @@ from app.simulation.steps import Finished, PromptTooLargeError, Step
 from workers.engines.base import CompletionRequest, Generation
 from workers.engines.torch.llama_config import LlamaConfig
 from workers.engines.torch.sampling import Sampler
+from workers.kv.arrival import Arrival
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.receiver import Arrival
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +92,15 @@ class TokenSequence:
         return self.blocks[start : start + self.arrival.num_blocks] if self.arrival else ()
 
     @property
+    def arriving(self) -> list[Arrival]:
+        """All that comes from elsewhere, until the last of it has."""
+        assert self.table is not None
+        those = [load.arrival for load in self.table.loads]
+        if self.arrival is not None:
+            those.append(self.arrival)
+        return [] if all(arrival.ended for arrival in those) else those
+
+    @property
     def num_cached(self) -> int:
         """Blocks of the prompt that were not computed."""
         return len(self.cached) + self.num_fetched
@@ -124,13 +133,13 @@ class TokenSequence:
 class Chunk(NamedTuple):
     """The prompt tokens of a step, from `start` to `stop`.
 
-    arrival: of blocks before it, which are used as they come.
+    arriving: blocks before it, which are used as they come.
     """
 
     sequence: TokenSequence
     start: int
     stop: int
-    arrival: Arrival | None = None
+    arriving: Sequence[Arrival] = ()
 
     @property
     def is_first(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -68,8 +68,19 @@ def open_tiers(settings: WorkerSettings, model: Llama, identity: str, stack: Exi
 
 
 def carried_out(ranks: Sequence[Copies]) -> Callable[[Move], int]:
-    """Copies a move's blocks in all ranks; returns how many leading ones all of them copied."""
-    return lambda move: min(transfers.carry_out(move) for transfers in ranks)
+    """Copies a move's blocks in all ranks; returns how many leading ones all of them copied.
+
+    Layers are there once the last rank has them.
+    """
+    *others, last = ranks
+
+    def carry_out(move: Move) -> int:
+        done = len(move.blocks)
+        for rank in others:
+            done = min(done, rank.carry_out(replace(move), done))
+        return last.carry_out(move, done)
+
+    return carry_out
 
 
 def _num_blocks(settings: WorkerSettings, shape: KVShape) -> dict[Tier, int]:

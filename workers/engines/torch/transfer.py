@@ -9,13 +9,14 @@ from contextlib import suppress
 
 from app.core.errors import NotEnoughBlocks
 from app.core.types import SequenceHash
+from workers.kv.arrival import Arrival
 from workers.kv.cache import BlockCache
 from workers.kv.memory import MemoryPool
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.link import Link
-from workers.kv.transfer.receiver import Arrival, BlockReceiver
+from workers.kv.transfer.receiver import BlockReceiver
 from workers.kv.transfer.sender import BlockSender
 from workers.kv.transfer.server import TransferServer
 from workers.kv.transfer.tcp import Source, decline
@@ -103,7 +104,7 @@ class BlockTransfer:
         on_change: Callable[[], None],
     ) -> Arrival:
         """Begin to fetch. on_change: called whenever more has arrived, and at the end."""
-        arrival = Arrival(len(blocks), self._groups, on_change)
+        arrival = Arrival(len(blocks), on_change)
         assert self._tasks is not None, "the transfer does not run"
         self._tasks.create_task(self._receiver.fetch(source, blocks, block_ids, arrival))
         return arrival

@@ -46,6 +46,11 @@ class WaitingRequests:
         if len(self) == 1:
             self.notice()
 
+    def put_back(self, sequence: TokenSequence) -> None:
+        """It has no slots after all, and is the next to get some."""
+        self._sequences.appendleft(sequence)
+        self.notice()
+
     def cancel(self, sequence: TokenSequence) -> None:
         self._sequences.remove(sequence)
         if sequence.admitting is not None:
@@ -84,7 +89,7 @@ class WaitingRequests:
     async def _admit(self, sequence: TokenSequence) -> BlockTable | None:
         """None: the request was cancelled, or there is no room."""
         admitting = asyncio.create_task(
-            self._cache.admit(sequence.reusable(self._chunk_tokens), sequence.num_blocks)
+            self._cache.begin(sequence.reusable(self._chunk_tokens), sequence.num_blocks)
         )
         sequence.admitting = admitting
         try:

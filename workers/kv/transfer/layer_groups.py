@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,12 +13,11 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from app.core.types import SequenceHash
-from workers.kv.copiers import copy_bytes, copy_gathered, new_stream, on_stream
-from workers.kv.memory import WORD_BYTES, Ids, KVShape, MemoryPool, as_numbers
+from workers.kv.arrival import Arrival, Event
+from workers.kv.copiers import copy_bytes, copy_gathered
+from workers.kv.memory import Ids, KVShape, MemoryPool, as_numbers
+from workers.kv.streams import new_stream
 
-GROUP_BYTES = 64 << 10
-"""Of a block, so much travels at once, in whole layers: with less, each piece costs more than its
-bytes."""
 _U64 = (1 << 64) - 1
 
 
@@ -30,9 +31,8 @@ class LayerGroups:
 
     def __init__(self, pools: Sequence[MemoryPool]) -> None:
         self._shape = shape = pools[0].shape.whole
-        layer_bytes = shape.layer_words * WORD_BYTES
-        self.layers_per_group = min(shape.num_layers, -(-GROUP_BYTES // layer_bytes))
-        self.num_groups = -(-shape.num_layers // self.layers_per_group)
+        self._groups = shape.layer_groups
+        self.num_groups = len(self._groups)
         self._ranks = [_Rank(pool) for pool in pools]
         self._pinned = any(pool.words.is_cuda for pool in pools)
 
@@ -44,19 +44,23 @@ class LayerGroups:
         """Those blocks' layers, packed."""
         packed = self.packed(group, len(block_ids))
         for rank, part, heads in self._split(group, packed):
-            rank.read(self._layers(group), block_ids, part)
+            rank.read(self._groups[group], block_ids, part)
             if heads is not None:
                 heads.copy_(as_numbers(part, rank.shape))
         return packed
 
-    def write(self, group: int, block_ids: Ids, packed: Tensor) -> None:
-        """Write the first blocks of `packed` to as many slots."""
-        if not len(block_ids):
-            return
-        for rank, part, heads in self._split(group, packed):
+    def write(self, group: int, block_ids: Ids, packed: Tensor) -> Event:
+        """Write the first blocks of `packed` to as many slots; returns the event of that."""
+        events: list[Event] = []
+        for rank, part, heads in self._split(group, packed) if len(block_ids) else ():
             if heads is not None:
                 as_numbers(part, rank.shape).copy_(heads)
-            rank.write(self._layers(group), block_ids, part)
+            events.append(rank.write(self._groups[group], block_ids, part))
+        return _All(events)
+
+    def arrived(self, group: int, arrival: Arrival, event: Event) -> None:
+        """Tell `arrival` that this group is there with that event."""
+        arrival.arrive(self._groups[group].stop, self._shape.num_layers, event)
 
     def _split(self, group: int, packed: Tensor) -> Iterator[tuple[_Rank, Tensor, Tensor | None]]:
         """Each rank, memory for its part alone, and where its heads are among all; None: there is
@@ -69,15 +73,27 @@ class LayerGroups:
             yield rank, self._packed(rank.shape, group, len(packed)), own
 
     def _packed(self, shape: KVShape, group: int, num_blocks: int) -> Tensor:
-        num_layers = len(range(shape.num_layers)[self._layers(group)])
+        layers = self._groups[group]
+        num_layers = layers.stop - layers.start
         size = num_blocks, num_layers, shape.layer_words
         packed = torch.empty(size, dtype=torch.int64, pin_memory=self._pinned)
         packed[..., -1] = 0  # what fills up the last word travels too
         return packed
 
-    def _layers(self, group: int) -> slice:
-        first = group * self.layers_per_group
-        return slice(first, first + self.layers_per_group)
+
+@dataclass(frozen=True, slots=True)
+class _All:
+    """Happens once all of these have."""
+
+    events: Sequence[Event]
+
+    def wait(self) -> None:
+        for event in self.events:
+            event.wait()
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
 
 
 class _Rank:
@@ -90,18 +106,14 @@ class _Rank:
         self._stream = new_stream(pool)
 
     def read(self, layers: slice, block_ids: Ids, packed: Tensor) -> None:
-        self._carry(self._words[:, layers], packed, block_ids, np.arange(len(block_ids)))
+        there = np.arange(len(block_ids))
+        words = self._words[:, layers]
+        self._stream.submit(partial(self._copy, words, packed, block_ids, there)).synchronize()
 
-    def write(self, layers: slice, block_ids: Ids, packed: Tensor) -> None:
-        self._carry(packed, self._words[:, layers], np.arange(len(block_ids)), block_ids)
-
-    def _carry(self, source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-        with on_stream(self._stream):
-            try:
-                self._copy(source, target, source_ids, target_ids)
-            finally:  # even if it failed: afterwards, others may get the slots
-                if self._stream is not None:
-                    self._stream.synchronize()
+    def write(self, layers: slice, block_ids: Ids, packed: Tensor) -> Event:
+        there = np.arange(len(block_ids))
+        words = self._words[:, layers]
+        return self._stream.submit(partial(self._copy, packed, words, there, block_ids))
 
 
 def content(packed: Tensor) -> memoryview:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 import numpy as np
 
 from app.core.types import SequenceHash
+from workers.kv.arrival import HAS_HAPPENED, Arrival, Event
 from workers.kv.memory import Ids
 from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
 from workers.kv.transfer.tcp import (
-    STALL_S,
     WHOLE_S,
     BlocksRequest,
     Source,
@@ -30,83 +29,6 @@ from workers.kv.transfer.tcp import (
 )
 
 log = logging.getLogger(__name__)
-
-
-class Arrival:
-    """Blocks that arrive in slots of this worker, all of a layer before the next layer.
-
-    num_good: leading blocks whose layers were right so far, or 0 once some do not come. seconds:
-    until the last group that came. on_change: called on the event loop after each group, and at the
-    end. Written by the event loop, and read by any thread.
-    """
-
-    def __init__(
-        self, num_blocks: int, groups: LayerGroups, on_change: Callable[[], None] = lambda: None
-    ) -> None:
-        self.num_blocks = self.num_good = num_blocks
-        self.num_arrived = 0
-        """Groups of layers."""
-        self.ended = False
-        self.seconds = 0.0
-        self.waited_s = 0.0
-        """How long `wait_layer` took, all in all."""
-        self._groups = groups
-        self._on_change = on_change
-        self._changed = threading.Condition()
-        self._began_s = time.monotonic()
-
-    @property
-    def is_settled(self) -> bool:
-        """Is nothing more written to the slots?"""
-        return self.ended or self.num_arrived == self._groups.num_groups
-
-    @property
-    def remaining_s(self) -> float:
-        """How long the rest takes, if it comes as fast as what has come; 0 once it is settled.
-
-        Infinite while that is not known, and if blocks were lost.
-        """
-        if self.is_settled:
-            return 0.0
-        if not self.num_arrived or self.num_good < self.num_blocks:
-            return float("inf")
-        left = self._groups.num_groups - self.num_arrived
-        return left * (time.monotonic() - self._began_s) / self.num_arrived
-
-    def wait_layer(self, layer: int) -> None:
-        """Wait until all blocks' layer is there. Raises TransferError if it does not come: then
-        what was computed from the blocks must be computed again, once this is settled."""
-        group = layer // self._groups.layers_per_group
-        began_s = time.monotonic()
-        with self._changed:
-            there = self._changed.wait_for(lambda: self.ended or self.num_arrived > group, STALL_S)
-            self.waited_s += time.monotonic() - began_s
-            if not there:
-                self.num_good = 0
-            if self.num_good < self.num_blocks:
-                raise TransferError(f"{self.num_good} of {self.num_blocks} blocks came whole")
-
-    def limit(self, num_good: int) -> None:
-        """No more than so many blocks are of use; with 0, no more are fetched."""
-        with self._changed:
-            self.num_good = min(self.num_good, num_good)
-
-    def arrive(self) -> None:
-        """The next group is in its slots."""
-        with self._changed:
-            self.num_arrived += 1
-            self.seconds = time.monotonic() - self._began_s
-            self._changed.notify_all()
-        self._on_change()
-
-    def end(self) -> None:
-        """Nothing more comes."""
-        with self._changed:
-            if self.num_arrived < self._groups.num_groups:
-                self.num_good = 0
-            self.ended = True
-            self._changed.notify_all()
-        self._on_change()
 
 
 class BlockReceiver:
@@ -129,6 +51,7 @@ class BlockReceiver:
 
         Nobody else may get the slots before this returns. Cancel it only where nobody ever will.
         """
+        event = HAS_HAPPENED
         try:
             with closing(await connected(source)) as sock:
                 wanted = BlocksRequest(source.transfer_id, blocks, self._kind)
@@ -143,10 +66,11 @@ class BlockReceiver:
                     # No timeout cuts this off: a thread may be writing to the slots.
                     if time.monotonic() > until_s:
                         raise TransferError(f"not all of it has come within {WHOLE_S:g} s")
-                    await self._receive(sock, group, blocks[: len(ids)], ids, arrival)
+                    event = await self._receive(sock, group, blocks[: len(ids)], ids, arrival)
         except (TransferError, OSError, TimeoutError) as error:
             log_failure(source, error)
         finally:
+            await asyncio.to_thread(event.synchronize)
             arrival.end()
 
     async def _receive(
@@ -156,20 +80,21 @@ class BlockReceiver:
         blocks: Sequence[SequenceHash],
         block_ids: Ids,
         arrival: Arrival,
-    ) -> None:
+    ) -> Event:
+        """The event of what is written to the slots."""
         stated = np.empty(len(blocks), "<u8")
         packed = self.groups.packed(group, len(blocks))
         await receive(sock, stated.data.cast("B"))
         await receive(sock, content(packed))
 
-        def take() -> int:
+        def take() -> tuple[int, Event]:
             wrong = np.flatnonzero(checksums(packed, blocks, group) != stated)
             num_good = int(wrong[0]) if len(wrong) else len(blocks)
-            self.groups.write(group, block_ids[:num_good], packed)
-            return num_good
+            return num_good, self.groups.write(group, block_ids[:num_good], packed)
 
-        num_good = await asyncio.to_thread(take)
+        num_good, event = await asyncio.to_thread(take)
         if num_good < len(blocks):
             log.warning("block %016x arrived with a wrong checksum", blocks[num_good])
         arrival.limit(num_good)
-        arrival.arrive()
+        self.groups.arrived(group, arrival, event)
+        return event

@@ -173,6 +173,8 @@ class Served:
         await self.settle()
         for pool in self.pools.get(tier, ()):
             pool.words.zero_()
+            if pool.words.is_cuda:  # copies do not wait for what the device does besides
+                torch.cuda.synchronize()
         assert slots.num_free == slots.num_slots
 
 

@@ -34,8 +34,8 @@ from tests.workers.kv.bad_link import Alter, HeldBytes, bad_link, cut, flipped
 from workers.engines.base import EngineStoppedError
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import SIZES, Llama
+from workers.kv import memory
 from workers.kv.tables import BlockTable
-from workers.kv.transfer import layer_groups
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.tcp import BlocksOffer, Source, offered_frame
 
@@ -102,7 +102,7 @@ def first_group_bytes(num_blocks: int = WHOLE // BLOCK_SIZE) -> int:
 
 @pytest.fixture
 def _one_layer_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_groups, "GROUP_BYTES", 1)
+    monkeypatch.setattr(memory, "GROUP_BYTES", 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
