@@ -19,7 +19,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.options import FACTOR, POSITIVE, Number
 from app.planner.rules.policies import POLICIES
 from app.planner.rules.pools import POOL_POLICIES

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from app.core.roles import Role
 from app.core.settings.kinds import LONGEST_S
-from app.core.worker_report import Role
 from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
 from app.policy.cost import POLICIES
 from app.policy.transfer import OWN_TRANSFER

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.options import COUNT, FACTOR, POSITIVE
 from app.policy.transfer import OWN_TRANSFER
 from app.simulation.link import Link

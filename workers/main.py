@@ -14,10 +14,11 @@ from typing import Any
 
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
+from app.core.roles import Role
 from app.core.settings.kinds import base_url
 from app.core.settings.worker import WorkerSettings
 from app.core.types import WORKER_ID, Tier, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Role, Speed, WorkerInfo, as_fingerprint
+from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo, as_fingerprint
 from app.http.server import listen, nothing
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised

@@ -18,8 +18,9 @@ from app.core.errors import (
     cut,
 )
 from app.core.failures import Failure
+from app.core.roles import Role
 from app.core.types import WorkerKey
-from app.core.worker_report import Role, WorkerInfo
+from app.core.worker_report import WorkerInfo
 from app.door.errors import ModelUnavailable, UnknownModel
 from app.door.session_places import SessionPlaces, point_of
 from app.http.supervisor import supervised

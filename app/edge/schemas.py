@@ -15,9 +15,11 @@ from pydantic import (
 )
 
 from app.core.hashing import U64
+from app.core.report_items import Item
+from app.core.roles import Role
 from app.core.settings.kinds import PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID
-from app.core.worker_report import GPU, INFO, MAX_CONTEXT, METRICS, Item, Role
+from app.core.worker_report import GPU, INFO, MAX_CONTEXT, METRICS
 from app.policy.cost import POLICIES
 from app.policy.locality import Locality
 from app.policy.trust import Trust

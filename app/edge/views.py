@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
+from app.core.report_items import Item
 from app.core.types import Incarnation, WorkerKey
-from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS, Item
+from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS
 from app.policy.decision import Candidate, Decision
 from app.policy.view import View
 

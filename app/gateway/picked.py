@@ -12,8 +12,9 @@ from starlette.requests import ClientDisconnect
 from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
 from app.core.failures import Failure
 from app.core.outcomes import of_refusal
+from app.core.roles import Role
 from app.core.types import WorkerKey
-from app.core.worker_report import Role, WorkerInfo
+from app.core.worker_report import WorkerInfo
 from app.door import blame, whole_answer
 from app.door.client import Client, Headers
 from app.door.door import Door

@@ -26,13 +26,13 @@ from urllib.parse import urlsplit
 
 from app.core.errors import ConfigError, KvrouteError
 from app.core.keys import Keyspace
+from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import CommonSettings, base_url, variable
 from app.core.settings.picker import OF_CARRIAGE, PickerSettings
 from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
-from app.core.worker_report import Role
 from app.http.server import listen
 from app.local.child import start_child
 from app.local.detached import stop_workers

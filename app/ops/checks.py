@@ -18,7 +18,8 @@ from app.core.check import Check
 from app.core.documents import page
 from app.core.errors import KvrouteError, RedisUnavailable, cut
 from app.core.keys import DATA_VERSION, Keyspace
-from app.core.worker_report import WorkerInfo, version_in
+from app.core.registration import version_in
+from app.core.worker_report import WorkerInfo
 from app.ops import namespaces
 from app.ops.names import Names, names_of
 from app.ops.names import check as of_names

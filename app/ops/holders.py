@@ -8,9 +8,9 @@ from typing import NamedTuple
 from app.core.chains import parse_owners, shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.registration import decode_info
 from app.core.resume import Resume
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, parse_incarnation
-from app.core.worker_report import decode_info
 from app.state import overlap
 from app.state.client import RedisClient
 from app.state.connect import deadline

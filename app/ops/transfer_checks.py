@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from app.core.check import Check
 from app.core.documents import page
 from app.core.errors import cut
-from app.core.worker_report import Role, WorkerInfo
+from app.core.roles import Role
+from app.core.worker_report import WorkerInfo
 from app.policy.pairing import differences, group_of, unknown_of
 
 MIN_LEASE_S = 120.0

@@ -18,10 +18,10 @@ from app.core.chains import parse_owners
 from app.core.errors import RedisUnavailable, cut
 from app.core.failures import AWAY, ENTRY
 from app.core.keys import KEYSPACE, MODELS, Keyspace
+from app.core.registration import decode_info
 from app.core.resume import parse_backs, parse_field
 from app.core.settings.kinds import LONGEST_S
 from app.core.types import Incarnation, parse_incarnation
-from app.core.worker_report import decode_info
 from app.ops.names import names_of
 from app.ops.terminal import counted
 from app.state import models

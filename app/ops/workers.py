@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from app.core import worker_report
+from app.core import metrics_entry, registration
 from app.core.failures import AWAY, parse_away
 from app.core.keys import Keyspace
 from app.core.loads import Load
@@ -161,7 +161,7 @@ def _number(inc: bytes) -> Incarnation:
 
 def _readable_info(text: bytes | None) -> WorkerInfo | None:
     try:
-        return worker_report.decode_info(text) if text else None
+        return registration.decode_info(text) if text else None
     except ValueError:
         return None
 
@@ -170,6 +170,6 @@ def _readable_report(
     entry: dict[bytes, bytes],
 ) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     try:
-        return worker_report.decode(entry)
+        return metrics_entry.decode(entry)
     except ValueError:
         return ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from app.core.roles import Role
 from app.core.settings.kinds import LONGEST_S
-from app.core.worker_report import Role
 from app.planner.rules.state import USUAL_STARTUP_S
 
 MOST_MODELS = 64

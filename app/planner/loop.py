@@ -12,8 +12,8 @@ import orjson
 
 from app.core.errors import KvrouteError, LeadershipLost
 from app.core.keys import Keyspace
+from app.core.roles import Role
 from app.core.settings.planner import PlannerSettings
-from app.core.worker_report import Role
 from app.planner.changing import MOST_MODELS, Changing
 from app.planner.connectors.base import Advise, Connector, ConnectorError
 from app.planner.lease import Lease

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.http.metrics import Table, counter, gauge
 from app.http.supervisor import TASK_FAILURES
 from app.planner.rules.state import Proposal

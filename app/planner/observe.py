@@ -11,8 +11,9 @@ from app.core.chains import positions
 from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
 from app.core.loads import Load, Snapshot
+from app.core.roles import Role
 from app.core.types import SequenceHash, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, Role, Speed, WorkerInfo
+from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
 from app.planner.rules.replay import recorded_request
 from app.planner.rules.state import (
     USUAL_STARTUP_S,

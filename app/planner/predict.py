@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from app.core.keys import Keyspace
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.planner.observe import Observer, mean_speed
 from app.planner.rules.policies import Predict
 from app.planner.rules.pools import PredictPools

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from app.core.worker_report import Role, WorkerInfo
+from app.core.roles import Role
+from app.core.worker_report import WorkerInfo
 from app.policy.cost import (
     AWAY_TERM,
     FAILED_TERM,

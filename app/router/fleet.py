@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from app.core import worker_report
+from app.core import metrics_entry, registration
 from app.core.errors import (
     KvrouteError,
     NamespaceMissing,
@@ -25,8 +25,9 @@ from app.core.errors import (
 from app.core.failures import IS_TAINTED
 from app.core.keys import DATA_VERSION, METRICS_INTERVAL_S, Keyspace, metrics_interval_s
 from app.core.loads import Snapshot
+from app.core.roles import Role
 from app.core.types import Incarnation, WorkerKey
-from app.core.worker_report import Role, Speed, WorkerInfo, process_of
+from app.core.worker_report import Speed, WorkerInfo, process_of
 from app.policy.kv_lease import LeaseBooks, Transfers
 from app.policy.pair_failures import Pair
 from app.policy.view import UNMEASURED, Measurement, View, Workers
@@ -358,7 +359,7 @@ class Fleet:
             if text is None or hash(text) == self._texts.get(inc):
                 continue
             try:
-                info, version = worker_report.decode_info(text), worker_report.version_in(text)
+                info, version = registration.decode_info(text), registration.version_in(text)
             except ValueError as error:
                 log.warning("ignoring the worker of incarnation %d: %s", inc, error)
                 continue
@@ -477,7 +478,7 @@ class Fleet:
         """Keep what an entry says; False: it makes no sense."""
         try:
             incarnation = Incarnation(int(fields[b"incarnation"]))
-            measured = Measurement(*worker_report.decode(fields), at_ms)
+            measured = Measurement(*metrics_entry.decode(fields), at_ms)
         except (KeyError, ValueError) as error:
             worker = fields.get(b"worker", b"").decode(errors="replace")
             log.warning("ignoring a metrics entry of %s: %s", worker, error)

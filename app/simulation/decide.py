@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from app.core.errors import NoWorkers
 from app.core.loads import Load, Reservation
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.policy.choose import Choice, choose
 from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted_prefill_s
 from app.policy.in_flight import IN_FLIGHT_TOKENS, awaiting

@@ -17,8 +17,8 @@ import numpy as np
 
 from app.core.errors import AllWorkersBusy, NoWorkers
 from app.core.loads import ROUND, Load
+from app.core.roles import Role
 from app.core.types import SequenceHash
-from app.core.worker_report import Role
 from app.policy.transfer import TransferKind
 from app.simulation.agenda import Agenda
 from app.simulation.books import Books, rounds_of

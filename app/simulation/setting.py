@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.policy.cost import CostFunction, blocks
 from app.policy.transfer import OWN_TRANSFER
 from app.simulation.link import Link

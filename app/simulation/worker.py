@@ -10,8 +10,9 @@ from enum import StrEnum
 from itertools import takewhile
 
 from app.core.loads import Load
+from app.core.roles import Role
 from app.core.types import SequenceHash
-from app.core.worker_report import ForwardPassMetrics, Role, Speed
+from app.core.worker_report import ForwardPassMetrics, Speed
 from app.policy.view import load_rows, measured_rows
 from app.simulation.books import Holdings
 from app.simulation.engine import SimEngine

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from app.core.errors import NamespaceMismatch, WorkerReplaced, WrongVersion
 from app.core.failures import Failure
 from app.core.keys import DATA_VERSION, Keyspace
+from app.core.registration import encode_info
 from app.core.types import Incarnation, WorkerKey, parse_incarnation
-from app.core.worker_report import WorkerInfo, encode_info
+from app.core.worker_report import WorkerInfo
 from app.state.scripts import Call, call, command
 
 AWAY_GRACE_MS = 60_000

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import OutOfMemoryError
 
-from app.core import worker_report
+from app.core import registration
 from app.core.chains import BLOCKS_PER_BUCKET, bucket_name
 from app.core.errors import ConfigError, RedisUnavailable, WrongVersion
 from app.core.keys import DATA_VERSION, Keyspace
@@ -152,7 +152,7 @@ def check_version(
         held = set()
         for entry in workers:
             with suppress(ValueError):
-                held.add(worker_report.version_in(entry))
+                held.add(registration.version_in(entry))
     if held and DATA_VERSION not in held:
         raise WrongVersion(keyspace.namespace, max(held), DATA_VERSION)
 

@@ -9,8 +9,8 @@ import promql_parser
 import pytest
 
 from app.cli import main
+from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
-from app.core.worker_report import Role
 from app.planner.metrics import PlannerMetrics
 from tests.chart.installed import INSTALLED, Installed, selects
 from tests.chart.rendering import golden

@@ -7,29 +7,29 @@ from typing import Any
 import orjson
 import pytest
 
+from app.core.metrics_entry import LARGEST, decode, encode
+from app.core.registration import (
+    MAX_COUNT,
+    WrongField,
+    decode_info,
+    encode_info,
+    read_info,
+    version_in,
+)
+from app.core.report_items import Item
+from app.core.roles import Role
 from app.core.types import WorkerKey
 from app.core.worker_report import (
     DEFAULT_SPEED,
     GPU,
     INFO,
-    LARGEST,
-    MAX_COUNT,
     METRICS,
     NO_READINGS,
     SPEED,
     ForwardPassMetrics,
     GpuReadings,
-    Item,
-    Role,
     Speed,
     WorkerInfo,
-    WrongField,
-    decode,
-    decode_info,
-    encode,
-    encode_info,
-    read_info,
-    version_in,
 )
 
 WORKER = WorkerInfo(

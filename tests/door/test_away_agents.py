@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.keys import MODELS
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, sick_worker, until_serving
 from tests.door.sick_fleet import sick_fleet, statuses

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.hashing import compute_local_hashes
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.local.redis_server import EmbeddedRedis
 from tests.edge.conftest import StartReplica
 from tests.edge.test_decisions import kvroute

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.planner.rules.state import Reason, Rules
 from app.simulation.link import Link
 from app.simulation.setting import Setting

@@ -4,8 +4,8 @@ import pytest
 
 from app.core.errors import NamespaceMismatch, WorkerReplaced, WrongVersion
 from app.core.keys import DATA_VERSION
+from app.core.registration import decode_info
 from app.core.types import Incarnation, TierOverlap
-from app.core.worker_report import decode_info
 from app.state import leases
 from app.state.leases import Registration
 from tests.lua.conftest import LONG_MS, NO_LOAD, A, B, Namespace, info

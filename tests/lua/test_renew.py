@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from app.core import worker_report
+from app.core import registration
 from app.core.errors import NamespaceMissing
 from app.core.keys import DATA_VERSION
 from app.core.loads import Load, Reservation, Wish
+from app.core.roles import Role
 from app.core.types import Incarnation
-from app.core.worker_report import Role
 from app.state import leases
 from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS, Namespace, info
@@ -304,7 +304,7 @@ async def test_a_wrong_worker_entry_is_corrected_and_updates_workers_ms(
     text = await space.get("workers", other)
     await space.redis.hset(space.key("workers"), str(inc), text or "")
     assert await space.renew(inc)
-    assert worker_report.decode_info(await space.get("workers", inc) or "") == info("a")
+    assert registration.decode_info(await space.get("workers", inc) or "") == info("a")
     assert ((await space.loads()).workers_ms or 0) > 1
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.worker_report import Role, WorkerInfo
+from app.core.roles import Role
+from app.core.worker_report import WorkerInfo
 from app.ops.transfer_checks import of_transfers
 from tests.fake_worker import worker_info
 

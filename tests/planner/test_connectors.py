@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 from kubernetes_asyncio import client
 
 from app.core.errors import ConfigError
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.local.detached import running_workers, stop_workers
 from app.local.redis_server import EmbeddedRedis
 from app.planner.connectors.base import ConnectorError

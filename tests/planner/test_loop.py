@@ -16,9 +16,9 @@ from redis.asyncio import Redis
 
 from app.core.keys import MODELS
 from app.core.loads import Reservation, Wish
+from app.core.roles import Role
 from app.core.settings.planner import PlannerSettings
 from app.core.types import Incarnation, SequenceHash, WorkerKey
-from app.core.worker_report import Role
 from app.local.redis_server import EmbeddedRedis
 from app.planner import loop
 from app.planner.connectors.base import Advise, Connector, ConnectorError

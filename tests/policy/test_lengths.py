@@ -10,8 +10,9 @@ import pytest
 
 from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
 from app.core.loads import Load
+from app.core.roles import Role
 from app.core.types import TierOverlap
-from app.core.worker_report import Role, WorkerInfo
+from app.core.worker_report import WorkerInfo
 from app.policy.cost import POLICIES
 from app.policy.locality import Locality
 from app.policy.transfer import TransferKind

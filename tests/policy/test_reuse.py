@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from app.core.loads import Load
 from app.core.overlaps import Overlaps
+from app.core.roles import Role
 from app.core.types import TierOverlap
-from app.core.worker_report import Role
 from app.policy.decision import Decision
 from app.policy.reuse import held_tokens, lost_by_decision, lost_by_engine
 from tests.policy.test_plan import plan, query, view_of

@@ -11,8 +11,9 @@ import pytest
 from app.core.errors import NoWorkers
 from app.core.loads import Load, Loads, Snapshot
 from app.core.overlaps import Overlaps
+from app.core.roles import Role
 from app.core.types import TierOverlap
-from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Role, Speed, WorkerInfo
+from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed, WorkerInfo
 from app.policy.plan import Plan
 from app.policy.transfer import TransferKind, roles_of
 from app.policy.view import Measurement, View, Workers

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app.core import worker_report
+from app.core import metrics_entry, registration
 from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
 from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.overlaps import Overlaps
@@ -49,7 +49,7 @@ async def publish(
     entry_id: str = "*",
 ) -> None:
     """Publish metrics as an agent does."""
-    entry = {"worker": "a:0", "incarnation": str(inc), **worker_report.encode(measured, speed)}
+    entry = {"worker": "a:0", "incarnation": str(inc), **metrics_entry.encode(measured, speed)}
     await space.redis.xadd(space.keys["metrics"], entry, id=entry_id)  # type: ignore[arg-type]
 
 
@@ -113,9 +113,9 @@ async def test_of_a_thousand_workers_only_the_new_one_is_decoded(
     before = await space.get("meta", "workers_ms")
     await eventually(space.now_ms, lambda now: str(now) != before)
     decoded: list[bytes] = []
-    decode = worker_report.decode_info
+    decode = registration.decode_info
     monkeypatch.setattr(
-        worker_report, "decode_info", lambda text: decoded.append(text) or decode(text)
+        registration, "decode_info", lambda text: decoded.append(text) or decode(text)
     )
     b = await space.worker("b")
     assert (await fleet.view(await space.loads())).incarnations == [ONE, b]

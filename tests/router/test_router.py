@@ -24,9 +24,11 @@ from app.core.errors import (
 from app.core.failures import REPORTED
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
+from app.core.metrics_entry import LARGEST
+from app.core.roles import Role
 from app.core.settings.router import RouterSettings
 from app.core.types import TierOverlap
-from app.core.worker_report import DEFAULT_SPEED, LARGEST, ForwardPassMetrics, Role, Speed
+from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, Speed
 from app.edge.app import create_app
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.policy.answers import Answer

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from app.core.loads import Load
+from app.core.roles import Role
 from app.core.types import SequenceHash
-from app.core.worker_report import DEFAULT_SPEED, Role
+from app.core.worker_report import DEFAULT_SPEED
 from app.policy.transfer import TransferKind
 from app.simulation.engine import SimEngine
 from app.simulation.flights import Loss

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.core import worker_report
+from app.core import metrics_entry
 from app.core.errors import (
     IncarnationLost,
     NamespaceMismatch,
@@ -26,7 +26,13 @@ from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
 from app.core.loads import Load
 from app.core.types import Incarnation, Tier
-from app.core.worker_report import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
+from app.core.worker_report import (
+    NO_READINGS,
+    ForwardPassMetrics,
+    GpuReadings,
+    Speed,
+    WorkerInfo,
+)
 from app.http.supervisor import supervised
 from app.state import leases, models, reservations
 from app.state.connect import deadline
@@ -387,7 +393,7 @@ class Agent:
             entry: dict[Any, Any] = {
                 "worker": str(self.info.key),
                 "incarnation": str(self.incarnation),
-                **worker_report.encode(metrics, speed, self._read_gpu()),
+                **metrics_entry.encode(metrics, speed, self._read_gpu()),
             }
             try:
                 async with deadline(METRICS_TIMEOUT_S):

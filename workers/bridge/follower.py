@@ -18,9 +18,10 @@ import zmq.asyncio
 from app.core.errors import ConfigError, EngineUnavailable, EngineUnfit, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Load
+from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
 from app.core.types import WorkerKey
-from app.core.worker_report import UNKNOWN, ForwardPassMetrics, Role, Speed, WorkerInfo
+from app.core.worker_report import UNKNOWN, ForwardPassMetrics, Speed, WorkerInfo
 from app.http.supervisor import supervised
 from app.simulation.profiles import PROFILES, Profile
 from app.state import leases

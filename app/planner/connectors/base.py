@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from app.core.errors import KvrouteError
-from app.core.worker_report import Role
+from app.core.roles import Role
 
 
 class ConnectorError(KvrouteError):

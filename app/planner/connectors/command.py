@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from app.core.errors import ConfigError
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.planner.connectors.base import ConnectorError
 
 MOST_SHOWN = 500

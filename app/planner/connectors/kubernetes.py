@@ -10,7 +10,7 @@ from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
 
 from app.core.errors import ConfigError
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.planner.connectors.base import ConnectorError
 
 log = logging.getLogger(__name__)

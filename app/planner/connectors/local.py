@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from app.core.errors import ConfigError
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.local.detached import running_workers
 from app.planner.connectors.base import ConnectorError
 

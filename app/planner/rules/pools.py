@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from app.core.errors import KvrouteError
+from app.core.roles import Role
 from app.core.settings.planner import ScalingPolicy
-from app.core.worker_report import Role
 from app.planner.rules.policies import (
     Advice,
     Victim,

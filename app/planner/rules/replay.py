@@ -14,8 +14,9 @@ from xxhash import xxh3_64_intdigest
 
 from app.core.chains import positions
 from app.core.errors import KvrouteError
+from app.core.roles import Role
 from app.core.types import SequenceHash
-from app.core.worker_report import Role, Speed
+from app.core.worker_report import Speed
 from app.planner.rules.state import (
     FleetState,
     Latencies,

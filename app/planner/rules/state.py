@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from app.core.worker_report import DEFAULT_SPEED, Role, Speed
+from app.core.roles import Role
+from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.simulation.profiles import Profile
 from app.simulation.steps import SimRequest
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from redis.asyncio import Redis
 
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.eventually import eventually

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.worker_report import Role
+from app.core.roles import Role
 from app.planner.rules.pools import RolesNotPlanned, propose_pools
 from app.planner.rules.state import (
     FleetState,

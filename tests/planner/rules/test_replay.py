@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from app.core.roles import Role
 from app.core.types import SequenceHash
-from app.core.worker_report import DEFAULT_SPEED, Role
+from app.core.worker_report import DEFAULT_SPEED
 from app.planner.rules.replay import Replay, ReplayTooLong, recorded_request
 from app.planner.rules.state import (
     FleetState,

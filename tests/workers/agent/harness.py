@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from app.core import worker_report
+from app.core import registration
 from app.core.errors import NamespaceMissing, RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Reservation, Wish
@@ -68,7 +68,7 @@ class Observer:
             return {}
         texts = [await self.redis.hget(KEYS["workers"], str(inc)) for inc in loads]
         return {
-            inc: str(worker_report.decode_info(text).key)
+            inc: str(registration.decode_info(text).key)
             for inc, text in zip(loads, texts, strict=True)
             if text is not None
         }

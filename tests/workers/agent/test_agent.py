@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 import workers.agent.agent
 import workers.agent.publish
-from app.core import worker_report
+from app.core import metrics_entry, registration
 from app.core.errors import RedisUnavailable
 from app.core.events import Removed, Stored
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN
@@ -52,7 +52,7 @@ async def test_a_worker_whose_agent_started_is_routed_to(redis: Redis, observer:
     await agent.start()
     assert agent.incarnation == 1
     assert await observer.live() == {1: "w0:0"}
-    assert worker_report.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
+    assert registration.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
 
 
 async def test_a_running_agent_follows_a_redis_that_moves_without_a_failed_call(
@@ -303,7 +303,7 @@ async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(
     runner = GatedRunner(redis, "apply")
 
     async def publishing() -> dict[str, bool]:
-        infos = [worker_report.decode_info(t) for t in await redis.hvals(KEYS["workers"])]
+        infos = [registration.decode_info(t) for t in await redis.hvals(KEYS["workers"])]
         return {str(info.key): info.publishing for info in infos}
 
     async with running(new_agent(redis, runner=runner)) as agent:
@@ -624,9 +624,9 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
     assert text == {
         "worker": "w0:0",
         "incarnation": "1",
-        **worker_report.encode(shown, LEARNED, READ),
+        **metrics_entry.encode(shown, LEARNED, READ),
     }
-    assert worker_report.decode(found[0][1]) == (shown, LEARNED, READ)
+    assert metrics_entry.decode(found[0][1]) == (shown, LEARNED, READ)
 
 
 async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:

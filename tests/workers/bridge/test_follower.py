@@ -15,9 +15,11 @@ from redis.asyncio import Redis
 
 from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
+from app.core.metrics_entry import decode
+from app.core.registration import decode_info
 from app.core.settings.agent import EngineAgentSettings
 from app.core.types import Incarnation
-from app.core.worker_report import WorkerInfo, decode, decode_info
+from app.core.worker_report import WorkerInfo
 from app.state import reservations
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually

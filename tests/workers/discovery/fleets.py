@@ -14,8 +14,9 @@ from redis.asyncio import Redis
 
 from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.registration import decode_info
 from app.core.settings.agent import EngineAgentSettings
-from app.core.worker_report import WorkerInfo, decode_info
+from app.core.worker_report import WorkerInfo
 from app.state import reservations
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually

@@ -1,0 +1,93 @@
+"""A WorkerInfo as text in Redis, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from app.core.errors import shown
+from app.core.keys import DATA_VERSION
+from app.core.report_items import Item
+from app.core.types import WorkerKey
+from app.core.worker_report import INFO, WorkerInfo
+
+MAX_COUNT = 10**12
+"""No number that a worker registers is larger."""
+MAX_NAMES, MAX_NAME = 256, 256
+"""Of models or adapters, and characters of each."""
+
+
+class WrongField(ValueError):
+    """A field of a registration that is not what it must be. name: as in Redis."""
+
+    def __init__(self, name: str, value: object, wanted: str) -> None:
+        super().__init__(f"{name} is {shown(value)}, not {wanted}")
+        self.name, self.value, self.wanted = name, value, wanted
+
+
+def encode_info(info: WorkerInfo, lease_ttl_ms: int) -> bytes:
+    """JSON: an object with each field of `info`, `lease_ttl_ms`, and the data model's `version`."""
+    values = {item.wire: getattr(info, item.name) for item in INFO}
+    values |= {"lease_ttl_ms": lease_ttl_ms, "version": DATA_VERSION}
+    return orjson.dumps(values, default=WorkerKey.__str__)
+
+
+def version_in(text: bytes | str) -> int:
+    """The version of the data model that the worker speaks which wrote `text`; 1 if that does not
+    say. Raises ValueError if nothing of the kind wrote it."""
+    values = orjson.loads(text)
+    version = values.get("version", 1) if isinstance(values, dict) else None
+    if type(version) is not int:
+        raise ValueError(f"version is {shown(version)}, not a whole number")
+    return version
+
+
+def decode_info(text: bytes | str) -> WorkerInfo:
+    """The WorkerInfo in what `encode_info` wrote. Raises ValueError for anything else."""
+    values = orjson.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"not an object: {shown(values)}")
+    return read_info(values)
+
+
+def read_info(values: Mapping[str, Any]) -> WorkerInfo:
+    """The WorkerInfo with these fields; a missing field takes its default, an unknown one is
+    ignored. Raises WrongField for the first that is bad, or missing without having a default."""
+    return WorkerInfo(*(_read(item, values) for item in INFO))
+
+
+def _read(item: Item, values: Mapping[str, Any]) -> Any:
+    value = values.get(item.wire, item.default)
+    if item.kind in (int, float):
+        if type(value) in (int, item.kind) and item.least <= value <= MAX_COUNT:
+            return value
+        number = "whole number" if item.kind is int else "number"
+        raise WrongField(item.wire, value, f"a {number} from {item.least} to {MAX_COUNT}")
+    if item.kind == tuple[str, ...]:
+        return _names(item.wire, value)
+    if item.kind is bool:
+        if type(value) is bool:
+            return value
+        raise WrongField(item.wire, value, "true or false")
+    if not isinstance(value, str):
+        raise WrongField(item.wire, value, "text")
+    if item.kind is str:
+        return value
+    try:
+        return item.kind.parse(value)
+    except ValueError:
+        raise WrongField(item.wire, value, item.help) from None
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    if (
+        isinstance(value, (list, tuple))
+        and len(value) <= MAX_NAMES
+        and all(isinstance(one, str) and 0 < len(one) <= MAX_NAME for one in value)
+        and all(one.isprintable() for one in value)
+    ):
+        return tuple(value)
+    wanted = f"at most {MAX_NAMES} names of 1 to {MAX_NAME} printable characters"
+    raise WrongField(name, value, wanted)
