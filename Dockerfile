@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
 #
-# docker build --target router .        one router replica (the default); needs REDIS_URL
+# docker build --target router .        one router replica (the default), or with the command
+#                                       `kvroute picker` one that gateways ask; needs REDIS_URL
 # docker build --target worker .        one worker, with the simulated engine; needs REDIS_URL
 #     with --build-arg WORKER_EXTRA=torch, with the torch engine as well
 # docker build --target agent .         the agent beside a vLLM or SGLang; needs REDIS_URL and
@@ -21,7 +22,7 @@ COPY . .
 
 FROM build AS build-router
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /venv/bin/pip install -c constraints.txt .
+    /venv/bin/pip install -c constraints.txt '.[gateway]'
 
 FROM build AS build-worker
 ARG WORKER_EXTRA

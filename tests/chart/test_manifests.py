@@ -16,7 +16,7 @@ from tests.chart.installed import INSTALLED, Installed, selects
 from tests.chart.rendering import golden
 from workers.discovery.pods import engine_of
 
-OURS = ("router", "worker", "agent", "planner")
+OURS = ("router", "picker", "worker", "agent", "planner")
 OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD", "OTEL_EXPORTER_OTLP_ENDPOINT"}
 """What a container has for others of its variables, or for a library."""
 
@@ -39,8 +39,10 @@ def test_each_part_reads_the_variables_and_the_flags_that_it_is_given(installed:
 
 
 def test_routers_and_workers_ask_for_keys(installed: Installed) -> None:
+    of_routers = {"KVROUTE_API_KEY", "KVROUTE_WORKER_KEY", "KVROUTE_METRICS_KEY"}
     asked = {
-        "router": {"KVROUTE_API_KEY", "KVROUTE_WORKER_KEY", "KVROUTE_METRICS_KEY"},
+        "router": of_routers,
+        "picker": of_routers,
         "worker": {"KVROUTE_WORKER_KEY", "KVROUTE_METRICS_KEY"},
         "agent": {"KVROUTE_ENGINE_API_KEY"},
         "vllm": {"VLLM_API_KEY"},
@@ -54,7 +56,8 @@ def test_routers_and_workers_ask_for_keys(installed: Installed) -> None:
 
 
 def test_parts_log_in_to_redis_as_their_own_user(installed: Installed) -> None:
-    users = {"router": "router", "planner": "router", "worker": "worker", "agent": "worker"}
+    users = dict.fromkeys(("router", "picker", "planner"), "router")
+    users |= dict.fromkeys(("worker", "agent"), "worker")
     for container in installed.containers():
         if (user := users.get(container["name"])) is None:
             continue
@@ -224,6 +227,34 @@ def test_agents_that_discover_may_only_see_pods_and_look_for_those_of_engines() 
         assert told is not None
         assert (told.settings.role, told.settings.kv_transfer) == (part, "nixl")
         assert told.settings.engine_url == "http://10.0.0.1:8000"
+
+
+def test_a_gateway_is_told_who_picks_among_which_pods() -> None:
+    gateway = INSTALLED["gateway"]
+    [pool], [route] = gateway.of_kind("InferencePool"), gateway.of_kind("HTTPRoute")
+    asked = pool["spec"]["endpointPickerRef"]
+    assert asked["failureMode"] == "FailClose"
+    [service] = [
+        each for each in gateway.of_kind("Service") if each["metadata"]["name"] == asked["name"]
+    ]
+    [port] = service["spec"]["ports"]
+    assert port["port"] == asked["port"]["number"]
+    router = gateway.pods["router"]
+    assert service["spec"]["selector"].items() <= router["metadata"]["labels"].items()
+    [container] = router["spec"]["containers"]
+    assert {port["targetPort"]: 9002}.items() <= {
+        each["name"]: each["containerPort"] for each in container["ports"]
+    }.items()
+    assert container["args"][:2] == ["kvroute", "picker"]
+    members = {
+        part
+        for part, pod in gateway.pods.items()
+        if selects(pool["spec"]["selector"], pod["metadata"]["labels"])
+    }
+    assert members == {"worker"}
+    assert [each["number"] for each in pool["spec"]["targetPorts"]] == [*gateway.ports("worker")]
+    [rule] = route["spec"]["rules"]
+    assert [each["name"] for each in rule["backendRefs"]] == [pool["metadata"]["name"]]
 
 
 @pytest.mark.parametrize("example", ["ha", "split", "discovery"])

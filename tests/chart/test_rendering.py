@@ -61,6 +61,8 @@ def test_helm_finds_nothing_wrong_with_it() -> None:
         ("engines.pools[0].role=both", "missing properties 'name', 'replicas'"),
         ("redis.external.caSecret=ca", "redis.external.caSecret: redis.external.secret is needed"),
         ("planner.keda.prometheus=http://p", "planner.keda.prometheus: planner.enabled is needed"),
+        ("gateway.enabled=true", "gateway.enabled: gateway.parentRefs is needed too"),
+        ("gateway.failureMode=Open", "at '/gateway/failureMode': value must be one of"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(given: str, why: str) -> None:
@@ -86,6 +88,22 @@ def test_pools_that_cannot_be_are_refused(pools: list[tuple[str, str]], why: str
     refused = template("--set", ",".join(given))
     assert refused.returncode != 0
     assert why in refused.stderr
+
+
+@pytest.mark.parametrize("mode", ["FailOpen", "FailClose"])
+def test_what_a_gateway_does_without_pickers_is_a_value(mode: str) -> None:
+    given = f"gateway.enabled=true,gateway.parentRefs[0].name=g,gateway.failureMode={mode}"
+    pools = (each for each in yaml.safe_load_all(template("--set", given).stdout) if each)
+    [pool] = [each for each in pools if each["kind"] == "InferencePool"]
+    assert pool["spec"]["endpointPickerRef"]["failureMode"] == mode
+
+
+def test_a_gateway_and_pools_that_split_prompts_are_refused() -> None:
+    values = str(CHART / "examples/split.yaml")
+    given = "gateway.enabled=true,gateway.parentRefs[0].name=g"
+    refused = template("--values", values, "--set", given)
+    assert refused.returncode != 0
+    assert "gateway.enabled: a gateway sends each request to one engine" in refused.stderr
 
 
 def test_the_chart_that_is_packed_has_the_files_of_deploy(tmp_path: Path) -> None:
