@@ -22,6 +22,7 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.sequence",
         "workers.engines.torch.attention",
         "workers.engines.torch.tiers",
+        "workers.engines.torch.chunks",
         "workers.engines.torch.weights",
         "workers.engines.torch.engine",
         "workers.engines.torch.transfer",

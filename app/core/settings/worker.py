@@ -163,9 +163,10 @@ class WorkerSettings(MemberSettings):
         "many GPUs, if there are and --device names none.",
         Integers(1, 1024),
     )
-    prefill_chunk: int = setting(
-        256,
-        "Prompt tokens the torch engine computes at a time; prefix reuse is in multiples of it.",
+    prefill_chunk: int | None = setting(
+        None,
+        "Prompt tokens the torch engine computes at a time; prefix reuse is in multiples of it. "
+        "Unset: 256 on a CPU; on a GPU, what a trial at start-up finds.",
         POSITIVE,
     )
     max_num_seqs: int = setting(

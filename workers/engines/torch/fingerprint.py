@@ -9,6 +9,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from app.core.settings.worker import WorkerSettings
+from workers.engines.torch.chunks import chunk_of
 from workers.engines.torch.llama import Llama
 from workers.kv.memory import KVShape
 
@@ -25,6 +26,6 @@ def fingerprint_of(settings: WorkerSettings, model: Llama, shape: KVShape, ident
     device = torch.cuda.get_device_name(model.device) if is_cuda else str(model.device)
     computed = (
         *(version("kvroute"), torch.__version__, torch.backends.cpu.get_cpu_capability()),
-        *(device, torch.get_num_threads(), settings.prefill_chunk),
+        *(device, torch.get_num_threads(), chunk_of(settings)),
     )
     return xxh3_64_intdigest(repr((identity, model.config, computed)).encode(), shape.fingerprint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
 from workers.engines.base import Engine, HostedEngine
+from workers.engines.torch.chunks import chunk_of, with_chunk
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.fingerprint import fingerprint_of, identity_of
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
@@ -30,10 +32,10 @@ WEIGHTS_SEED = 0
 
 def load(settings: WorkerSettings) -> HostedEngine:
     """Raises ConfigError for a bad setting."""
-    if settings.prefill_chunk % settings.block_size:
+    if chunk_of(settings) % settings.block_size:
         raise ConfigError(
             f"prefill_chunk: needs a multiple of block_size {settings.block_size}, "
-            f"got {settings.prefill_chunk}"
+            f"got {chunk_of(settings)}"
         )
     if bool(settings.disk_pool_tokens) != bool(settings.disk_folder):
         raise ConfigError(
@@ -58,6 +60,7 @@ def load(settings: WorkerSettings) -> HostedEngine:
         device,
         time.perf_counter() - started,
     )
+    settings = replace(settings, prefill_chunk=with_chunk(settings, model))
     return _with_tiers(settings, model, tokenizer, identity)
 
 
@@ -93,7 +96,7 @@ def _with_tiers(
             tiers.manager,
             tiers.carry_out,
             publisher,
-            chunk_tokens=settings.prefill_chunk,
+            chunk_tokens=chunk_of(settings),
             spare={tier: -(-number // SPARE) for tier, number in tiers.num_blocks.items()},
             max_num_seqs=settings.max_num_seqs,
             link=link,
@@ -107,7 +110,7 @@ def _with_tiers(
         kept.close,
         tokenizer,
         gpu,
-        settings.prefill_chunk,
+        chunk_of(settings),
         settings.model if tokenizer is not None else "",
         kv_kind=link.kind if link is not None else {},
     )

@@ -13,6 +13,7 @@ import torch
 from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
 from app.core.types import SequenceHash, Tier, WorkerKey
+from workers.engines.torch.chunks import chunk_of
 from workers.engines.torch.fingerprint import fingerprint_of
 from workers.engines.torch.llama import Llama
 from workers.kv.copies import Copies
@@ -56,7 +57,7 @@ def open_tiers(settings: WorkerSettings, model: Llama, identity: str, stack: Exi
         num_blocks,
         write=WritePolicy(settings.write_policy),
         admission=AdmissionPolicy(min_uses=settings.store_min_uses),
-        reuse_multiple=settings.prefill_chunk // settings.block_size,
+        reuse_multiple=chunk_of(settings) // settings.block_size,
         now=time.monotonic,
     )
     if disks:

@@ -1,0 +1,63 @@
+"""How many tokens of a prompt are computed at a time, where nobody says so."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from app.core.settings.worker import WorkerSettings
+from workers.engines.torch.llama import Llama
+from workers.kv.memory import MemoryPool
+
+log = logging.getLogger(__name__)
+
+CHUNK = 256
+"""On a CPU, which computes longer ones no faster."""
+CHUNKS = 256, 512, 1024, 2048
+"""Tried on a GPU."""
+ENOUGH = 0.9
+"""Of the best rate: with the smallest chunk that reaches it, most is reused."""
+TRIAL_ROUNDS = 3
+
+
+def chunk_of(settings: WorkerSettings) -> int:
+    """Tokens, as set or as found."""
+    return settings.prefill_chunk or CHUNK
+
+
+def found_chunk(
+    model: Llama, block_size: int, seconds: Callable[[], float] = time.perf_counter
+) -> int:
+    """The smallest of CHUNKS that prefills at nearly the best rate on the model's device.
+
+    seconds: a clock that has waited for the device.
+    """
+    most = min(max(CHUNKS), model.config.max_position_embeddings)
+    pool = MemoryPool(model.kv_shape(block_size), -(-most // block_size), model.device)
+    block_ids = range(pool.num_blocks)
+    rates = {}
+    for chunk in (size for size in CHUNKS if size <= most):
+        best_s = float("inf")
+        for _ in range(1 + TRIAL_ROUNDS):  # the first one finds the device cold
+            began_s = seconds()
+            model.prefill([pool.kv], [0] * chunk, 0, block_ids).cpu()
+            best_s = min(best_s, seconds() - began_s)
+        rates[chunk] = chunk / best_s
+    enough = ENOUGH * max(rates.values(), default=0.0)
+    chosen = next((chunk for chunk, rate in rates.items() if rate >= enough), CHUNK)
+    tried = ", ".join(f"{chunk}: {rate:,.0f}" for chunk, rate in rates.items())
+    log.info("prefill_chunk: %d; tokens a second with each: %s", chosen, tried)
+    return chosen
+
+
+def with_chunk(settings: WorkerSettings, model: Llama) -> int:
+    """Tokens of a chunk: as set, else what a trial finds on a GPU."""
+    if settings.prefill_chunk is None and model.device.type == "cuda":
+        try:
+            return found_chunk(model, settings.block_size)
+        except torch.cuda.OutOfMemoryError:
+            log.warning("prefill_chunk: no memory for a trial; %d", CHUNK)
+    return chunk_of(settings)
