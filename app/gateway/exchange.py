@@ -43,6 +43,8 @@ class Exchange:
         """How the gateway passes bodies of answers. One that does not say passes them."""
         if not first.HasField("protocol_config"):
             self.answer_mode = messages.FULL_DUPLEX_STREAMED
+        self.has_trailers = False
+        """Whether trailers came behind the body of the request."""
         self._has_body = not first.request_headers.end_of_stream
         self._ahead: asyncio.Task[Request | None] | None = None
         self._on_gone: Callable[[], None] | None = None
@@ -111,7 +113,7 @@ class Exchange:
         if said is None:
             return {"type": "http.disconnect"}
         piece = said.request_body.body
-        # What comes behind trailers is of the answer.
+        self.has_trailers = said.HasField("request_trailers")
         self._has_body = said.HasField("request_body") and not said.request_body.end_of_stream
         self.held.add(len(piece))
         return {"type": "http.request", "body": piece, "more_body": self._has_body}

@@ -67,6 +67,7 @@ MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "response_headers": (2, "HeadersResponse"),
         "request_body": (3, "BodyResponse"),
         "response_body": (4, "BodyResponse"),
+        "request_trailers": (5, "TrailersResponse"),
         "response_trailers": (6, "TrailersResponse"),
         "immediate_response": (7, "ImmediateResponse"),
         "dynamic_metadata": (8, "Struct"),

@@ -94,11 +94,13 @@ def goes_to(endpoints: str, headers: Headers, without: Iterable[bytes], body: by
     return _said(request_headers=ext_proc.HeadersResponse(response=common), dynamic_metadata=about)
 
 
-def pieces(body: bytes) -> Iterator[Response]:
-    """The body of a request, as it goes on."""
+def pieces(body: bytes, *, has_trailers: bool) -> Iterator[Response]:
+    """The body of a request, as it goes on, and that its trailers do."""
     for begin in range(0, max(1, len(body)), CHUNK_BYTES):
-        is_last = begin + CHUNK_BYTES >= len(body)
+        is_last = not has_trailers and begin + CHUNK_BYTES >= len(body)
         yield _said(request_body=_piece(body[begin : begin + CHUNK_BYTES], is_last))
+    if has_trailers:
+        yield _said(request_trailers=ext_proc.TrailersResponse())
 
 
 def answer_headers(headers: Headers = ()) -> Response:

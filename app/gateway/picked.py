@@ -84,7 +84,8 @@ class Picked:
         going = messages.goes_to(
             ",".join(self._told(decision)), *self._changes(decision.worker), body
         )
-        await self._exchange.hand_on(going, *messages.pieces(body))
+        pieces = messages.pieces(body, has_trailers=self._exchange.has_trailers)
+        await self._exchange.hand_on(going, *pieces)
         await self._follow()
 
     async def _confine(self) -> None:
@@ -178,7 +179,8 @@ class Picked:
         if is_all:
             return
         if self._exchange.answer_mode == NONE and answer.status < 400:
-            self._life.first_token(is_seen=answer.in_events)
+            # As near as anybody sees.
+            self._life.first_token(is_seen=False)
 
     async def _passes(self, answer: Answer, said: messages.Request) -> bool:
         """Whether that was the end."""

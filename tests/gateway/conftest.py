@@ -104,8 +104,8 @@ class Asked:
                 continue
             piece = said.request_body.response.body_mutation.streamed_response
             told.body += piece.body
-            told.num_pieces += 1
-            if piece.end_of_stream:
+            told.num_pieces += said.HasField("request_body")
+            if piece.end_of_stream or said.HasField("request_trailers"):
                 return told
 
     async def answer_begins(self, status: int = 200, kind: str = "", served: str = "") -> Any:

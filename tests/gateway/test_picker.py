@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
+from app.gateway import ext_proc
 from app.gateway.messages import CHUNK_BYTES, NONE, SUBSET, TEST_SELECTION
 from app.gateway.processor import LIVENESS, READINESS, SERVICE
 from app.local.redis_server import EmbeddedRedis
@@ -53,6 +54,20 @@ async def test_the_body_goes_on_and_its_length_is_right(
         assert told.fields == orjson.loads(body) | {"stream_options": {"include_usage": True}}
         assert told.headers["content-length"] == b"%d" % len(told.body)
         assert told.num_pieces == -(-len(told.body) // CHUNK_BYTES) == 3
+
+
+async def test_trailers_of_a_request_go_on_behind_its_body(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url, 1) as gateway:
+        asked = gateway.call()
+        await asked.headers("/v1/completions", mode=NONE, about={}, meta=None)
+        await asked.body(orjson.dumps(ASKS), ends=False)
+        trailers = ext_proc.ProcessingRequest()
+        trailers.request_trailers.SetInParent()
+        await asked.call.write(trailers)
+        told = await asked.told()
+        assert (told.fields, told.num_pieces) == (ASKS, 1)
 
 
 @pytest.mark.parametrize("send_ids", [True, False])
