@@ -190,7 +190,10 @@ class WorkerSelector:
             eligible = without_avoided(able, room, avoid, roles)
             targets = targets & eligible
         max_queue_s = math.inf if degraded or not request.reserve else self._max_queue_s
-        cost = _cost(policy, view, affinity, query)
+        cost = _cost(policy, view, affinity)
+        if query.computing and policy == "latency":
+            places = (view.position(inc) for inc in query.computing)
+            cost = awaiting(cost, [at for at in places if at is not None], published)
         choice = self._choose(policy, candidates, size, targets, cost, max_queue_s)
         self._decisions += request.reserve
         routes = self._routes(
@@ -306,13 +309,10 @@ class WorkerSelector:
         return Affinity(position, fraction, self._max_queue_s)
 
 
-def _cost(policy: str, view: View, affinity: Affinity | None, query: Query) -> CostFunction:
+def _cost(policy: str, view: View, affinity: Affinity | None) -> CostFunction:
     """The policy's, with what the session is worth, and what slowness, failures and absent agents
     cost."""
     cost = POLICIES[policy].cost
-    if query.computing and policy == "latency":
-        places = (view.position(inc) for inc in query.computing)
-        cost = awaiting(cost, [at for at in places if at is not None])
     if affinity is not None:
         cost = discounted(cost, affinity)
     if view.late_s is not None:

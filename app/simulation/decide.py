@@ -97,7 +97,7 @@ class Decider:
             candidates.receiving_s = awaited_s(candidates, published)
         cost = self._policy.cost
         if computing:
-            cost = awaiting(POLICIES[self._policy.key].cost, computing)
+            cost = awaiting(POLICIES[self._policy.key].cost, computing, published)
         choice = choose(
             self._policy.key,
             candidates,
