@@ -110,10 +110,8 @@ PER_GROUP = 1000
 """Blocks that a group's requests may share."""
 
 
-@click.command(cls=Command)
-@click.argument("name", type=click.Choice(list(TRAFFIC)))
-def main(name: str) -> None:
-    """Print the trace NAME."""
+def lines(name: str) -> Iterator[bytes]:
+    """The rows of the trace."""
     asked = sorted(TRAFFIC[name](np.random.default_rng(1)), key=lambda one: one.at_s)
     for number, one in enumerate(asked):
         first = one.group * PER_GROUP
@@ -128,7 +126,15 @@ def main(name: str) -> None:
             "hash_ids": [*shared],
             "priority": one.priority,
         }
-        click.echo(orjson.dumps(row))
+        yield orjson.dumps(row)
+
+
+@click.command(cls=Command)
+@click.argument("name", type=click.Choice(list(TRAFFIC)))
+def main(name: str) -> None:
+    """Print the trace NAME."""
+    for line in lines(name):
+        click.echo(line)
 
 
 if __name__ == "__main__":
