@@ -74,7 +74,7 @@ async def _take_stock(router: Router) -> None:
         telemetry.load_mean.set(load_avg)
         telemetry.load_std.set(load_std)
     telemetry.sleeps.set(telemetry.view is not None and fleet.sleeps)
-    telemetry.metrics_age.set(fleet.metrics_age_s)
+    telemetry.metrics_age.set(fleet.measurements.age_s)
 
 
 ROUTES = [

@@ -61,7 +61,10 @@ async def serve(settings: PlannerSettings) -> None:
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(supervised(task, run, metrics.task_failures))
-                for task, run in (("measurements", fleet.follow), ("planner", planner.run))
+                for task, run in (
+                    ("measurements", fleet.measurements.follow),
+                    ("planner", planner.run),
+                )
             ]
 
             async def leave() -> None:

@@ -79,7 +79,7 @@ async def whatif(
     """For fleets of `sizes`, by the decisions of late. Raises RedisUnavailable."""
     fleet = Fleet(redis, keyspace, TIMEOUT_S)
     observer = Observer(fleet, redis, ScriptRunner(redis, TIMEOUT_S), keyspace)
-    following = asyncio.create_task(fleet.follow())
+    following = asyncio.create_task(fleet.measurements.follow())
     try:
         with suppress(TimeoutError):  # those whose speed is not known count as usual
             async with asyncio.timeout(TIMEOUT_S):

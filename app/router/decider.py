@@ -17,12 +17,11 @@ from app.core.errors import (
     WrongVersion,
 )
 from app.core.loads import Refusal, Snapshot
-from app.core.overlaps import Overlaps
-from app.core.pace import Pace
 from app.http.supervisor import supervised
 from app.policy.decision import Query
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import View
+from app.router.degraded import DegradedMode
 from app.router.history import History
 from app.router.lookup import LookUp
 from app.router.maintenance import Maintenance
@@ -41,9 +40,6 @@ MAX_TRIES = 32
 about this many can race before one reserves on loads known to be out of date. Of a burst of 32, the
 owner gets 16 through one replica. Through 16 replicas that look at the same moment, it gets 16 with
 32 tries; with 16 tries, 18 in one burst of four; with 4 tries, 6."""
-COMPLAINTS_PER_S = 1
-"""Log messages that Redis is unreachable. Metrics count every decision made without it."""
-
 
 Planned = tuple[Pending, Plan]
 
@@ -73,8 +69,7 @@ class Decider:
         self._ttl_ms = round(replica.settings.reservation_ttl_s * 1000)
         self._prefill_ttl_ms = round(replica.settings.prefill_ttl_s * 1000)
         self._queue: asyncio.Queue[Pending] = asyncio.Queue(MAX_QUEUED)
-        self._complaints = Pace(COMPLAINTS_PER_S)
-        self._complained = False
+        self._degraded = DegradedMode(replica, self._selector, self._turn_away, self._note_decision)
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -132,7 +127,7 @@ class Decider:
             # Requests that came meanwhile must not each wait for a deadline.
             while not self._queue.empty():
                 batch.append(self._queue.get_nowait())
-            self._decide_degraded(batch, error)
+            self._degraded.decide(batch, error)
             return
         for pending in batch:
             # A sender's clock may be ahead.
@@ -148,9 +143,7 @@ class Decider:
             try:
                 with self._replica.telemetry.seconds_of("reserve").time():
                     replies = await self._reserve(plans, final=attempt == MAX_TRIES)
-                if self._complained:
-                    self._complained = False
-                    log.info("deciding with Redis again")
+                self._degraded.ends()
                 undecided, fresh = self._answer_reserved(plans, replies)
                 if not undecided:
                     return
@@ -166,7 +159,7 @@ class Decider:
                     self._maintenance.release_soon(
                         pending.query.reservation_id, pending.query.attempt
                     )
-                self._decide_degraded(lost, error)
+                self._degraded.decide(lost, error)
                 return
         for pending in undecided:
             busy = f"no worker could be reserved in {MAX_TRIES} tries"
@@ -335,35 +328,6 @@ class Decider:
         telemetry.reuse.decided(query, plan)
         telemetry.locality_of(plan.decision.locality).inc()
         self._history.record(plan)
-
-    def _decide_degraded(self, batch: list[Pending], reason: Exception) -> None:
-        """Spread requests by the loads last seen, plus what has been decided since."""
-        if self._complaints.allows(time.monotonic()):
-            self._complained = True
-            log.warning("deciding without Redis: %s", reason)
-        view = self._replica.fleet.last_view
-        for pending in batch:
-            if pending.answer.done():
-                continue
-            if view is None:
-                pending.fail(NoWorkers(f"no worker has been seen yet: {reason}"))
-                continue
-            pending.query.overlaps = pending.query.held = Overlaps()
-            pending.query.waited_ms = pending.waited_ms(time.perf_counter())
-            try:
-                plan = self._selector.plan(pending.query, view, degraded=True)
-            except NoWorkers as error:
-                # The first one may be about to register.
-                self._turn_away(pending, view, error)
-                continue
-            except RoutingError as error:
-                pending.fail(error)
-                continue
-            self._replica.telemetry.degraded.inc()
-            if pending.request.reserve:
-                plan.count()
-                self._note_decision(pending.query, plan)
-            pending.resolve(plan.decision)
 
 
 def _wanted(batch: list[Pending]) -> list[Pending]:

@@ -6,7 +6,6 @@ follows the metrics stream, and the last view, which routing falls back on witho
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,7 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from app.core import metrics_entry, registration
+from app.core import registration
 from app.core.errors import (
     KvrouteError,
     NamespaceMissing,
@@ -23,28 +22,22 @@ from app.core.errors import (
     WrongVersion,
 )
 from app.core.failures import IS_TAINTED
-from app.core.keys import DATA_VERSION, METRICS_INTERVAL_S, Keyspace, metrics_interval_s
+from app.core.keys import DATA_VERSION, Keyspace
 from app.core.loads import Snapshot
-from app.core.roles import Role
 from app.core.types import Incarnation, WorkerKey
-from app.core.worker_report import Speed, WorkerInfo, process_of
+from app.core.worker_report import WorkerInfo, process_of
 from app.policy.kv_lease import LeaseBooks, Transfers
 from app.policy.pair_failures import Pair
-from app.policy.view import UNMEASURED, Measurement, View, Workers
+from app.policy.view import Measurement, View, Workers
+from app.router import sleep
+from app.router.measurements import Measurements
 from app.state.connect import deadline
-from app.state.streams import id_ms, pages_backwards
 
 log = logging.getLogger(__name__)
 
-PAGE = 512
-"""Entries of the metrics stream read at a time, in some 20 ms: two of each of 256 workers."""
-MAX_AHEAD_S = 60.0
-"""How far an entry of the metrics stream may be ahead of the Redis clock."""
 CLOCK_SET_BACK_MS = 1000.0
 CLOCK_DRIFT_MS = 0.01
 """Between two answers of Redis, at most."""
-TAKE_OVER_MS = 30_000
-"""Another planner follows one that is gone within that time."""
 RECOVERY_S = 5.0
 """How long recovery may take after Redis was unreachable. Agents renew a third of a lease after it
 is back, usually 1 s."""
@@ -62,6 +55,9 @@ class Fleet:
         self.strangers: dict[Incarnation, str] = {}
         """Incarnations of workers that another release runs, and what is wrong with each: they are
         not routed to."""
+        self.measurements = Measurements(
+            *(redis, keyspace, timeout_s, lambda: self.redis_now_ms, lambda: self.last_view)
+        )
         self.wakes_until_ms = 0
         """See app.state.planner.wakes_until."""
         self._redis = redis
@@ -70,15 +66,8 @@ class Fleet:
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._texts: dict[Incarnation, int] = {}
         """The hash of what each of them was read from: the text is half of what is kept of it."""
-        self._measured: dict[Incarnation, Measurement] = {}
         self.seen_s = 0.0
         """When the last view was made, monotonic seconds."""
-        self._taught: dict[Incarnation, Speed] = {}
-        """Of those whose agents cannot learn it."""
-        self._unshown: dict[Incarnation, Measurement] = {}
-        """What no view shows yet of what was measured."""
-        self._newest_ms: int | None = None
-        """The time of the last entry read from the metrics stream."""
         self._workers: Workers | None = None
         """That of the last view, until anything new is learnt."""
         self._met: list[Incarnation] | None = None
@@ -216,18 +205,13 @@ class Fleet:
     @property
     def wakes(self) -> bool:
         """Whether a planner starts a worker for requests that find none."""
-        return (self.redis_now_ms or 0) < self.wakes_until_ms + TAKE_OVER_MS
+        return sleep.wakes(self.wakes_until_ms, self.redis_now_ms)
 
     @property
     def sleeps(self) -> bool:
         """Whether, when Redis was last asked, there was no worker that decodes, and one will come
         if a request waits."""
-        view = self.last_view
-        return (
-            self.wakes
-            and view is not None
-            and all(info.role is Role.PREFILL for info in view.infos)
-        )
+        return self.wakes and self.last_view is not None and sleep.sleeps(self.last_view)
 
     @property
     def redis_now_ms(self) -> int | None:
@@ -242,14 +226,6 @@ class Fleet:
         if known is None or known - latest > CLOCK_SET_BACK_MS:
             return latest
         return max(latest, known - CLOCK_DRIFT_MS)
-
-    @property
-    def metrics_age_s(self) -> float:
-        """Age of the newest entry of the metrics stream that was read; 0 before any `view`."""
-        now_ms = self.redis_now_ms
-        if now_ms is None or self._newest_ms is None:
-            return 0.0
-        return max(0.0, (now_ms - self._newest_ms) / 1000)
 
     def note(self, error: KvrouteError) -> None:
         """Record that a query to Redis failed with `error`."""
@@ -305,9 +281,9 @@ class Fleet:
             self._workers = Workers(
                 [(inc, self._infos[inc], self.measured(inc)) for inc in loads.incarnations]
             )
-        elif self._unshown:
-            self._workers = self._workers.with_measured(self._unshown)
-        self._unshown = {}
+        elif self.measurements.unshown:
+            self._workers = self._workers.with_measured(self.measurements.unshown)
+        self.measurements.unshown = {}
         lapsed = {inc: self._infos[inc] for inc in snapshot.lapsed if inc in self._infos}
         are_there = {*snapshot.paused, *(inc for inc, info in lapsed.items() if info.ill)}
         paused = {inc: lapsed.pop(inc) for inc in are_there & lapsed.keys()}
@@ -369,7 +345,7 @@ class Fleet:
             self.strangers.pop(inc, None)
             if inc in self._infos and self._infos[inc].key != info.key:
                 # The number is another worker's now, because Redis lost data.
-                self._measured.pop(inc, None)
+                self.measurements.forget(inc)
             self._infos[inc], self._texts[inc] = info, hash(text)
             self._workers = None
 
@@ -407,86 +383,11 @@ class Fleet:
         self._infos = {inc: info for inc, info in self._infos.items() if inc in keep}
         self.strangers = {inc: what for inc, what in self.strangers.items() if inc in keep}
         self._texts = {inc: text for inc, text in self._texts.items() if inc in keep}
-        self._measured = {inc: m for inc, m in self._measured.items() if inc in keep}
-        self._taught = {inc: speed for inc, speed in self._taught.items() if inc in keep}
+        self.measurements.forget_except(keep)
         self._left_out &= keep
 
-    def teach(self, incarnation: Incarnation, speed: Speed) -> None:
-        """From now on that is how fast a worker is, whatever it reports."""
-        self._taught[incarnation] = speed
-        measured = replace(self.measured(incarnation), speed=speed)
-        self._measured[incarnation] = self._unshown[incarnation] = measured
-
     def measured(self, incarnation: Incarnation) -> Measurement:
-        return self._measured.get(incarnation, UNMEASURED)
-
-    async def follow(self, every: int = 1) -> None:
-        """Keep the latest entry of each incarnation in the metrics stream, until cancelled.
-
-        every: of so many entries of a worker, one is read: an entry costs a router 40 µs, and Redis
-        4 µs. As long as a live worker has none yet, all are.
-        """
-        position: bytes | None = None
-        while True:
-            try:
-                position = await self._poll(position)
-            except RedisUnavailable as error:
-                # A restarted server may count its ids from an earlier clock: start over.
-                position = None
-                log.debug("metrics not read: %s", error)
-            await asyncio.sleep(self._pause_s(every))
-
-    def _pause_s(self, every: int) -> float:
-        live = self.last_view.incarnations if self.last_view else []
-        if every == 1 or any(inc not in self._measured and inc not in self.away for inc in live):
-            return METRICS_INTERVAL_S
-        return every * metrics_interval_s(len(live))
-
-    async def _poll(self, position: bytes | None) -> bytes | None:
-        """Take the newest entry of each worker after `position`; returns the newest of all.
-
-        Goes back until a page shows no other worker. The whole stream would take Redis and us
-        longer than a decision may wait.
-        """
-        newest = position
-        taken: set[bytes | None] = set()
-        oldest = f"({position.decode()}" if position else "-"
-        async for page in pages_backwards(
-            *(self._redis, self._keyspace["metrics"], PAGE),
-            oldest=oldest,
-            timeout_s=self._timeout_s,
-        ):
-            num_taken = len(taken)
-            if page and newest is position:
-                newest = page[0][0]
-            for entry_id, fields in page:
-                incarnation = fields.get(b"incarnation")
-                if incarnation not in taken and self._take(id_ms(entry_id), fields):
-                    taken.add(incarnation)
-            if len(taken) == num_taken:
-                break
-        if newest is None:
-            return None
-        self._newest_ms = id_ms(newest)
-        now_ms = self.redis_now_ms
-        if now_ms is not None and self._newest_ms - now_ms > MAX_AHEAD_S * 1000:
-            # Somebody wrote it by hand: later entries may be dated from now, and so come before it.
-            return None
-        return newest
-
-    def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> bool:
-        """Keep what an entry says; False: it makes no sense."""
-        try:
-            incarnation = Incarnation(int(fields[b"incarnation"]))
-            measured = Measurement(*metrics_entry.decode(fields), at_ms)
-        except (KeyError, ValueError) as error:
-            worker = fields.get(b"worker", b"").decode(errors="replace")
-            log.warning("ignoring a metrics entry of %s: %s", worker, error)
-            return False
-        if incarnation in self._taught:
-            measured = replace(measured, speed=self._taught[incarnation])
-        self._measured[incarnation] = self._unshown[incarnation] = measured
-        return True
+        return self.measurements.of(incarnation)
 
 
 def _same(some: list[Incarnation], others: list[Incarnation]) -> bool:

@@ -39,6 +39,7 @@ from app.router.prompt import Prompt
 from app.router.recent import Recent
 from app.router.replica import Replica
 from app.router.reports import Reports
+from app.router.sleep import waking
 from app.router.taught import Taught
 from app.router.vouching import Signs, Vouching
 from app.router.waiting import Waiting
@@ -110,7 +111,7 @@ class Router:
                 tasks.create_task(supervised("reports", self._reports.run, failures))
                 if self._vouching is not None:
                     tasks.create_task(supervised("vouching", self._vouching.run, failures))
-                measurements = partial(self.fleet.follow, self._reports_every)
+                measurements = partial(self.fleet.measurements.follow, self._reports_every)
                 tasks.create_task(supervised("measurements", measurements, failures))
         finally:
             self._end()
@@ -204,16 +205,7 @@ class Router:
         too many wait, and RouterOverloaded."""
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         tag = _tag("")
-        request = RouteRequest(
-            f"wake-{tag}",
-            [],
-            1,
-            self._policy,
-            reserve=False,
-            tenant=asks.tenant,
-            priority=asks.priority,
-            holder=asks.holder,
-        )
+        request = waking(asks, self._policy, tag)
         pending = Pending(Query(request, tag), answer, for_any=True)
         try:
             await self._decided(pending)

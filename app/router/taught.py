@@ -93,7 +93,7 @@ class Taught:
         predicted = decision.overlap.total * info.block_size
         answers.add(answer, predicted, max(0.0, decision.expected_s - own_s))
         if not tells_speed(info):
-            self._fleet.teach(incarnation, answers.speed)
+            self._fleet.measurements.teach(incarnation, answers.speed)
 
     def held(
         self, incarnation: Incarnation, chain: Sequence[SequenceHash], blocks: int, view: View

@@ -13,9 +13,9 @@ from app.edge.watched_files import WatchedFiles
 from app.http import supervisor
 from app.local.redis_server import EmbeddedRedis
 from app.router.decider import Decider
-from app.router.fleet import Fleet
 from app.router.history import History
 from app.router.maintenance import Maintenance
+from app.router.measurements import Measurements
 from app.router.reports import Reports
 from app.router.routers import Routers
 from app.router.waiting import Waiting
@@ -35,7 +35,7 @@ TASKS = {
     "predictions": (History, "_write_forever"),
     "records": (History, "_record_forever"),
     "reports": (Reports, "run"),
-    "measurements": (Fleet, "follow"),
+    "measurements": (Measurements, "follow"),
     "redis": (RedisClient, "follow"),
     "workers": (Maintenance, "_maintain_workers"),
     "index": (Maintenance, "_maintain_index"),

@@ -264,7 +264,9 @@ class World:
             if agent.incarnation is None
             or fleet.measured(agent.incarnation).metrics.kv_total_blocks != 1000
         ]
-        return [f"no recent metrics of {stale}"] if stale or abs(fleet.metrics_age_s) > 2 else []
+        return (
+            [f"no recent metrics of {stale}"] if stale or abs(fleet.measurements.age_s) > 2 else []
+        )
 
     async def records(self) -> set[str]:
         """Ids of the requests that Redis counts as in flight."""

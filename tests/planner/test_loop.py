@@ -116,7 +116,7 @@ async def planning(
         observer = Observer(fleet, redis, runner, KEYS)
         metrics = metrics or PlannerMetrics(NAMESPACE)
         one = Planner(settings, observer, runner, connector, metrics)
-        tasks = [asyncio.create_task(fleet.follow()), asyncio.create_task(one.run())]
+        tasks = [asyncio.create_task(fleet.measurements.follow()), asyncio.create_task(one.run())]
         try:
             yield one
         finally:

@@ -21,6 +21,7 @@ from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import POLICIES
 from app.policy.view import Measurement
 from app.router import fleet as fleets
+from app.router import measurements
 from app.router.fleet import Fleet
 from app.state import leases, reservations
 from app.state.columns import Columns
@@ -55,7 +56,7 @@ async def publish(
 
 @asynccontextmanager
 async def following(fleet: Fleet) -> AsyncIterator[None]:
-    task = asyncio.create_task(fleet.follow())
+    task = asyncio.create_task(fleet.measurements.follow())
     try:
         yield
     finally:
@@ -244,7 +245,7 @@ async def test_forget_except_drops_all_other_workers(space: Namespace) -> None:
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
     await publish(space, a, waiting(7))
-    await fleet._poll(None)
+    await fleet.measurements.poll(None)
     await fleet.view(await space.loads())
     fleet.forget_except([])
     assert fleet.measured(a).metrics == ForwardPassMetrics()
@@ -287,8 +288,8 @@ async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout(
     fleet = Fleet(space.redis, space.keys, timeout_s=0.02)
     queries = (
         fleet.view(Snapshot(now_ms=0, loads=Loads.of({ONE: Load()}))),
-        fleet._poll(None),
-        fleet._poll(b"1-0"),
+        fleet.measurements.poll(None),
+        fleet.measurements.poll(b"1-0"),
     )
     with stopped(one_redis_server.pid):
         for query in queries:
@@ -423,7 +424,7 @@ async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
         await publish(space, TWO, waiting(6))
         await learned(fleet, TWO, waiting=6)
     assert fleet.measured(THREE).metrics == ForwardPassMetrics()
-    assert 0 <= fleet.metrics_age_s < 5
+    assert 0 <= fleet.measurements.age_s < 5
 
 
 @pytest.mark.parametrize(
@@ -443,7 +444,7 @@ async def test_the_stream_is_read_back_only_while_pages_name_further_workers(
     pages: int,
     known: dict[int, int],
 ) -> None:
-    monkeypatch.setattr(fleets, "PAGE", 2)
+    monkeypatch.setattr(measurements, "PAGE", 2)
     fleet = fleet_of(space)
     for number, inc in enumerate(entries.replace(" ", "")):
         if inc == "x":
@@ -453,7 +454,7 @@ async def test_the_stream_is_read_back_only_while_pages_name_further_workers(
         else:
             await publish(space, Incarnation(int(inc)), waiting(number))
     await space.redis.config_resetstat()
-    await fleet._poll(None)
+    await fleet.measurements.poll(None)
     stats: Any = await space.redis.info("commandstats")
     assert stats["cmdstat_xrevrange"]["calls"] == pages
     for inc in (1, 2, 3):
@@ -464,16 +465,16 @@ async def test_the_stream_is_read_back_only_while_pages_name_further_workers(
 async def test_the_newest_entry_of_each_worker_since_the_last_poll_is_read_however_many(
     space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleets, "PAGE", 2)
+    monkeypatch.setattr(measurements, "PAGE", 2)
     fleet = fleet_of(space)
     await publish(space, Incarnation(1), waiting(1))
-    position = await fleet._poll(None)
+    position = await fleet.measurements.poll(None)
     for inc in range(2, 7):
         await publish(space, Incarnation(inc), waiting(0))
         await publish(space, Incarnation(inc), waiting(inc))
     await space.redis.config_resetstat()
-    position = await fleet._poll(position)
-    assert await fleet._poll(position) == position
+    position = await fleet.measurements.poll(position)
+    assert await fleet.measurements.poll(position) == position
     stats: Any = await space.redis.info("commandstats")
     assert stats["cmdstat_xrevrange"]["calls"] == 7
     for inc in range(1, 7):
@@ -499,11 +500,14 @@ async def test_of_known_workers_only_every_third_report_is_read_unless_the_polic
     a, b = await space.worker("a"), await space.worker("b")
     await fleet.view(await space.loads())
     await publish(space, a, waiting(1))
-    await fleet._poll(None)
-    assert (fleet._pause_s(1), fleet._pause_s(3)) == (0.1, 0.1)
+    await fleet.measurements.poll(None)
+    assert (fleet.measurements._pause_s(1), fleet.measurements._pause_s(3)) == (0.1, 0.1)
     await publish(space, b, waiting(1))
-    await fleet._poll(None)
-    assert (fleet._pause_s(1), fleet._pause_s(3)) == (0.1, pytest.approx(0.3))
+    await fleet.measurements.poll(None)
+    assert (fleet.measurements._pause_s(1), fleet.measurements._pause_s(3)) == (
+        0.1,
+        pytest.approx(0.3),
+    )
     assert {name for name, policy in POLICIES.items() if policy.reads_reports} == {
         *("balance", "logit")
     }
@@ -538,7 +542,7 @@ async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_begin
     own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Even if its clock is behind, so that its entries seem older than those seen before."""
-    caplog.set_level(logging.DEBUG, "app.router.fleet")
+    caplog.set_level(logging.DEBUG, "app.router.measurements")
     async with connect(own_redis_server.url) as redis:
         space = Namespace(redis)
         fleet = fleet_of(space)

@@ -755,7 +755,7 @@ class TestWithoutRedis:
     async def test_an_outage_is_logged_with_its_reason_and_its_end(
         self, router: Replica, workers: FakeWorkers, caplog: pytest.LogCaptureFixture
     ) -> None:
-        caplog.set_level(logging.INFO, "app.router.decider")
+        caplog.set_level(logging.INFO, "app.router.degraded")
         await workers.register("w1")
         await router.route(request("r0"))
         router.runner.answer_is_lost = True
@@ -763,7 +763,7 @@ class TestWithoutRedis:
         router.runner.answer_is_lost = False
         for name in ("r2", "r3"):
             assert (await router.route(request(name))).reserved
-        told = [r.getMessage() for r in caplog.records if r.name == "app.router.decider"]
+        told = [r.getMessage() for r in caplog.records if r.name == "app.router.degraded"]
         assert told == ["deciding without Redis: TimeoutError: ", "deciding with Redis again"]
 
     async def test_a_reservation_whose_answer_was_lost_is_released(
