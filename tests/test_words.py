@@ -1,0 +1,142 @@
+"""That each word of docs/design/words.md, and whatever else a stranger looks for, has a file of its
+name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/design/words.md"
+LINK = re.compile(r"\]\(\.\./\.\./([^)#]+)\)")
+
+NAMED = {
+    "approximate": "predictions",
+    "away": "vouching",
+    "blind": "text_trail",
+    "block": "hashing",
+    "ill": "health",
+    "incarnation": "register",
+    "namespace": "keys",
+    "protocol": "base",
+    "revision": "pairing",
+    "sequence hash": "chains",
+    "shard": "index",
+    "tier": "manager",
+    "worker key": "types",
+}
+"""Words whose first file has another noun of the field, or of Redis' operations, for its name."""
+
+CONCEPTS = {
+    "route": "app/edge/route.py",
+    "health": "app/edge/health.py",
+    "config": "app/config_file.py",
+    "cost": "app/policy/cost.py",
+    "hashing": "app/core/hashing.py",
+    "keys": "app/core/keys.py",
+    "scripts": "app/state/scripts.py",
+    "match": "lua/match.lua",
+    "reserve": "lua/reserve.lua",
+    "heartbeat: beat": "lua/beat.lua",
+    "upstream": "app/door/upstream.py",
+    "tokens": "app/tokens/encoder.py",
+    "templates": "app/tokens/templates.py",
+    "auth: keys": "app/edge/keys.py",
+    "waiting": "app/router/waiting.py",
+    "tiers": "workers/engines/torch/tiers.py",
+    "planner's process: main": "app/planner/main.py",
+    "Kubernetes connector": "app/planner/connectors/kubernetes.py",
+    "virtual time": "loadtest/virtual.py",
+    "doctor": "app/ops/doctor.py",
+    "cli": "app/cli.py",
+    "Sentinel": "app/state/sentinel.py",
+    "LoRA names: adapter": "workers/bridge/events/adapter_folders.py",
+    "tracing": "app/door/tracing.py",
+    "simulated engine": "workers/engines/sim/runner.py",
+    "load test": "loadtest/replay.py",
+    "session affinity": "app/policy/affinity.py",
+    "app factory": "app/edge/app.py",
+    "router metrics": "app/router/metrics.py",
+    "chat endpoint: openai": "app/edge/openai.py",
+    "answer's stream": "app/door/stream.py",
+    "retry of a request: tries": "app/door/tries.py",
+    "planner": "app/planner/loop.py",
+    "forecast": "app/planner/rules/forecast.py",
+    "vLLM's events": "workers/bridge/events/vllm.py",
+    "agent beside an engine": "workers/engine_agent.py",
+    "event publisher": "workers/agent/publish.py",
+    "release": "lua/release.lua",
+    "degraded mode": "app/router/degraded.py",
+    "the door's metrics": "app/door/metrics.py",
+    "console's data": "app/console/console.py",
+    "reuse": "app/policy/reuse.py",
+    "trust": "app/policy/trust.py",
+    "price of transfers": "app/policy/transfer.py",
+    "NIXL's protocol": "app/door/transfer/nixl.py",
+    "SGLang's bootstrap": "app/door/transfer/sglang.py",
+    "roles": "app/core/roles.py",
+    "KV lease": "app/policy/kv_lease.py",
+    "sleeping model": "app/planner/rules/sleep.py",
+    "hot prefix": "loadtest/hot_prefix.py",
+    "cells": "loadtest/cells.py",
+    "load columns": "app/state/columns.py",
+    "carried reports": "app/router/carried.py",
+    "transfer over TCP": "workers/kv/transfer/tcp.py",
+    "doctor's transfer check": "app/ops/transfer_checks.py",
+}
+"""What strangers were asked to find, by what they were told. Behind a colon: the name that they
+have to know. Nothing limits how often a client asks, so no file is named after that."""
+
+
+class Word(NamedTuple):
+    name: str
+    means: str
+    first: str
+    others: str
+
+
+def rows() -> list[Word]:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return [Word(*(cell.strip() for cell in line[1:-1].split("|"))) for line in lines[1:]]
+
+
+def says(path: str, phrase: str) -> bool:
+    """Whether the file or its package is named after a word of the phrase, in whatever form."""
+    words = re.findall(r"[a-z]{3,}", phrase.replace("'s", "").lower()) or [phrase.lower()]
+    roots = [word[: max(3, min(4, len(word) - 1))] for word in words]
+    parts = re.split(r"[/_.]", path.lower())
+    return any(part.startswith(root) or root in part for part in parts for root in roots)
+
+
+@pytest.mark.parametrize("word", rows(), ids=lambda word: word.name)
+def test_a_word_has_files_of_its_name_where_the_table_says(word: Word) -> None:
+    [first], others = LINK.findall(word.first), LINK.findall(word.others)
+    assert [path for path in (first, *others) if not (ROOT / path).exists()] == []
+    name = f"{word.name} {NAMED.get(word.name, '')}"
+    assert says(first, NAMED.get(word.name, word.name)), first
+    if word.name != "protocol":  # whose files are named after protocols
+        assert [path for path in others if not says(path, name)] == []
+
+
+def test_no_word_is_named_otherwise_without_need() -> None:
+    names = {word.name for word in rows()}
+    assert NAMED.keys() <= names
+    needless = [w.name for w in rows() if w.name in NAMED and says(w.first, w.name)]
+    assert needless == []
+
+
+@pytest.mark.parametrize("concept", CONCEPTS)
+def test_a_concept_is_in_a_file_of_its_name(concept: str) -> None:
+    path, (what, _, named) = CONCEPTS[concept], concept.partition(": ")
+    assert (ROOT / path).exists()
+    assert says(path, named or what)
+
+
+def test_a_file_of_another_name_is_told_from_one_of_the_words() -> None:
+    assert says("app/state/reservations.py", "reserve")
+    assert says("app/door/transfer/sources.py", "source, target")
+    assert not says("app/core/types.py", "worker key")
+    assert not says("app/router/vouching.py", "away")
