@@ -430,3 +430,16 @@ def test_device_blocks_are_stored_on_disk_and_loaded_back(tmp_path: Path) -> Non
         assert copies.copy_blocks(DEVICE, DISK, [5, 1, 2], [0, 7, 3], on_disk) == 3
         assert copies.copy_blocks(DISK, DEVICE, [0, 7, 3], [8, 9, 10], on_disk) == 3
         assert torch.equal(device.words[[8, 9, 10]], device.words[[5, 1, 2]])
+
+
+def test_blocks_that_were_read_from_disk_are_not_written_there_again(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    tiers.evict(HOST)
+    assert tiers.load(BLOCKS) == 6
+    monkeypatch.delattr(SlotFile, "write")
+    tiers.evict(DEVICE)
+    tiers.evict(HOST)
+    assert tiers.load(BLOCKS) == 6

@@ -14,6 +14,8 @@ from workers.kv.policies import AdmissionPolicy
 
 FORGET = 0.99
 """Weight of a chunk's speed relative to the next one's."""
+LOAD_FORGET = 0.7
+"""Weight of a load relative to the next one: a disk that has become slow is left after a few."""
 TIER_RETRIED_S = 60.0
 """A tier from which loading took longer than computing is retried after this long."""
 
@@ -25,6 +27,8 @@ class AdaptiveAdmission:
         self._block_size = block_size
         self._learner = SpeedLearner(chunk_tokens)
         self._loaded_at: dict[Tier, float] = {}
+        self._loads: dict[Tier, tuple[float, float]] = {}
+        """Seconds and blocks of the last loads from each tier; older ones count less."""
         self._prefill_s = self._prefill_tokens = 0.0
         """Seconds and tokens of the last chunks; older ones count less."""
 
@@ -39,6 +43,8 @@ class AdaptiveAdmission:
         """Learn from blocks that were loaded onto the device."""
         self._learner.observe_load(tier, num_blocks * self._block_size, seconds)
         self._loaded_at[tier] = time.monotonic()
+        past_s, past_blocks = self._loads.get(tier, (0.0, 0.0))
+        self._loads[tier] = LOAD_FORGET * past_s + seconds, LOAD_FORGET * past_blocks + num_blocks
 
     def observe_transfer(self, num_tokens: int, seconds: float) -> None:
         """Learn from KV that another worker handed on."""
@@ -60,11 +66,9 @@ class AdaptiveAdmission:
         for tier in [t for t, at in self._loaded_at.items() if now - at >= TIER_RETRIED_S]:
             # What it was like long ago must not keep it from being tried again.
             self._learner.discount_loads(tier)
-            del self._loaded_at[tier]
-        speed = self.speed()
-        load_s = {Tier.HOST: speed.host_s_per_token, Tier.DISK: speed.disk_s_per_token}
+            del self._loaded_at[tier], self._loads[tier]
         return replace(
             policy,
             compute_s=self._prefill_s / self._prefill_tokens * self._block_size,
-            load_s={tier: load_s[tier] * self._block_size for tier in self._loaded_at},
+            load_s={tier: load_s / blocks for tier, (load_s, blocks) in self._loads.items()},
         )
