@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import httptools
 import orjson
 
 from app.http.server import run
@@ -35,24 +36,27 @@ class _Engine(asyncio.Protocol):
 
     def __init__(self, renderer: Renderer | None) -> None:
         self._renderer = renderer
-        self._received = b""
+        self._parser = httptools.HttpRequestParser(self)
+        self._path, self._body = b"", b""
         self._answering: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        while True:
-            head, end, rest = self._received.partition(b"\r\n\r\n")
-            length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
-            if not end or len(rest) < int(length or 0):
-                return
-            body, self._received = rest[: int(length or 0)], rest[int(length or 0) :]
-            if head.startswith(b"POST /tokenize "):
-                self._start(self._tokenize(body))
-            else:
-                self._answer(body)
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._path, self._body = url, b""
+
+    def on_body(self, piece: bytes) -> None:
+        self._body += piece
+
+    def on_message_complete(self) -> None:
+        if self._path == b"/tokenize":
+            self._start(self._tokenize(self._body))
+        else:
+            self._answer(self._body)
 
     def connection_lost(self, _: Exception | None) -> None:
         for task in self._answering:

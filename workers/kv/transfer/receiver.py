@@ -8,11 +8,14 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from app.core.types import SequenceHash
-from workers.kv.arrival import HAS_HAPPENED, Arrival, Event
+from workers.kv.arrival import Arrival, Event
 from workers.kv.memory import Ids
 from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
 from workers.kv.transfer.tcp import (
@@ -51,7 +54,7 @@ class BlockReceiver:
 
         Nobody else may get the slots before this returns. Cancel it only where nobody ever will.
         """
-        event = HAS_HAPPENED
+        taking: asyncio.Task[Event] | None = None
         try:
             with closing(await connected(source)) as sock:
                 wanted = BlocksRequest(source.transfer_id, blocks, self._kind)
@@ -66,28 +69,38 @@ class BlockReceiver:
                     # No timeout cuts this off: a thread may be writing to the slots.
                     if time.monotonic() > until_s:
                         raise TransferError(f"not all of it has come within {WHOLE_S:g} s")
-                    event = await self._receive(sock, group, blocks[: len(ids)], ids, arrival)
+                    received = await self._receive(sock, group, len(ids))
+                    if taking is not None:
+                        await taking
+                    # While the next group travels.
+                    taken = self._take(received, group, blocks[: len(ids)], ids, arrival)
+                    taking = asyncio.create_task(taken)
         except (TransferError, OSError, TimeoutError) as error:
             log_failure(source, error)
         finally:
-            await asyncio.to_thread(event.synchronize)
+            if taking is not None:
+                await asyncio.to_thread((await taking).synchronize)
             arrival.end()
 
-    async def _receive(
+    async def _receive(self, sock: socket.socket, group: int, num_blocks: int) -> _Received:
+        stated = np.empty(num_blocks, "<u8")
+        packed = self.groups.packed(group, num_blocks)
+        await receive(sock, stated.data.cast("B"))
+        await receive(sock, content(packed))
+        return _Received(stated, packed)
+
+    async def _take(
         self,
-        sock: socket.socket,
+        received: _Received,
         group: int,
         blocks: Sequence[SequenceHash],
         block_ids: Ids,
         arrival: Arrival,
     ) -> Event:
-        """The event of what is written to the slots."""
-        stated = np.empty(len(blocks), "<u8")
-        packed = self.groups.packed(group, len(blocks))
-        await receive(sock, stated.data.cast("B"))
-        await receive(sock, content(packed))
+        """Check and write them; the event of what is written to the slots."""
 
         def take() -> tuple[int, Event]:
+            stated, packed = received
             wrong = np.flatnonzero(checksums(packed, blocks, group) != stated)
             num_good = int(wrong[0]) if len(wrong) else len(blocks)
             return num_good, self.groups.write(group, block_ids[:num_good], packed)
@@ -98,3 +111,10 @@ class BlockReceiver:
         arrival.limit(num_good)
         self.groups.arrived(group, arrival, event)
         return event
+
+
+class _Received(NamedTuple):
+    """A group of blocks, and the checksums that the source states of them."""
+
+    stated: NDArray[np.uint64]
+    packed: Tensor

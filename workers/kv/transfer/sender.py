@@ -27,18 +27,28 @@ class BlockSender:
         """See TransferServer."""
         blocks, block_ids = _held(table, wanted)
         await send(sock, offered_frame(BlocksOffer(len(blocks))))
-        for group in range(self._groups.num_groups):
-            await self._send_group(sock, group, blocks, block_ids)
+        num_groups = self._groups.num_groups
+        reading = asyncio.create_task(self._read(0, blocks, block_ids))
+        try:
+            for group in range(num_groups):
+                parts = await reading
+                if group + 1 < num_groups:  # while this one travels
+                    reading = asyncio.create_task(self._read(group + 1, blocks, block_ids))
+                for part in parts:
+                    await send(sock, part)
+        finally:
+            reading.cancel()
 
-    async def _send_group(
-        self, sock: socket.socket, group: int, blocks: Sequence[SequenceHash], block_ids: Ids
-    ) -> None:
+    async def _read(
+        self, group: int, blocks: Sequence[SequenceHash], block_ids: Ids
+    ) -> tuple[memoryview, memoryview]:
+        """The checksums of a group, and its contents."""
+
         def read() -> tuple[memoryview, memoryview]:
             packed = self._groups.read(group, block_ids)
             return checksums(packed, blocks, group).data, content(packed)
 
-        for part in await asyncio.to_thread(read):
-            await send(sock, part)
+        return await asyncio.to_thread(read)
 
 
 def _held(table: BlockTable, wanted: Sequence[SequenceHash]) -> tuple[Sequence[SequenceHash], Ids]:
