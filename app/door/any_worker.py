@@ -14,20 +14,14 @@ from app.core.worker_report import WorkerInfo
 from app.door import blame, whole_answer
 from app.door.after_failure import Tally
 from app.door.client import Client, Headers
+from app.door.connection import ConnectFailed, EngineAnswer, UpstreamError
 from app.door.engine_words import EngineWords
 from app.door.errors import Unreached, WorkerFailed
 from app.door.forwarding import renamed
 from app.door.members import headers_back
 from app.door.models import Model
 from app.door.record import FailedTry, RequestRecord
-from app.door.upstream import (
-    CONNECT_S,
-    MAX_WHOLE_BYTES,
-    ConnectFailed,
-    EngineAnswer,
-    Upstream,
-    UpstreamError,
-)
+from app.door.upstream import CONNECT_S, MAX_WHOLE_BYTES, Upstream
 from app.http.json_body import JsonBody
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from app.core.failures import Failure
 from app.core.worker_report import WorkerInfo
 from app.door import blame
+from app.door.connection import EngineAnswer
 from app.door.opening import Opening
-from app.door.upstream import EngineAnswer
 
 
 @dataclass(slots=True)

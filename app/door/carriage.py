@@ -9,6 +9,7 @@ from app.door import blame, whole_answer
 from app.door.after_failure import Then, after_cut
 from app.door.beginning import Beginning
 from app.door.client import Client, Headers
+from app.door.connection import UpstreamBroken, UpstreamError
 from app.door.door import Door
 from app.door.errors import RepeatedFailure
 from app.door.forwarding import Outgoing, Parser
@@ -18,7 +19,6 @@ from app.door.migration import Migrating
 from app.door.record import Usage
 from app.door.stream import TAIL_BYTES, Whole, usage_in
 from app.door.tries import Tries
-from app.door.upstream import UpstreamBroken, UpstreamError
 
 
 class Carriage:

@@ -7,7 +7,8 @@ import asyncio
 import orjson
 
 from app.core.worker_report import WorkerInfo
-from app.door.upstream import Upstream, UpstreamError
+from app.door.connection import UpstreamError
+from app.door.upstream import Upstream
 
 ANSWER_S = 5.0
 """For one look; several may be on their way."""

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from app.core.errors import InvalidRequest
 from app.core.worker_report import WorkerInfo
 from app.door.asked import given_ids
+from app.door.connection import UpstreamError
 from app.door.errors import NotTokenized
-from app.door.upstream import Upstream, UpstreamError
+from app.door.upstream import Upstream
 
 ANSWER_S = 2.0
 """For the ids of one prompt, whoever is asked: a request waits so long for an exact decision."""

@@ -7,8 +7,9 @@ import asyncio
 from collections import defaultdict
 
 from app.core.worker_report import WorkerInfo
+from app.door.connection import UpstreamBroken, UpstreamError
 from app.door.lifecycle import Lifecycle
-from app.door.upstream import Upstream, UpstreamBroken, UpstreamError
+from app.door.upstream import Upstream
 from app.door.waits import Wait
 
 LOOK_EVERY_S = 0.5

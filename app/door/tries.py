@@ -14,6 +14,7 @@ from app.door import blame, whole_answer
 from app.door.after_failure import Tally, Then, Try, after_try
 from app.door.beginning import Beginning, opening_of
 from app.door.client import Headers
+from app.door.connection import ConnectFailed, EngineAnswer, UpstreamError
 from app.door.door import Door
 from app.door.errors import AnswerTimeout, RepeatedFailure, Unreached, WorkerFailed
 from app.door.forwarding import Outgoing
@@ -27,13 +28,7 @@ from app.door.transfer.base import (
     of_rank,
 )
 from app.door.transfer.kv_lease import LeaseEnded, TaintedTarget
-from app.door.upstream import (
-    CONNECT_S,
-    MAX_WHOLE_BYTES,
-    ConnectFailed,
-    EngineAnswer,
-    UpstreamError,
-)
+from app.door.upstream import CONNECT_S, MAX_WHOLE_BYTES
 from app.policy.decision import Decision, Source
 from app.policy.trust import Trust
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, MutableSet
 from typing import Any
 
-from app.door.upstream import UpstreamError
+from app.door.connection import UpstreamError
 
 
 class Wait:

@@ -14,15 +14,15 @@ import pytest
 import trustme
 
 from app.door import upstream as upstream_module
-from app.door.upstream import (
+from app.door.connection import (
     MAX_FRAMING_BYTES,
     ConnectFailed,
     EngineAnswer,
     NoAnswer,
-    Upstream,
     UpstreamBroken,
     UpstreamError,
 )
+from app.door.upstream import Upstream
 from app.local.redis_server import free_port
 from tests.eventually import eventually
 

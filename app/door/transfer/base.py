@@ -11,11 +11,12 @@ from typing import Any, Protocol
 from app.core.failures import Failure
 from app.core.worker_report import WorkerInfo
 from app.door import blame
+from app.door.connection import EngineAnswer, UpstreamError
 from app.door.forwarding import Outgoing
 from app.door.members import Headers
 from app.door.transfer.kv_lease import KvLease
 from app.door.transfer.params import BadParams, Params
-from app.door.upstream import EngineAnswer, Upstream, UpstreamError
+from app.door.upstream import Upstream
 from app.policy.transfer import TransferKind
 from app.router.router import Router
 

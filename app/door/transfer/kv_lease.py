@@ -22,7 +22,7 @@ from math import inf
 
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo, process_of
-from app.door.upstream import UpstreamError
+from app.door.connection import UpstreamError
 from app.door.waits import Wait
 from app.policy.kv_lease import STALE_MS, Fetches, LeaseBooks, Leases, fetches, leases
 from app.router.router import Router

@@ -16,6 +16,7 @@ from functools import partial
 import orjson
 
 from app.core.worker_report import WorkerInfo
+from app.door.connection import UpstreamError
 from app.door.members import Headers
 from app.door.transfer.base import (
     NO_TRANSFER,
@@ -35,7 +36,7 @@ from app.door.transfer.params import (
     is_text,
     params_in,
 )
-from app.door.upstream import Upstream, UpstreamError
+from app.door.upstream import Upstream
 from app.policy.kv_lease import Leases, kept_s
 
 NIXL = "nixl"

@@ -19,9 +19,10 @@ import orjson
 
 from app.core.types import new_id
 from app.core.worker_report import WorkerInfo
+from app.door.connection import EngineAnswer, UpstreamError
 from app.door.members import Headers
 from app.door.transfer.base import SourceCall, Transfer, failed
-from app.door.upstream import EngineAnswer, Upstream, UpstreamError
+from app.door.upstream import Upstream
 
 ABORT_S = 2.0
 
