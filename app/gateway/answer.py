@@ -34,6 +34,8 @@ class Answer:
         self.parser: Parser = outgoing.parser() if self.in_events else Whole()
         self.first = b""
         """Its beginning, unless it is a stream."""
+        self._kept: list[bytes] = []
+        self._num_kept = 0
 
     def passed(self, piece: bytes, *, is_last: bool) -> bytes:
         """What of it goes on now."""
@@ -41,6 +43,16 @@ class Answer:
             self.first += piece[: FIRST_BYTES - len(self.first)]
         passed = self.parser.passed(piece) if piece else b""
         return passed + self.parser.rest() if is_last else passed
+
+    def goes_on(self, passed: bytes, *, is_last: bool) -> list[bytes]:
+        """What is sent now: of an answer that is no stream as much as fits, as each message costs
+        a seventh of a decision. Empty: nothing."""
+        self._kept.append(passed)
+        self._num_kept += len(passed)
+        if not (is_last or self.in_events or self._num_kept >= messages.CHUNK_BYTES):
+            return []
+        kept, self._kept, self._num_kept = self._kept, [], 0
+        return kept
 
     @property
     def error(self) -> bytes:

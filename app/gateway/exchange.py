@@ -51,7 +51,6 @@ class Exchange:
         self._is_handed_on = False
         self._start: Message = {}
         self._body: list[bytes] = []
-        self._piece: bytes = b""
         self.client = _client_in(self.headers)
         self.held = HeldBody(held, self.client)
 
@@ -128,10 +127,6 @@ class Exchange:
     async def say(self, said: Response) -> None:
         await self._call.write(said)
 
-    def takes(self, piece: bytes) -> None:
-        """What is sent next is all that goes on of this piece of an answer."""
-        self._piece = piece
-
     async def send(self, message: Message) -> None:
         """As ASGI's."""
         if self._is_handed_on:
@@ -149,11 +144,8 @@ class Exchange:
             await self.say(messages.answer_headers(message["headers"]))
         elif self.answer_mode != messages.NONE:
             is_last = not message.get("more_body", False)
-            passed = message.get("body", b"")
-            for said in messages.answer_piece(
-                self._piece, passed, mode=self.answer_mode, is_last=is_last
-            ):
-                await self.say(said)
+            piece = message.get("body", b"")
+            await self.say(messages.answer_piece(piece, mode=self.answer_mode, is_last=is_last))
 
 
 def _client_in(headers: messages.Headers) -> str:

@@ -111,15 +111,12 @@ def answer_headers(headers: Headers = ()) -> Response:
     return _said(response_headers=ext_proc.HeadersResponse(response=common))
 
 
-def answer_piece(piece: bytes, passed: bytes, *, mode: int, is_last: bool) -> Iterator[Response]:
-    """What goes on of a piece of an answer. mode: how the gateway passes bodies."""
-    if mode == FULL_DUPLEX_STREAMED:
-        yield _said(response_body=_piece(passed, is_last))
-        return
-    common = ext_proc.CommonResponse()
-    if passed != piece:
-        common.body_mutation.body = passed
-    yield _said(response_body=ext_proc.BodyResponse(response=common))
+def answer_piece(piece: bytes, *, mode: int, is_last: bool) -> Response:
+    """What goes on of an answer. mode: how the gateway passes bodies; but for one, they go on as
+    they are."""
+    is_duplex = mode == FULL_DUPLEX_STREAMED
+    body = _piece(piece, is_last) if is_duplex else ext_proc.BodyResponse()
+    return _said(response_body=body)
 
 
 def answer_trailers() -> Response:

@@ -184,7 +184,11 @@ class Picked:
 
     async def _passes(self, answer: Answer, said: messages.Request) -> bool:
         """Whether that was the end."""
+        is_duplex = self._exchange.answer_mode == FULL_DUPLEX_STREAMED
         if said.HasField("response_trailers"):
+            rest = answer.goes_on(answer.passed(b"", is_last=True), is_last=True)
+            if is_duplex and any(rest):
+                await self._client.send(b"".join(rest))
             await self._exchange.say(messages.answer_trailers())
             return True
         if not said.HasField("response_body"):
@@ -193,9 +197,10 @@ class Picked:
         passed = answer.passed(piece, is_last=is_last)
         if answer.parser.has_first_token:
             self._life.first_token()
-        self._exchange.takes(piece)
-        is_changed = self._exchange.answer_mode == FULL_DUPLEX_STREAMED
-        await self._client.send(passed if is_changed else piece, last=is_last)
+        if not is_duplex:
+            await self._client.send(piece, last=is_last)
+        elif goes_on := answer.goes_on(passed, is_last=is_last):
+            await self._client.send(b"".join(goes_on), last=is_last)
         return is_last
 
     async def _end(self, answer: Answer) -> None:

@@ -120,16 +120,31 @@ class Asked:
         await self.call.write(said)
         return (await self.call.read()).response_headers.response.header_mutation
 
-    async def answers(self, *pieces: bytes, ends: bool = True) -> list[bytes]:
-        """What goes on of each piece."""
-        passed = []
+    async def says_of_answer(self, *pieces: bytes, ends: bool = True) -> None:
         for at, piece in enumerate(pieces):
             said = ext_proc.ProcessingRequest()
             said.response_body.body = piece
             said.response_body.end_of_stream = ends and at == len(pieces) - 1
             await self.call.write(said)
+
+    async def answers(self, *pieces: bytes, ends: bool = True) -> list[bytes]:
+        """What goes on of each piece."""
+        passed = []
+        for at, piece in enumerate(pieces):
+            await self.says_of_answer(piece, ends=ends and at == len(pieces) - 1)
             answered = (await self.call.read()).response_body.response
             passed.append(answered.body_mutation.streamed_response.body)
+        return passed
+
+    async def told_of_answer(self, *pieces: bytes) -> list[bytes]:
+        """What goes on of them all, message by message."""
+        await self.says_of_answer(*pieces)
+        passed, is_over = [], False
+        while not is_over:
+            answered = (await self.call.read()).response_body.response
+            piece = answered.body_mutation.streamed_response
+            passed.append(piece.body)
+            is_over = piece.end_of_stream
         return passed
 
     async def ends(self) -> None:

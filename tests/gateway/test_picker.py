@@ -92,6 +92,38 @@ async def test_usage_that_nobody_asked_for_goes_no_further(
         assert await asked.answers(*EVENTS, USAGE, DONE) == [*EVENTS, b"", DONE]
 
 
+async def test_an_answer_that_is_no_stream_goes_on_in_as_few_messages_as_it_fits(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    body = orjson.dumps({"choices": [{"text": "a" * 150_000}]})
+    async with fleet(redis, one_redis_server.url, 1) as gateway:
+        asked, _ = await gateway.asks(ASKS | {"stream": False})
+        await asked.answer_begins(kind="application/json")
+        pieces = [body[at : at + 10_000] for at in range(0, len(body), 10_000)]
+        passed = await asked.told_of_answer(*pieces, b"")
+        assert (b"".join(passed), len(passed)) == (body, 3)
+        await asked.ends()
+        await gateway.until_reserved()
+
+
+async def test_trailers_of_an_answer_go_on_behind_it(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url, 1) as gateway:
+        asked, _ = await gateway.asks(ASKS | {"stream": False})
+        await asked.answer_begins(kind="application/json")
+        await asked.says_of_answer(b'{"choices": []}', ends=False)
+        trailers = ext_proc.ProcessingRequest()
+        trailers.response_trailers.SetInParent()
+        await asked.call.write(trailers)
+        said = [await asked.call.read() for _ in range(2)]
+        piece = said[0].response_body.response.body_mutation.streamed_response
+        assert (piece.body, piece.end_of_stream) == (b'{"choices": []}', False)
+        assert said[1].HasField("response_trailers")
+        await asked.ends()
+        await gateway.until_reserved()
+
+
 async def test_usage_is_not_asked_for_where_answers_do_not_pass(
     redis: Redis, one_redis_server: EmbeddedRedis
 ) -> None:
