@@ -53,11 +53,15 @@ class Recent:
         while self._answered and now_s - self._answered[0].at_s > KEPT_S:
             self._forget_first()
         longer: dict[Incarnation, int] = {}
+        reached: dict[Incarnation, int] = {}
+        num_blocks = len(chain)
         for inc, answered, _ in self._by_root.get(chain[0], ()) if chain else ():
-            known = max(longer.get(inc, 0), published.get(inc, NO_OVERLAP).total)
+            known = reached.get(inc)
+            if known is None:
+                known = reached[inc] = published.get(inc, NO_OVERLAP).total
             # Each hash stands for all blocks before it too: most differ in the one after `known`.
-            if known < min(len(chain), len(answered)) and chain[known] == answered[known]:
-                longer[inc] = _shared(chain, answered, known)
+            if known < num_blocks and known < len(answered) and chain[known] == answered[known]:
+                longer[inc] = reached[inc] = _shared(chain, answered, known)
         return longer
 
 
