@@ -51,6 +51,8 @@ class ChainSketch:
         self._age(now_s)
         newest, *older = self._generations
         known = _known(chain, 0, newest)
+        if known == len(chain):
+            return known
         before = _further(chain, known, older)
         self._add(chain[known:], newest)
         return before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from app.door.asked import Api
 
@@ -12,6 +13,7 @@ _VLLM_TAKES_IDS = (0, 32)
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
+@lru_cache(maxsize=256)
 def ids_field(api: Api, engine: str) -> str:
     """Where an engine takes ids that we rendered; "": nowhere. engine: as in WorkerInfo."""
     kind, _, version = engine.partition(" ")

@@ -73,7 +73,7 @@ def _says_something(event: bytes) -> bool:
 
 
 def _has_content(choice: object) -> bool:
-    if not isinstance(choice, Mapping):
+    if not isinstance(choice, dict):
         return True
     delta: Mapping[str, Any] = choice.get("delta") or {}
     said = [value for name, value in delta.items() if name != "role"]

@@ -21,6 +21,7 @@ MAX_TOKENS = 2**30
 """No request has as many. An engine that counts more is not believed."""
 _EVENT_ENDS = (b"\n\n", b"\n\r\n")
 _EVENT_END = re.compile(rb"\n\r?\n")
+_BRACE = re.compile(rb"[{}]")
 _DONE = b"\n\ndata: [DONE]\n\n"
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _TTFT = re.compile(rb'"time_to_first_token_ms"\s*:\s*(\d{1,9}(?:\.\d{1,20})?)')
@@ -78,7 +79,7 @@ def usage_in(tail: bytes, max_tokens: int = MAX_TOKENS) -> Usage | None:
     ttft = _TTFT.search(tail)
     text = tail[opening.end() - 1 :]
     depth = 0
-    for brace in re.finditer(rb"[{}]", text):
+    for brace in _BRACE.finditer(text):
         depth += 1 if brace.group() == b"{" else -1
         if depth == 0:
             with suppress(ValueError):

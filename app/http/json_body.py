@@ -59,9 +59,10 @@ class Fields(Mapping[str, Any]):
         self._read: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._read:
-            self._read[name] = _value(name, bytes(self._members[name]))
-        return self._read[name]
+        if name in self._read:
+            return self._read[name]
+        value = self._read[name] = _value(name, bytes(self._members[name]))
+        return value
 
     def get(self, name: str, default: Any = None) -> Any:
         # A Mapping's own raises and catches a KeyError for each member that is absent.
@@ -92,8 +93,10 @@ class Fields(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class JsonBody:
-    """members: at its top level, as they came, in their order. fields: their values."""
+    """text: all of it. members: at its top level, as they came, in their order. fields: their
+    values."""
 
+    text: bytes
     members: Mapping[str, msgspec.Raw]
     fields: Fields
 
@@ -119,7 +122,7 @@ class JsonBody:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             # Its text says where, and repeats nothing.
             raise InvalidRequest("body", f"is not an object in JSON: {error}") from None
-        return cls(members, Fields(members))
+        return cls(raw, members, Fields(members))
 
     @classmethod
     async def read(cls, raw: bytes) -> JsonBody:
@@ -136,6 +139,9 @@ class JsonBody:
     def changed(self, changes: Mapping[str, object], without: Collection[str] = ()) -> bytes:
         """The object with the members in `changes` set, and without those in `without`; the others
         stay as they are. A member that is new comes last."""
+        if self.members and not without and self.members.keys().isdisjoint(changes):
+            new = [b",%b:%b" % (_dumps(name), _dumps(value)) for name, value in changes.items()]
+            return b"".join([self.text.rstrip()[:-1], *new, b"}"])
         parts: list[Any] = []
         for name, value in {**self.members, **changes}.items():
             if name in without:
