@@ -22,7 +22,8 @@ from app.core.worker_report import WorkerInfo
 from app.options import POSITIVE
 from app.policy.decision import Query, RouteRequest
 from app.policy.plan import Plan, WorkerSelector
-from app.policy.view import UNMEASURED, View, Workers
+from app.policy.view import View
+from app.policy.workers import UNMEASURED, Workers
 from loadtest.command import Command, table
 
 BLOCKS = 128

@@ -28,7 +28,7 @@ from app.planner.rules.state import (
 )
 from app.planner.rules.victims import Held, unique_values
 from app.policy.record import DecisionRecord
-from app.policy.view import Measurement
+from app.policy.workers import Measurement
 from app.router.fleet import Fleet
 from app.simulation.profiles import USUAL, profile_of
 from app.state import decisions, endings, reservations

@@ -3,230 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from operator import attrgetter
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.core.failures import FailingByWorker
-from app.core.keys import metrics_interval_s
 from app.core.loads import (
-    LOAD_FIELDS,
-    MEMORY_ROUNDS,
     ROUND,
     Load,
-    Loads,
     Reservation,
     Snapshot,
     fading,
 )
 from app.core.overlaps import Overlaps
-from app.core.resume import EVERY_BLOCK
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import (
-    DEFAULT_SPEED,
-    NO_READINGS,
-    ForwardPassMetrics,
-    GpuReadings,
-    Speed,
     WorkerInfo,
 )
 from app.policy import reported
 from app.policy.cost import Candidates, Floats
 from app.policy.pair_failures import Pair
-from app.policy.reported import Others
-from app.policy.transfer import roles_of
-
-STALE_AFTER_INTERVALS = 10
-MAX_PLACES = 64
-"""Sets of workers; of 2,000 each they are 1 MB."""
-
-OVERLAP_ROWS = ("overlap_device", "overlap_host", "overlap_disk")
-LOAD_ROWS = (
-    "prefill_tokens",
-    "prefill_s",
-    "active_blocks",
-    "active_requests",
-    "decoding_requests",
-    "max_requests",
-    "routed_s",
-    "sending_s",
-    "receiving_s",
-    "others_requests",
+from app.policy.rows import (
+    DECODING,
+    MOST_REQUESTS,
+    OTHERS,
+    OVERLAP_ROWS,
+    QUEUE,
+    REQUESTS,
+    RESERVED,
+    ROUTED,
+    TOTAL,
+    load_rows,
+    others_rows,
+    rows_of,
 )
-PREFILL_TOKENS, QUEUE, BLOCKS, REQUESTS, DECODES, MOST_REQUESTS, ROUTED, *_, OTHERS = range(
-    len(OVERLAP_ROWS), len(OVERLAP_ROWS) + len(LOAD_ROWS)
-)
-METRICS_ROWS = {
-    "kv_active_blocks": "kv_active_blocks",
-    "kv_total_blocks": "kv_total_blocks",
-    "num_requests_waiting": "num_requests_waiting",
-    "gpu_cache_usage": "gpu_cache_usage_perc",
-    "request_active_slots": "request_active_slots",
-    "request_total_slots": "request_total_slots",
-    "kv_idle_before_evict_s": "kv_idle_before_evict_s",
-}
-"""Rows of Candidates, and the fields of ForwardPassMetrics that they show."""
-TOTAL, RESERVED, DECODING = map(LOAD_FIELDS.index, ("total", "requests", "decoding"))
-KV_TOTAL = list(METRICS_ROWS).index("kv_total_blocks")
-SPEED_ROWS = tuple(f.name for f in fields(Speed))
-
-_of_metrics = attrgetter(*METRICS_ROWS.values())
-_of_speed = attrgetter(*SPEED_ROWS)
-
-ROWS = (*OVERLAP_ROWS, *LOAD_ROWS, *METRICS_ROWS, *SPEED_ROWS)
-if tuple(f.name for f in fields(Candidates)) != ROWS:
-    raise TypeError(f"the rows of a view are not the fields of Candidates: {ROWS}")
-
-
-def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[float, ...]:
-    """LOAD_ROWS of one worker that nobody else uses. rounds: as of a Snapshot."""
-    return (
-        load.prefill_tokens,
-        load.queue_s(now_ms),
-        load.blocks,
-        load.requests,
-        load.decoding,
-        max_requests,
-        load.routed_s(rounds),
-        load.sending_s(now_ms),
-        load.receiving_s(now_ms),
-        0.0,
-    )
-
-
-def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Floats:
-    """The same of all workers, below OVERLAP_ROWS of zeros."""
-    load = dict(zip(LOAD_FIELDS, loads.columns, strict=True))
-    drained_us = np.minimum((now_ms - load["head_since_ms"]) * 1000.0, load["head_us"])
-    queue_s = (load["prefill_us"] - np.maximum(drained_us, 0.0)) / 1e6
-    fading = np.exp(np.maximum(rounds - load["routed_at"], 0.0) / -(MEMORY_ROUNDS * ROUND))
-    none = np.zeros(queue_s.size)
-    of_load = (
-        load["prefill_tokens"],
-        queue_s,
-        load["blocks"],
-        load["requests"],
-        load["decoding"],
-        max_requests,
-        load["routed_us"] / 1e6 * fading,
-        np.maximum(load["sending_until_ms"] - now_ms, 0.0) / 1000.0,
-        np.maximum(load["receiving_until_ms"] - now_ms, 0.0) / 1000.0,
-    )
-    return np.array((none, none, none, *of_load, none))
-
-
-def measured_rows(metrics: ForwardPassMetrics, speed: Speed) -> tuple[float, ...]:
-    """METRICS_ROWS and SPEED_ROWS of one worker."""
-    return (*_of_metrics(metrics), *_of_speed(speed))
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What a worker last published, and when, by the Redis clock."""
-
-    metrics: ForwardPassMetrics
-    speed: Speed
-    gpu: GpuReadings
-    at_ms: int
-
-    def is_stale(self, now_ms: int, workers: int) -> bool:
-        """workers: how many there are, which determines how often each publishes."""
-        return now_ms - self.at_ms > STALE_AFTER_INTERVALS * 1000 * metrics_interval_s(workers)
-
-
-UNMEASURED = Measurement(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=0)
-
-
-class Contexts:
-    """tokens: that each engine takes of a prompt and its answer together, (workers,); inf: it does
-    not say. least: of those."""
-
-    def __init__(self, infos: Sequence[WorkerInfo]) -> None:
-        self.tokens = np.array([info.max_model_len or math.inf for info in infos], np.float64)
-        self.least = float(self.tokens.min()) if infos else math.inf
-
-
-class Workers:
-    """What is known about the live workers apart from their load; many views share it."""
-
-    def __init__(self, workers: Sequence[tuple[Incarnation, WorkerInfo, Measurement]]) -> None:
-        self.incarnations = [inc for inc, _, _ in workers]
-        self.infos = [info for _, info, _ in workers]
-        self.measured = [measured for _, _, measured in workers]
-        self.everybody = np.ones(len(workers), dtype=np.bool_)
-        self.position = {inc: i for i, inc in enumerate(self.incarnations)}
-        self._places: dict[frozenset[Incarnation], NDArray[np.intp]] = {}
-        self.roles = roles_of(self.infos)
-        self.contexts = Contexts(self.infos)
-        self.are_publishing = any(info.publishing for info in self.infos)
-        self.approximate = frozenset(inc for inc, info, _ in workers if info.approximate)
-        self.reuse_less = {
-            inc: rule for inc, info, _ in workers if (rule := info.reuse_rule) != EVERY_BLOCK
-        }
-        """Those whose engines do not reuse each block that they hold."""
-        self.rows = np.empty((len(METRICS_ROWS) + len(SPEED_ROWS), len(workers)))
-        self.reports = np.empty((len(reported.ROWS), len(workers)))
-        """What each says of what is in its engine: see app.policy.reported."""
-        self._show(range(len(workers)))
-        self.reported = tuple(self.rows)
-        """Its rows, one by one: to take a matrix apart takes time for each of them."""
-        self.max_requests = np.array([info.max_requests for info in self.infos], dtype=np.float64)
-        self.late_s = _beyond_least([m.metrics.late_s for m in self.measured])
-        """For how long each keeps others waiting beyond the one that does least, (workers,); None:
-        all alike. What befalls all says nothing of any."""
-
-    @property
-    def kv_total_blocks(self) -> Floats:
-        totals: Floats = self.rows[KV_TOTAL]
-        return totals
-
-    def places_of(self, many: frozenset[Incarnation]) -> NDArray[np.intp]:
-        """Where those are that are routed to. Kept, as many prompts begin alike."""
-        places = self._places.get(many)
-        if places is None:
-            if len(self._places) >= MAX_PLACES:
-                self._places.clear()
-            positions = [self.position[inc] for inc in many if inc in self.position]
-            places = self._places[many] = np.array(positions, np.intp)
-        return places
-
-    def with_measured(self, measured: Mapping[Incarnation, Measurement]) -> Workers:
-        """The same workers, of which some have been measured anew."""
-        workers = copy(self)
-        workers.measured, workers.rows = self.measured.copy(), self.rows.copy()
-        workers.reports = self.reports.copy()
-        places = [self.position[inc] for inc in measured if inc in self.position]
-        for place in places:
-            workers.measured[place] = measured[self.incarnations[place]]
-        workers._show(places)
-        workers.reported = tuple(workers.rows)
-        workers.late_s = _beyond_least([m.metrics.late_s for m in workers.measured])
-        return workers
-
-    def _show(self, places: Sequence[int]) -> None:
-        """Write what was measured at some places into the rows."""
-        some = [self.measured[place] for place in places]
-        rows = _matrix([measured_rows(m.metrics, m.speed) for m in some], len(self.rows))
-        # As registered, until the worker has reported it.
-        registered = np.array([self.infos[place].kv_total_blocks for place in places], np.float64)
-        np.copyto(rows[KV_TOTAL], registered, where=rows[KV_TOTAL] == 0)
-        self.rows[:, places] = rows
-        totals = rows[KV_TOTAL].tolist()
-        said = [
-            reported.row_of(m.metrics, total, m.speed, m.at_ms)
-            for m, total in zip(some, totals, strict=True)
-        ]
-        self.reports[:, places] = _matrix(said, len(self.reports))
-        self.may_have_others = bool(self.infos) and reported.may_exceed(
-            self.reports, self.infos[0].block_size
-        )
-        """Whether any of their engines may have what no router reserved."""
+from app.policy.workers import Workers
 
 
 class View:
@@ -273,7 +87,7 @@ class View:
         """Rows of what no router reserved, to be added to `_rows`; None: there is nothing."""
         if workers.may_have_others:
             columns, block_size = self._loads.columns, workers.infos[0].block_size
-            self._others = _others_rows(
+            self._others = others_rows(
                 reported.others_of(workers.reports, columns, self.now_ms, block_size)
             )
             self._rows += self._others
@@ -431,23 +245,6 @@ class View:
             self._rows[:, position] += self._others[:, position]
 
 
-def _others_rows(others: Others) -> Floats:
-    """What is added to the rows of a view. A worker is full of reservations alone: that others use
-    it makes it dear, and refuses nobody."""
-    rows = np.zeros((len(OVERLAP_ROWS) + len(LOAD_ROWS), others.running.size))
-    rows[PREFILL_TOKENS], rows[QUEUE] = others.prefill_tokens, others.prefill_s
-    rows[BLOCKS], rows[DECODES] = others.blocks, others.running
-    rows[[REQUESTS, MOST_REQUESTS, OTHERS]] = others.requests
-    return rows
-
-
-def _beyond_least(late_s: list[float]) -> Floats | None:
-    if not any(late_s):
-        return None
-    beyond: Floats = np.array(late_s) - min(late_s)
-    return beyond if beyond.any() else None
-
-
 def load_statistics(view: View) -> tuple[float, float]:
     """Mean and sample standard deviation of the used fraction of KV blocks.
 
@@ -462,8 +259,3 @@ def load_statistics(view: View) -> tuple[float, float]:
         float(np.mean(used)) if used else 0.0,
         float(np.std(used, ddof=1)) if len(used) > 1 else 0.0,
     )
-
-
-def _matrix(columns: list[tuple[float, ...]], height: int) -> NDArray[np.float64]:
-    """One row for each of `height` values, however many columns there are."""
-    return np.array(columns, dtype=np.float64).reshape(len(columns), height).T.copy()

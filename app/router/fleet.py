@@ -28,7 +28,8 @@ from app.core.types import Incarnation, WorkerKey
 from app.core.worker_report import WorkerInfo, process_of
 from app.policy.kv_lease import LeaseBooks, Transfers
 from app.policy.pair_failures import Pair
-from app.policy.view import Measurement, View, Workers
+from app.policy.view import View
+from app.policy.workers import Measurement, Workers
 from app.router import sleep
 from app.router.measurements import Measurements
 from app.state.connect import deadline

@@ -14,7 +14,8 @@ from app.core.errors import RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, Keyspace, metrics_interval_s
 from app.core.types import Incarnation
 from app.core.worker_report import Speed
-from app.policy.view import UNMEASURED, Measurement, View
+from app.policy.view import View
+from app.policy.workers import UNMEASURED, Measurement
 from app.state.streams import id_ms, pages_backwards
 
 log = logging.getLogger(__name__)

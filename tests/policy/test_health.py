@@ -13,7 +13,8 @@ from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.types import Incarnation
 from app.policy.cost import FAILED_TERM, POLICIES, Candidates, Costs, RequestSize
 from app.policy.health import Mask, avoided, avoiding, without_avoided
-from app.policy.view import UNMEASURED, View, Workers
+from app.policy.view import View
+from app.policy.workers import UNMEASURED, Workers
 from tests.policy.test_choose import SIZE, candidates
 from tests.policy.test_view import info
 

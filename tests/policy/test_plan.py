@@ -18,7 +18,8 @@ from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.trust import Trust
-from app.policy.view import Measurement, View, Workers
+from app.policy.view import View
+from app.policy.workers import Measurement, Workers
 from tests.policy.test_view import ONE, THREE, TWO, info
 
 SPEED = Speed(

@@ -15,7 +15,8 @@ from app.core.types import Incarnation, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.choose import choose
 from app.policy.cost import Candidates, RequestSize
-from app.policy.view import Measurement, View, Workers
+from app.policy.view import View
+from app.policy.workers import Measurement, Workers
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 10_000
 NOW_MS = 1_000_000

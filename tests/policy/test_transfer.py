@@ -16,7 +16,8 @@ from app.core.types import TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed, WorkerInfo
 from app.policy.plan import Plan
 from app.policy.transfer import TransferKind, roles_of
-from app.policy.view import Measurement, View, Workers
+from app.policy.view import View
+from app.policy.workers import Measurement, Workers
 from tests.policy.test_plan import SPEED, plan, query, worker
 from tests.policy.test_view import ONE, THREE, TWO, info
 

@@ -13,7 +13,8 @@ from app.core.resume import Resume
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.cost import Candidates
-from app.policy.view import UNMEASURED, Measurement, View, Workers, load_statistics
+from app.policy.view import View, load_statistics
+from app.policy.workers import UNMEASURED, Measurement, Workers
 
 ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
 

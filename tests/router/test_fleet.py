@@ -19,7 +19,7 @@ from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
 from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import POLICIES
-from app.policy.view import Measurement
+from app.policy.workers import Measurement
 from app.router import fleet as fleets
 from app.router import measurements
 from app.router.fleet import Fleet

@@ -10,7 +10,8 @@ from app.core.worker_report import (
     ForwardPassMetrics,
     GpuReadings,
 )
-from app.policy.view import Measurement, View, Workers
+from app.policy.view import View
+from app.policy.workers import Measurement, Workers
 from app.router.metrics import WORKER_FAMILIES, Telemetry
 from tests.lua.conftest import info
 

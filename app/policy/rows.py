@@ -1,0 +1,108 @@
+"""The rows of Candidates, and what of loads and measurements is in which."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.core.loads import LOAD_FIELDS, MEMORY_ROUNDS, ROUND, Load, Loads
+from app.core.worker_report import ForwardPassMetrics, Speed
+from app.policy.cost import Candidates, Floats
+from app.policy.reported import Others
+
+OVERLAP_ROWS = ("overlap_device", "overlap_host", "overlap_disk")
+LOAD_ROWS = (
+    "prefill_tokens",
+    "prefill_s",
+    "active_blocks",
+    "active_requests",
+    "decoding_requests",
+    "max_requests",
+    "routed_s",
+    "sending_s",
+    "receiving_s",
+    "others_requests",
+)
+PREFILL_TOKENS, QUEUE, BLOCKS, REQUESTS, DECODES, MOST_REQUESTS, ROUTED, *_, OTHERS = range(
+    len(OVERLAP_ROWS), len(OVERLAP_ROWS) + len(LOAD_ROWS)
+)
+METRICS_ROWS = {
+    "kv_active_blocks": "kv_active_blocks",
+    "kv_total_blocks": "kv_total_blocks",
+    "num_requests_waiting": "num_requests_waiting",
+    "gpu_cache_usage": "gpu_cache_usage_perc",
+    "request_active_slots": "request_active_slots",
+    "request_total_slots": "request_total_slots",
+    "kv_idle_before_evict_s": "kv_idle_before_evict_s",
+}
+"""Rows of Candidates, and the fields of ForwardPassMetrics that they show."""
+TOTAL, RESERVED, DECODING = map(LOAD_FIELDS.index, ("total", "requests", "decoding"))
+KV_TOTAL = list(METRICS_ROWS).index("kv_total_blocks")
+SPEED_ROWS = tuple(f.name for f in fields(Speed))
+
+_of_metrics = attrgetter(*METRICS_ROWS.values())
+_of_speed = attrgetter(*SPEED_ROWS)
+
+ROWS = (*OVERLAP_ROWS, *LOAD_ROWS, *METRICS_ROWS, *SPEED_ROWS)
+if tuple(f.name for f in fields(Candidates)) != ROWS:
+    raise TypeError(f"the rows of a view are not the fields of Candidates: {ROWS}")
+
+
+def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[float, ...]:
+    """LOAD_ROWS of one worker that nobody else uses. rounds: as of a Snapshot."""
+    return (
+        load.prefill_tokens,
+        load.queue_s(now_ms),
+        load.blocks,
+        load.requests,
+        load.decoding,
+        max_requests,
+        load.routed_s(rounds),
+        load.sending_s(now_ms),
+        load.receiving_s(now_ms),
+        0.0,
+    )
+
+
+def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Floats:
+    """The same of all workers, below OVERLAP_ROWS of zeros."""
+    load = dict(zip(LOAD_FIELDS, loads.columns, strict=True))
+    drained_us = np.minimum((now_ms - load["head_since_ms"]) * 1000.0, load["head_us"])
+    queue_s = (load["prefill_us"] - np.maximum(drained_us, 0.0)) / 1e6
+    fading = np.exp(np.maximum(rounds - load["routed_at"], 0.0) / -(MEMORY_ROUNDS * ROUND))
+    none = np.zeros(queue_s.size)
+    of_load = (
+        load["prefill_tokens"],
+        queue_s,
+        load["blocks"],
+        load["requests"],
+        load["decoding"],
+        max_requests,
+        load["routed_us"] / 1e6 * fading,
+        np.maximum(load["sending_until_ms"] - now_ms, 0.0) / 1000.0,
+        np.maximum(load["receiving_until_ms"] - now_ms, 0.0) / 1000.0,
+    )
+    return np.array((none, none, none, *of_load, none))
+
+
+def measured_rows(metrics: ForwardPassMetrics, speed: Speed) -> tuple[float, ...]:
+    """METRICS_ROWS and SPEED_ROWS of one worker."""
+    return (*_of_metrics(metrics), *_of_speed(speed))
+
+
+def others_rows(others: Others) -> Floats:
+    """What is added to the rows of a view. A worker is full of reservations alone: that others use
+    it makes it dear, and refuses nobody."""
+    rows = np.zeros((len(OVERLAP_ROWS) + len(LOAD_ROWS), others.running.size))
+    rows[PREFILL_TOKENS], rows[QUEUE] = others.prefill_tokens, others.prefill_s
+    rows[BLOCKS], rows[DECODES] = others.blocks, others.running
+    rows[[REQUESTS, MOST_REQUESTS, OTHERS]] = others.requests
+    return rows
+
+
+def matrix(columns: list[tuple[float, ...]], height: int) -> NDArray[np.float64]:
+    """One row for each of `height` values, however many columns there are."""
+    return np.array(columns, dtype=np.float64).reshape(len(columns), height).T.copy()
