@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
-from urllib.parse import urlsplit
 
 import aiohttp
 import zmq.asyncio
@@ -18,9 +17,7 @@ import zmq.asyncio
 from app.core.errors import ConfigError, EngineUnavailable, EngineUnfit, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Load
-from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
-from app.core.types import WorkerKey
 from app.core.worker_report import UNKNOWN, ForwardPassMetrics, Speed, WorkerInfo
 from app.http.supervisor import supervised
 from app.simulation.profiles import PROFILES, Profile
@@ -28,16 +25,16 @@ from app.state import leases
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import AgentSettings
 from workers.bridge.health import EngineHealth, Life, Probe
-from workers.bridge.http import kv_fingerprint
 from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp
-from workers.bridge.http.facts import EngineFacts, EngineLoad, EventSource, Overrides
-from workers.bridge.http.kv_hosts import kv_hosts
+from workers.bridge.http.facts import EngineFacts, EngineLoad, Overrides
 from workers.bridge.http.load import LoadReader
 from workers.bridge.http.models import models_of, tokenizer_hash
+from workers.bridge.measured import measured
 from workers.bridge.rank import Rank
+from workers.bridge.registration import Registrations
 from workers.bridge.speed import EngineSpeed
-from workers.bridge.taint import cleanse, life_of
+from workers.bridge.taint import cleanse
 from workers.retry import until_it_works
 from workers.tasks import FAILURES
 
@@ -97,6 +94,7 @@ class EngineFollower:
         self._runner = runner
         self._session = session
         self._engine = EngineHttp(session, settings.engine_url, READ_S)
+        self._registrations = Registrations(settings, self._engine.url, self._engine.host)
         self._overrides = overrides
         self._memory = memory
         self._profile = _profile_of(settings.profile)
@@ -312,7 +310,7 @@ class EngineFollower:
             told = rank.info.kv_fingerprint
             if any(one.endswith(f"={UNKNOWN}") for one in told):
                 number = rank.info.key.dp_rank
-                if await self._kv_fingerprint(context, facts, number) != told:
+                if await self._registrations.fingerprint(context, facts, number) != told:
                     return True
         return False
 
@@ -365,12 +363,12 @@ class EngineFollower:
         probed = ""
         with suppress(EngineUnavailable, EngineUnfit):
             probed = await tokenizer_hash(self._engine, facts.models[0])
-        hosts = await self._kv_hosts()
+        hosts = await self._registrations.hosts()
         ranks = []
         for source in facts.sources:
             self.speeds.setdefault(source.rank, EngineSpeed(facts.capacity_tokens, self._profile))
-            fingerprint = await self._kv_fingerprint(context, facts, source.rank)
-            info = self._info(facts, source, block_size, probed, hosts, fingerprint)
+            fingerprint = await self._registrations.fingerprint(context, facts, source.rank)
+            info = self._registrations.info(facts, source, block_size, probed, hosts, fingerprint)
             ranks.append(
                 Rank(
                     context,
@@ -386,65 +384,6 @@ class EngineFollower:
                 )
             )
         return ranks
-
-    def _info(
-        self,
-        facts: EngineFacts,
-        source: EventSource,
-        block_size: int,
-        probed: str,
-        hosts: tuple[str, ...],
-        fingerprint: tuple[str, ...],
-    ) -> WorkerInfo:
-        """What one of the engine's ranks registers. probed: the hash of its tokenizer. hosts: where
-        its KV is fetched. fingerprint: of that."""
-        settings = self._settings
-        return WorkerInfo(
-            key=WorkerKey(settings.resolved_id(), source.rank),
-            address=settings.address or self._engine.url,
-            block_size=block_size,
-            kv_total_blocks=facts.capacity_tokens // block_size,
-            max_requests=settings.max_requests,
-            reuse_blocks=max(1, facts.reuse_tokens // block_size),
-            recomputed_blocks=-(-facts.recomputed_tokens // block_size),
-            lookahead_blocks=-(-facts.lookahead_tokens // block_size),
-            accelerator="",
-            engine=f"{facts.kind} {facts.version}".strip(),
-            models=facts.models,
-            adapters=facts.adapters,
-            max_model_len=facts.max_model_len or 0,
-            tokenizer=facts.tokenizer,
-            tokenizer_hash=probed,
-            event_addresses=tuple(filter(None, (source.endpoint, source.replay))),
-            role=Role.parse(settings.role),
-            kv_transfer=settings.kv_transfer,
-            kv_lease_s=settings.kv_lease_s,
-            kv_hosts=hosts,
-            kv_fingerprint=fingerprint,
-            kv_compatible=settings.kv_compatible,
-            revision=settings.revision,
-            approximate=facts.approximate,
-            engine_life=life_of(facts),
-            bootstrap_port=settings.bootstrap_port if settings.kv_transfer == "sglang" else 0,
-        )
-
-    async def _kv_hosts(self) -> tuple[str, ...]:
-        settings = self._settings
-        if settings.kv_transfer != "nixl":
-            return ()
-        address = urlsplit(settings.address or self._engine.url).hostname
-        return await kv_hosts(address or "", settings.kv_host)
-
-    async def _kv_fingerprint(
-        self, context: zmq.asyncio.Context, facts: EngineFacts, rank: int
-    ) -> tuple[str, ...]:
-        settings = self._settings
-        if settings.kv_transfer == "nixl":
-            address = urlsplit(settings.address or self._engine.url).hostname
-            hosts = dict.fromkeys(filter(None, (settings.kv_host, address, self._engine.host)))
-            port = settings.side_channel_port + rank
-            return await kv_fingerprint.of_vllm(context, facts, hosts, port, settings.kv_lease_s)
-        return kv_fingerprint.of_sglang(facts) if settings.kv_transfer else ()
 
     async def _block_size(self, facts: EngineFacts) -> int:
         """Of the index, in tokens. Raises EngineUnfit if it does not divide the engine's."""
@@ -467,30 +406,19 @@ class EngineFollower:
         )
 
     def _measure(self, rank: int) -> tuple[ForwardPassMetrics, Speed]:
-        load = self.loads.get(rank, IDLE)
         served = next(r for r in self.ranks if r.info.key.dp_rank == rank)
-        now = asyncio.get_running_loop().time()
-        total, silent_since = served.info.kv_total_blocks, served.silence.since_s
-        metrics = ForwardPassMetrics(
-            request_active_slots=load.running,
-            request_total_slots=self._settings.max_requests,
-            kv_active_blocks=round(load.kv_usage * total),
-            kv_total_blocks=total,
-            num_requests_waiting=load.waiting,
-            gpu_cache_usage_perc=load.kv_usage,
-            gpu_prefix_cache_hit_rate=load.hit_rate or 0.0,
-            kv_idle_before_evict_s=load.idle_before_evict_s or 0.0,
+        now, silent_since = asyncio.get_running_loop().time(), served.silence.since_s
+        metrics = measured(
+            self.loads.get(rank, IDLE),
+            self.speeds[rank],
+            self._reserved.get(rank, [None]),
+            max_requests=self._settings.max_requests,
+            total_blocks=served.info.kv_total_blocks,
             events_silent_s=None if silent_since is None else now - silent_since,
             late_s=self._healths[rank].verdict(now).late_s,
             read_s_ago=now - self.read_s,
-            mean_prefill_tokens=self.speeds[rank].mean_prefill_tokens,
-            kv_leases_ended=_count(load.leases_ended),
-            kv_fetched_late=_count(load.fetched_late),
-            kv_transfers=_count(load.transfers),
-            kv_transfers_failed=_count(load.failed_transfers),
-            engine_steps=None if load.leases_ended is None else _count(load.steps),
         )
-        return metrics.beside(*self._reserved.get(rank, [None])), self.speeds[rank].speed()
+        return metrics, self.speeds[rank].speed()
 
 
 def _begun(
@@ -501,10 +429,6 @@ def _begun(
 
 def _health_path(facts: EngineFacts) -> str:
     return HEALTH_PATHS[facts.kind]
-
-
-def _count(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def _profile_of(name: str) -> Profile | None:

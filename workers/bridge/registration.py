@@ -1,0 +1,86 @@
+"""What each rank of an engine registers as a worker."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import zmq.asyncio
+
+from app.core.roles import Role
+from app.core.settings.agent import EngineAgentSettings
+from app.core.types import WorkerKey
+from app.core.worker_report import WorkerInfo
+from workers.bridge.http import kv_fingerprint
+from workers.bridge.http.facts import EngineFacts, EventSource
+from workers.bridge.http.kv_hosts import kv_hosts
+from workers.bridge.taint import life_of
+
+
+class Registrations:
+    """Of one engine. url, host: where it is."""
+
+    def __init__(self, settings: EngineAgentSettings, url: str, host: str) -> None:
+        self._settings = settings
+        self._url = url
+        self._host = host
+
+    def info(
+        self,
+        facts: EngineFacts,
+        source: EventSource,
+        block_size: int,
+        probed: str,
+        hosts: tuple[str, ...],
+        fingerprint: tuple[str, ...],
+    ) -> WorkerInfo:
+        """What one of the engine's ranks registers. probed: the hash of its tokenizer. hosts: where
+        its KV is fetched. fingerprint: of that."""
+        settings = self._settings
+        return WorkerInfo(
+            key=WorkerKey(settings.resolved_id(), source.rank),
+            address=settings.address or self._url,
+            block_size=block_size,
+            kv_total_blocks=facts.capacity_tokens // block_size,
+            max_requests=settings.max_requests,
+            reuse_blocks=max(1, facts.reuse_tokens // block_size),
+            recomputed_blocks=-(-facts.recomputed_tokens // block_size),
+            lookahead_blocks=-(-facts.lookahead_tokens // block_size),
+            accelerator="",
+            engine=f"{facts.kind} {facts.version}".strip(),
+            models=facts.models,
+            adapters=facts.adapters,
+            max_model_len=facts.max_model_len or 0,
+            tokenizer=facts.tokenizer,
+            tokenizer_hash=probed,
+            event_addresses=tuple(filter(None, (source.endpoint, source.replay))),
+            role=Role.parse(settings.role),
+            kv_transfer=settings.kv_transfer,
+            kv_lease_s=settings.kv_lease_s,
+            kv_hosts=hosts,
+            kv_fingerprint=fingerprint,
+            kv_compatible=settings.kv_compatible,
+            revision=settings.revision,
+            approximate=facts.approximate,
+            engine_life=life_of(facts),
+            bootstrap_port=settings.bootstrap_port if settings.kv_transfer == "sglang" else 0,
+        )
+
+    async def hosts(self) -> tuple[str, ...]:
+        """Under which others fetch its KV."""
+        settings = self._settings
+        if settings.kv_transfer != "nixl":
+            return ()
+        address = urlsplit(settings.address or self._url).hostname
+        return await kv_hosts(address or "", settings.kv_host)
+
+    async def fingerprint(
+        self, context: zmq.asyncio.Context, facts: EngineFacts, rank: int
+    ) -> tuple[str, ...]:
+        """What decides whether that KV is right elsewhere."""
+        settings = self._settings
+        if settings.kv_transfer == "nixl":
+            address = urlsplit(settings.address or self._url).hostname
+            hosts = dict.fromkeys(filter(None, (settings.kv_host, address, self._host)))
+            port = settings.side_channel_port + rank
+            return await kv_fingerprint.of_vllm(context, facts, hosts, port, settings.kv_lease_s)
+        return kv_fingerprint.of_sglang(facts) if settings.kv_transfer else ()
