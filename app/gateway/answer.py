@@ -17,7 +17,7 @@ class Answer:
     """As far as it has come.
 
     in_events: it is a stream. is_of_gateway: no worker answered, but the gateway in its place.
-    sees_all: its body passes.
+    sees_all: its body passes. is_refusal: it is an error, in whose place another body can go on.
     """
 
     def __init__(self, said: messages.Request, outgoing: Outgoing, mode: int) -> None:
@@ -31,6 +31,7 @@ class Answer:
         kind = whole_answer.type_in(self.headers)
         self.in_events = self.status == 200 and kind == b"text/event-stream"
         self.sees_all = mode != messages.NONE
+        self.is_refusal = self.status >= 400 and mode == messages.FULL_DUPLEX_STREAMED
         self.parser: Parser = outgoing.parser() if self.in_events else Whole()
         self.first = b""
         """Its beginning, unless it is a stream."""

@@ -141,7 +141,7 @@ class Exchange:
 
     async def _answer(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            await self.say(messages.answer_headers(message["headers"]))
+            await self.say(messages.answer_headers(message["status"], message["headers"]))
         elif self.answer_mode != messages.NONE:
             is_last = not message.get("more_body", False)
             piece = message.get("body", b"")

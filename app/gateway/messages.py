@@ -103,11 +103,13 @@ def pieces(body: bytes, *, has_trailers: bool) -> Iterator[Response]:
         yield _said(request_trailers=ext_proc.TrailersResponse())
 
 
-def answer_headers(headers: Headers = ()) -> Response:
-    """headers: that are set in an answer."""
+def answer_headers(status: int, headers: Headers) -> Response:
+    """headers: that are set in an answer, besides its status."""
     common = ext_proc.CommonResponse()
-    if headers:
-        common.header_mutation.set_headers.extend(_set(headers))
+    headers = [each for each in headers if each[0] != b"content-length"]
+    if status >= 400:  # others are the engine's own
+        headers.append((b":status", b"%d" % status))
+    common.header_mutation.set_headers.extend(_set(headers))
     return _said(response_headers=ext_proc.HeadersResponse(response=common))
 
 

@@ -175,6 +175,8 @@ class Picked:
         if answer.in_events:
             parser, most = answer.parser, self._outgoing.most_tokens(self._worker)
             self._life.hears(lambda: (parser.num_said, usage_in(parser.tail, most)))
+        if answer.is_refusal and not is_all:
+            return  # told in the words of the API, which takes its body
         await self._client.start(answer.status, [])
         if is_all:
             return
@@ -186,6 +188,8 @@ class Picked:
         """Whether that was the end."""
         is_duplex = self._exchange.answer_mode == FULL_DUPLEX_STREAMED
         if said.HasField("response_trailers"):
+            if answer.is_refusal:
+                await self._client.start(answer.status, [])
             rest = answer.goes_on(answer.passed(b"", is_last=True), is_last=True)
             if is_duplex and any(rest):
                 await self._client.send(b"".join(rest))
@@ -197,7 +201,10 @@ class Picked:
         passed = answer.passed(piece, is_last=is_last)
         if answer.parser.has_first_token:
             self._life.first_token()
-        if not is_duplex:
+        if answer.is_refusal:
+            if is_last:
+                await self._client.refuse(answer.status, [], answer.first, self._worker)
+        elif not is_duplex:
             await self._client.send(piece, last=is_last)
         elif goes_on := answer.goes_on(passed, is_last=is_last):
             await self._client.send(b"".join(goes_on), last=is_last)

@@ -108,8 +108,21 @@ class Asked:
             if piece.end_of_stream or said.HasField("request_trailers"):
                 return told
 
+    async def answers_at_once(self, status: int, body: bytes) -> tuple[Any, bytes]:
+        """What the picker makes of the headers and the body of an answer in JSON."""
+        await self._begins(status, "application/json", "")
+        await self.says_of_answer(body)
+        headers = (await self.call.read()).response_headers.response.header_mutation
+        piece = (await self.call.read()).response_body.response.body_mutation.streamed_response
+        assert piece.end_of_stream
+        return headers, piece.body
+
     async def answer_begins(self, status: int = 200, kind: str = "", served: str = "") -> Any:
         """Returns what the picker says of it."""
+        await self._begins(status, kind, served)
+        return (await self.call.read()).response_headers.response.header_mutation
+
+    async def _begins(self, status: int, kind: str, served: str) -> None:
         said = ext_proc.ProcessingRequest()
         _fill(
             said.response_headers.headers,
@@ -118,7 +131,6 @@ class Asked:
         if served:
             said.metadata_context.filter_metadata[messages.LB].update({messages.SERVED: served})
         await self.call.write(said)
-        return (await self.call.read()).response_headers.response.header_mutation
 
     async def says_of_answer(self, *pieces: bytes, ends: bool = True) -> None:
         for at, piece in enumerate(pieces):

@@ -154,6 +154,21 @@ async def test_a_request_too_many_is_429(one_redis_server: EmbeddedRedis) -> Non
         assert answer.headers["retry-after"].isdigit()
 
 
+async def test_what_an_engine_refuses_is_told_as_the_api_has_it(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    async with setup(one_redis_server.url, num=1) as up:
+        async with httpx.AsyncClient(base_url=up.engines[0]) as engine:
+            direct = await engine.post(CHAT, json=ASKS | {"model": MODEL, "logprobs": True})
+        assert direct.status_code == 422
+        answer = await up.client.post(CHAT, json=ASKS | {"logprobs": True})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", "logprobs")
+        assert answer.headers["content-type"] == "application/json"
+        await up.gateway.until_reserved()
+
+
 async def test_a_client_that_hangs_up_releases(one_redis_server: EmbeddedRedis) -> None:
     async with setup(one_redis_server.url, num=1, speedup=SLOW) as up:
         async with streaming(up.client):

@@ -282,8 +282,11 @@ async def test_an_engine_that_fails_is_told_of(
 ) -> None:
     async with fleet(redis, one_redis_server.url, 1) as gateway:
         asked, _ = await gateway.asks(ASKS)
-        await asked.answer_begins(500, "application/json")
-        await asked.answers(b'{"error": {"message": "broken", "type": "server_error"}}')
+        said = b'{"error": {"message": "broken", "type": "server_error"}}'
+        mutation, piece = await asked.answers_at_once(500, said)
+        headers = {each.header.key: each.header.raw_value for each in mutation.set_headers}
+        assert headers[":status"] == b"500"
+        assert orjson.loads(piece)["error"]["message"] == "broken"
         await asked.ends()
         text = (await gateway.http.get("/metrics")).text
         assert 'outcome="engine_error"' in text
