@@ -164,8 +164,9 @@ async def test_where_no_engine_can_tell_one_request_waits_for_that_and_the_next_
 
 
 async def test_what_every_engine_would_refuse_is_asked_of_one_and_is_no_fault_of_it(
-    sick: Sick,
+    sick: Sick, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_tokens, "NEXT_S", 60.0)
     refuses = Faults(tokenize_status=400)
     door, engines = await sick(refuses, refuses)
     assert {await ask(door) for _ in range(10)} == {"blind:refused"}
