@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -8,19 +7,15 @@ import orjson
 import pytest
 from redis.asyncio import Redis
 
-from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, TierOverlap
-from app.local.redis_server import EmbeddedRedis
 from app.policy.affinity import Affinity
 from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
 from app.policy.record import ENTRY, ROWS, ChoiceInputs, DecisionRecord, decode, encode, sampled
-from app.state import decisions, streams
+from app.state import decisions
 from app.state.client import RedisClient
-from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from tests.redis_servers import stopped
 
 KEYS = Keyspace("test")
 
@@ -151,15 +146,3 @@ async def test_the_oldest_decisions_are_trimmed_when_there_are_too_many(redis: R
     for _ in range(8):
         await runner.run([kept] * 100)
     assert 100 <= await redis.xlen(KEYS["decisions"]) < 250
-
-
-async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
-    own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "PAGE_TIMEOUT_S", 0.05)
-    async with connect(own_redis_server.url) as redis:
-        await redis.ping()
-        with stopped(own_redis_server.pid):
-            async with asyncio.timeout(10.0):
-                with pytest.raises(RedisUnavailable):
-                    [one async for one in decisions.read(redis, KEYS)]

@@ -10,13 +10,13 @@ from redis.asyncio import Redis
 
 from app.core.errors import RedisUnavailable
 from app.local.redis_server import EmbeddedRedis
-from app.state import reading
+from app.state import decisions, reading, streams
 from app.state.connect import connect
 from tests.fake_worker import KEYS, FakeWorkers
 from tests.redis_servers import stopped
 
 
-@pytest.mark.parametrize("what", ["control", "promised", "contents", "scan"])
+@pytest.mark.parametrize("what", ["control", "promised", "contents", "decisions", "scan"])
 async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
     what: str, own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -30,10 +30,13 @@ async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
                 return await reading.read_reservations(redis, KEYS, [b"1"])
             if what == "contents":
                 return await reading.contents(redis, [b"a"])
+            if what == "decisions":
+                return [one async for one in decisions.read(redis, KEYS)]
             return [keys async for _, keys in reading.scan(redis, "*")]
 
         await read()
         monkeypatch.setattr(reading, "STEP_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(streams, "PAGE_TIMEOUT_S", 0.05)
         with stopped(own_redis_server.pid):
             async with asyncio.timeout(10.0):
                 with pytest.raises(RedisUnavailable):
