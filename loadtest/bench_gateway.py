@@ -99,7 +99,7 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
         core = server_core(0)
         door = start(partial(door_forever, tokenizer=tokenizer), url, core)
         picker = start(partial(picker_forever, tokenizer=tokenizer), url, core)
-        for one in (engine, door, picker):
+        for one in (engine, door):  # the picker speaks no HTTP/1
             run(until_open(one.port))
         passing, blind = (
             stack.enter_context(envoy(picker.port, engine.port, core, answers))

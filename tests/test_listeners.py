@@ -27,10 +27,13 @@ ROWS = {
     if line.startswith("| ") and (cells := [cell.strip() for cell in line[1:-1].split("|")])
     if cells[0] not in ("listener", "---")
 }
-LISTEN = re.compile(r"(?<!def )\b(?:listen|_bind|bind|create_server|start_server)\(")
+LISTEN = re.compile(
+    r"(?<!def )\b(?:listen|_bind|bind|create_server|start_server|add_insecure_port)\("
+)
 """What opens a port."""
 OPENED = {
     "app/cli.py": "router",
+    "app/gateway/processor.py": "picker, gateways",
     "app/planner/main.py": "planner",
     "app/local/cluster.py": "balancer",
     "app/local/redis_server.py": "Redis of `kvroute up`",
@@ -40,7 +43,7 @@ OPENED = {
     "workers/vllm_face/event_socket.py": "worker, events",
 }
 """Modules that open a port, and a row that says of it."""
-DEPLOYED = {6379, 8000, 8080, 8081, 8082, 8083}
+DEPLOYED = {6379, 8000, 8080, 8081, 8082, 8083, 9002}
 OUTWARD = {53, 443, 6443}
 """Where pods may connect to, besides: names, and Kubernetes' own API."""
 
@@ -69,6 +72,8 @@ def test_the_bounds_are_those_of_the_code() -> None:
         assert f"messages of {size} KiB" in ROWS[f"worker, {name}"][-1]
     assert f"{event_socket.HWM:,} batches" in ROWS["worker, events"][-1]
     assert f"last {event_socket.BUFFER_BATCHES:,} batches" in ROWS["worker, replay"][-1]
+    assert f"headers in {protocol.HEAD_TIMEOUT_S:g} s" in ROWS["picker, gateways"][-1]
+    assert f"a body in {body.BODY_TIMEOUT_S:g} s" in ROWS["picker, gateways"][-1]
     assert f"{protocol.MAX_HEAD_BYTES >> 10} KiB of headers" in PAGE
     assert f"{protocol.MAX_URL_BYTES >> 10} KiB of URL" in PAGE
     assert f"within {protocol.HEAD_TIMEOUT_S:g} s" in PAGE
@@ -94,7 +99,7 @@ def test_the_balancers_bounds_are_those_of_their_files() -> None:
 def test_the_deployment_files_open_the_ports_of_the_page_alone() -> None:
     found = {
         port
-        for example in ("default", "split")
+        for example in ("default", "split", "gateway")
         for document in yaml.safe_load_all(golden(example).read_text())
         for port in _ports(document)
     }

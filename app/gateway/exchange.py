@@ -30,8 +30,8 @@ class Call(Protocol):
 class Exchange:
     """Reads what the gateway says, and says what an application answers.
 
-    Until `hand_on`, what the application sends is an answer in place of a worker's; from then on it
-    is about that worker's answer.
+    Until a worker's answer begins, what the application sends is one in its place; from then on it
+    is about that answer.
     """
 
     def __init__(self, call: Call, first: Request, held: HeldBodies) -> None:
@@ -49,6 +49,7 @@ class Exchange:
         self._ahead: asyncio.Task[Request | None] | None = None
         self._on_gone: Callable[[], None] | None = None
         self._is_handed_on = False
+        self._has_answer = False
         self._start: Message = {}
         self._body: list[bytes] = []
         self.client = _client_in(self.headers)
@@ -80,8 +81,12 @@ class Exchange:
         """What the gateway says next; None: it says no more."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
-            return await ahead
-        return await self._read()
+            said = await ahead
+        else:
+            said = await self._read()
+        if said is not None and said.HasField("response_headers"):
+            self._has_answer = True
+        return said
 
     async def _read(self) -> Request | None:
         said = await self._call.read()
@@ -129,7 +134,7 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """As ASGI's."""
-        if self._is_handed_on:
+        if self._has_answer:
             await self._answer(message)
         elif message["type"] == "http.response.start":
             self._start = message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from app.core.worker_report import WorkerInfo
 from app.door import blame, whole_answer
 from app.door.client import Client, Headers
 from app.door.door import Door
+from app.door.errors import AnswerTimeout
 from app.door.forwarding import Outgoing
 from app.door.lifecycle import Lifecycle
 from app.door.stream import usage_in
@@ -76,7 +78,8 @@ class Picked:
 
     async def run(self) -> None:
         """Have the gateway send the request to a worker; ends `life` unless it raises. Raises as
-        Router.route; ClientDisconnect if the gateway leaves before it has told of the end."""
+        Router.route; AnswerTimeout; ClientDisconnect if the gateway leaves before it has told of
+        the end."""
         await self._confine()
         decision = await self._life.decide()
         self._worker = decision.worker
@@ -153,17 +156,26 @@ class Picked:
         }
         return [each for each in going if each not in given], sorted(dropped)
 
+    async def _beginning(self) -> messages.Request:
+        """What is said of the headers of the answer. Raises ClientDisconnect; AnswerTimeout."""
+        patience = self._door.patience
+        most_s = patience.answer_s if self._outgoing.asked.streams else patience.whole_s
+        try:
+            async with asyncio.timeout(most_s):
+                while (said := await self._exchange.read()) is not None:
+                    if said.HasField("response_headers"):
+                        return said
+        except TimeoutError:
+            raise AnswerTimeout(f"worker {self._worker.key}: no answer in {most_s:g} s") from None
+        raise ClientDisconnect
+
     async def _follow(self) -> None:
         """Look at what passes of the answer, until it ends."""
-        while (said := await self._exchange.read()) is not None:
-            if said.HasField("response_headers"):
-                answer = Answer(said, self._outgoing, self._exchange.answer_mode)
-                await self._moved(said)
-                await self._begins(answer, is_all=said.response_headers.end_of_stream)
-                break
-        else:
-            raise ClientDisconnect
-        is_over = said.response_headers.end_of_stream
+        headers = await self._beginning()
+        answer = Answer(headers, self._outgoing, self._exchange.answer_mode)
+        await self._moved(headers)
+        is_over = headers.response_headers.end_of_stream
+        await self._begins(answer, is_all=is_over)
         while not is_over and (said := await self._exchange.read()) is not None:
             is_over = await self._passes(answer, said)
         if not is_over and self._exchange.answer_mode != NONE:

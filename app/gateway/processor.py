@@ -23,6 +23,7 @@ from app.gateway.endpoints import Endpoints
 from app.gateway.exchange import Exchange
 from app.gateway.picked import Picked
 from app.http.held import HeldBodies
+from app.http.protocol import HEAD_TIMEOUT_S
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ class Processor:
 
     async def _process(self, _: object, call: grpc.aio.ServicerContext) -> None:
         """One request of a gateway."""
-        first = await call.read()
+        async with asyncio.timeout(HEAD_TIMEOUT_S):
+            first = await call.read()
         if first is grpc.aio.EOF:
             return
         if problem := messages.problem_of(first):

@@ -292,6 +292,16 @@ async def test_an_engine_that_fails_is_told_of(
         assert 'outcome="engine_error"' in text
 
 
+async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url, 1, answer_timeout_s=0.5) as gateway:
+        asked, _ = await gateway.asks(ASKS)
+        told = await asked.told()
+        assert (told.status, told.fields["error"]["code"]) == (504, "answer_timeout")
+        await gateway.until_reserved()
+
+
 async def test_its_health_says_what_is_served(
     redis: Redis, one_redis_server: EmbeddedRedis
 ) -> None:

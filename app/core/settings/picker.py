@@ -8,8 +8,7 @@ from app.core.settings.kinds import COMMON, PORT, Integers, setting
 from app.core.settings.router import RouterSettings
 
 OF_CARRIAGE = (
-    *("shared_fd", "migrate", "answer_timeout_s", "whole_timeout_s", "stalled_s"),
-    *("comment_every_s", "kv_lease_s", "strict_roles"),
+    *("shared_fd", "migrate", "stalled_s", "comment_every_s", "kv_lease_s", "strict_roles"),
 )
 """Settings of a router that say how it carries requests, which a gateway does in its place."""
 
