@@ -83,18 +83,30 @@ def test_a_row_for_each_way_to_choose_with_the_means_of_its_seeds(tmp_path: Path
     shown = {name.strip(): cells for _, name, *cells in (line.split("|") for line in lines)}
     played = orjson.loads(file.read_bytes())
     assert list(shown) == list(played)
-    assert len(played) == 7
+    assert len(played) == 9
     for name, seeds in played.items():
         ttft_s = [one["ttft_mean_s"] for one in seeds]
         assert float(shown[name][1]) == pytest.approx(sum(ttft_s) / 2, abs=0.01)
         assert ttft_s[0] != ttft_s[1]
     assert float(shown["hash of first 1 blocks"][4]) == 2.0
-    assert float(shown["hash of first 1 blocks, bounded by 1.25"][4]) < 1.5
+    assert float(shown["hash of first 1 blocks, bounded by 1.5"][4]) < 1.75
 
 
 def test_cells_of_unequal_size_are_not_compared() -> None:
     refused = CliRunner().invoke(main, ("--workers", "5"))
     assert (refused.exit_code, "5 workers are no 2 cells" in refused.output) == (2, True)
+
+
+def test_a_cell_may_be_bounded_by_tokens_or_be_the_less_busy_of_two() -> None:
+    session = Session(0.0, (request(0, (1, 2, 3, 4)),))
+    first = chosen(Door(first_turn), session, [0, 0, 0, 0])
+    busy = [5 if cell == first else 0 for cell in range(4)]
+    second = chosen(Door(first_turn, 1.5), session, busy)
+    assert second != first
+    assert chosen(Door(first_turn, of_two=True), session, busy) == second
+    assert chosen(Door(first_turn, of_two=True), session, [0, 0, 0, 0]) in (first, second)
+    # Of 1,024 tokens it is a quarter and a half; of requests, 5 of 6 would be too many.
+    assert chosen(Door(first_turn, 1.5, by_tokens=True), session, busy) == first
 
 
 def test_nothing_is_lost_on_the_way() -> None:
