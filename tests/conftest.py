@@ -24,6 +24,7 @@ WAITING = 2
 """Tests spend half of their time waiting for processes that they start."""
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + WAITING
 
