@@ -6,7 +6,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick test-slow test-sick test-gpu test-vllm test-vllm-pd test-sglang test-clients test-chart test-gateway lint format docs demo demo-torch pictures clean
+.PHONY: help setup test test-quick test-slow test-sick test-gpu test-vllm test-vllm-pd test-sglang test-clients test-chart test-gateway lint format docs demo demo-torch bench-gpu gpu-bundle pictures clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,8 +116,16 @@ docs: setup ## Write the documents that are made from code and from measurements
 demo: $(DEMO_STAMP) ## Run a whole cluster on this machine, without a GPU
 	$(BIN)/kvroute demo
 
-demo-torch: setup ## Run two workers with a real model on this machine's CPU
-	$(BIN)/python -m loadtest.demo_torch
+DEVICE := cpu
+
+demo-torch: setup ## Run two workers with a real model on this machine's CPU, or with DEVICE=cuda on its GPU
+	$(BIN)/python -m loadtest.demo_torch --device $(DEVICE)
+
+bench-gpu: setup ## Measure all that is to be measured on a GPU, within eight minutes
+	$(BIN)/python -m loadtest.bench_gpu --device cuda --json out/bench_gpu.json
+
+gpu-bundle: setup ## Collect what a bare machine with a GPU lacks into out/gpu-bundle, with ./run
+	$(BIN)/python -m tools.gpu_bundle out/gpu-bundle
 
 pictures: setup ## Take the pictures of the console anew: the README's, and those of sick clusters
 	KVROUTE_PICTURES=docs/images $(BIN)/pytest -m slow tests/console/test_pictures.py tests/console/test_sick_clusters.py

@@ -37,14 +37,13 @@ from app.core.settings.worker import WorkerSettings
 from app.http.server import run
 from app.options import POSITIVE
 from loadtest.command import Command, json_option, save
-from loadtest.traces import VOCABULARY, pseudo_random_tokens
+from loadtest.devices import SIZES, device_option, model_option, torch_worker
+from loadtest.traces import pseudo_random_tokens
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
 from workers.engines.sampling_options import Sampling
 from workers.kv.transfer.tcp import Source
 
-BLOCK_SIZE = 16
-CHUNK = 128
 OUTPUT_TOKENS = 8
 GREEDY = Sampling(temperature=0.0)
 KINDS = "alone", "split", "fetch"
@@ -155,13 +154,15 @@ class SourceWorker:
 
 async def measure(settings: WorkerSettings, tokens: int, rounds: int) -> Figures:
     """Of each kind, the times of all rounds but the first, which finds torch itself cold."""
+    chunk = settings.prefill_chunk
+    assert chunk is not None
     taken: dict[str, list[TransferAnswer]] = {kind: [] for kind in KINDS}
     async with running(settings) as engine:
         with closing(SourceWorker(settings)) as source:
             await asyncio.to_thread(source.started)
             for n in range(len(KINDS) * (rounds + 1)):
                 kind = KINDS[n % len(KINDS)]
-                given = await _round(engine, source, kind, prompt_of(n, tokens))
+                given = await _round(engine, source, kind, prompt_of(n, tokens), chunk)
                 if n >= len(KINDS):
                     taken[kind].append(given)
     return {
@@ -173,7 +174,9 @@ async def measure(settings: WorkerSettings, tokens: int, rounds: int) -> Figures
     }
 
 
-async def _round(engine: Engine, source: SourceWorker, kind: str, prompt: bytes) -> TransferAnswer:
+async def _round(
+    engine: Engine, source: SourceWorker, kind: str, prompt: bytes, chunk: int
+) -> TransferAnswer:
     """Raises ClickException unless all that was kept was fetched, and both answer alike."""
     kept = None
     if kind == "split":
@@ -182,7 +185,7 @@ async def _round(engine: Engine, source: SourceWorker, kind: str, prompt: bytes)
         await asyncio.to_thread(source.answer, prompt[: len(prompt) // 4 * 3])
         kept = await asyncio.to_thread(source.hand_on, prompt)
     given = await answer(engine, prompt, kept)
-    expected = min(kept.num_tokens, _reusable(len(prompt) // 4)) if kept else 0
+    expected = min(kept.num_tokens, _reusable(len(prompt) // 4, chunk)) if kept else 0
     if given.cached_tokens != expected or (kind != "alone" and not kept):
         raise click.ClickException(f"{kind}: {given.cached_tokens} of {expected} tokens came")
     alone = await asyncio.to_thread(source.answer, prompt)
@@ -191,9 +194,9 @@ async def _round(engine: Engine, source: SourceWorker, kind: str, prompt: bytes)
     return given
 
 
-def _reusable(tokens: int) -> int:
+def _reusable(tokens: int, chunk: int) -> int:
     """Whole chunks, and never the last token."""
-    return (tokens - 1) // CHUNK * CHUNK
+    return (tokens - 1) // chunk * chunk
 
 
 def prompt_of(number: int, tokens: int) -> bytes:
@@ -201,24 +204,10 @@ def prompt_of(number: int, tokens: int) -> bytes:
     return pseudo_random_tokens(positions, seed=0).astype("<u4").tobytes()
 
 
-def settings_of(model: str, tokens: int) -> WorkerSettings:
+def settings_of(device: str, model: str | None, tokens: int) -> WorkerSettings:
     """Of both workers, for prompts of so many tokens."""
-    pool_tokens = POOL_PROMPTS * (tokens + CHUNK)
-    return on_a_cpu(model, pool_tokens, host="127.0.0.1", kv_transfer="kvroute")
-
-
-def on_a_cpu(model: str, pool_tokens: int, **others: Any) -> WorkerSettings:
-    """A torch worker on one thread."""
-    return WorkerSettings(
-        engine="torch",
-        model=model,
-        device="cpu",
-        block_size=BLOCK_SIZE,
-        threads=1,
-        prefill_chunk=CHUNK,
-        kv_pool_tokens=pool_tokens,
-        **others,
-    )
+    pool_tokens = POOL_PROMPTS * (tokens + SIZES[device].chunk_tokens)
+    return torch_worker(device, model, pool_tokens, host="127.0.0.1", kv_transfer="kvroute")
 
 
 def show(figures: Figures, tokens: int, console: Console) -> None:
@@ -241,22 +230,18 @@ def show(figures: Figures, tokens: int, console: Console) -> None:
     console.print(table)
 
 
-model_option = click.option(
-    "--model",
-    default="40m",
-    show_default=True,
-    help=f"As for `kvroute worker`, with a vocabulary of at least {VOCABULARY:,} tokens.",
-)
-
-
 @click.command(cls=Command)
+@device_option
 @model_option
-@click.option("--tokens", default=2048, show_default=True, type=POSITIVE, help="Of each prompt.")
+@click.option("--tokens", type=POSITIVE, help="Of each prompt.")
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE)
 @json_option
-def main(model: str, tokens: int, rounds: int, json_file: Path | None) -> None:
+def main(
+    device: str, model: str | None, tokens: int | None, rounds: int, json_file: Path | None
+) -> None:
     """Prompts fetched from another worker, against computing them."""
-    figures = run(measure(settings_of(model, tokens), tokens, rounds))
+    tokens = tokens or SIZES[device].prompt_tokens
+    figures = run(measure(settings_of(device, model, tokens), tokens, rounds))
     show(figures, tokens, Console())
     save(figures, json_file)
 

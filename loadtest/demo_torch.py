@@ -1,4 +1,4 @@
-"""What reuse is worth on a real engine: a Llama with random weights, computed by torch on a CPU.
+"""What reuse is worth on a real engine: a Llama with random weights, on a CPU or a GPU.
 
 First, with one worker: the time to first token of prompts that share most of their tokens with one
 computed earlier, by the tier that holds the shared tokens, against prompts that share nothing.
@@ -30,17 +30,21 @@ from app.options import POSITIVE, POSITIVE_SECONDS
 from loadtest import bench_transfer, report
 from loadtest.client import ClusterClient
 from loadtest.command import Command, make_folder, save
+from loadtest.devices import (
+    BLOCK_SIZE,
+    SIZES,
+    Size,
+    device_option,
+    model_option,
+    torch_worker,
+)
 from loadtest.replay import progress_display, replay_policy
 from loadtest.traces import Session, Trace, TraceRequest, pseudo_random_tokens
 
-PROMPT_TOKENS = 2048
-SHARED_TOKENS = 1792
-POOL_TOKENS = 8192
 MAX_PROMPTS = 30
 """Enough to fill device and host memory, and to push some prompts to disk."""
-TURN_TOKENS = 256
-"""Of one turn of a conversation: the last answer and the next question."""
-SYSTEM_TOKENS = 512
+SYSTEM_TURNS = 2
+"""The system prompt has as many tokens as so many turns."""
 OUTPUT_TOKENS = 16
 POLICIES = "round_robin", "latency"
 ROUTER_TIMEOUT_S = 10.0
@@ -48,7 +52,7 @@ TIERS = "device", "host", "disk"
 TRANSFER_ROUNDS = 2
 
 
-def conversation_trace(number: int, turns: int, every_s: float) -> Trace:
+def conversation_trace(number: int, turns: int, every_s: float, turn_tokens: int) -> Trace:
     """Conversations with one system prompt; each turn's prompt begins with the previous turn's.
 
     A conversation begins every `every_s` seconds, and its user thinks for that long between turns.
@@ -56,31 +60,34 @@ def conversation_trace(number: int, turns: int, every_s: float) -> Trace:
     return Trace(
         "conversations",
         tuple(
-            Session(start * every_s, tuple(_turn(start * turns, n, every_s) for n in range(turns)))
+            Session(
+                start * every_s,
+                tuple(_turn(start * turns, n, every_s, turn_tokens) for n in range(turns)),
+            )
             for start in range(number)
         ),
     )
 
 
-def _turn(first: int, number: int, think_s: float) -> TraceRequest:
+def _turn(first: int, number: int, think_s: float, turn_tokens: int) -> TraceRequest:
     """first: number of the conversation's first turn among all turns."""
-    num_system = SYSTEM_TOKENS // TURN_TOKENS
-    own = range(num_system + first, num_system + first + number + 1)
-    blocks = (*range(num_system), *own)
+    own = range(SYSTEM_TURNS + first, SYSTEM_TURNS + first + number + 1)
+    blocks = (*range(SYSTEM_TURNS), *own)
     return TraceRequest(
         index=first + number,
-        input_tokens=len(blocks) * TURN_TOKENS,
+        input_tokens=len(blocks) * turn_tokens,
         output_tokens=OUTPUT_TOKENS,
         blocks=blocks,
-        block_tokens=TURN_TOKENS,
+        block_tokens=turn_tokens,
         think_s=think_s if number else 0.0,
     )
 
 
 class DemoPrompts:
-    """For one worker: fresh ones, and ones that share SHARED_TOKENS with one that it computed."""
+    """For one worker: fresh ones, and ones that share tokens with one that it computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
+        self._size = size
         self.stems: list[int] = []
         """Numbers of the computed prompts that no other prompt shares tokens with yet."""
         self._made = 0
@@ -96,34 +103,37 @@ class DemoPrompts:
     def _prompt(self, stem: int) -> bytes:
         own = self._made
         self._made += 1
-        positions = np.arange(PROMPT_TOKENS, dtype=np.uint64)
-        positions[:SHARED_TOKENS] += np.uint64(stem * PROMPT_TOKENS)
-        positions[SHARED_TOKENS:] += np.uint64(own * PROMPT_TOKENS)
+        tokens, shared = self._size.prompt_tokens, self._size.shared_tokens
+        positions = np.arange(tokens, dtype=np.uint64)
+        positions[:shared] += np.uint64(stem * tokens)
+        positions[shared:] += np.uint64(own * tokens)
         return pseudo_random_tokens(positions, seed=0).astype("<u4").tobytes()
 
 
 @contextmanager
-def torch_cluster(model: str, size: int) -> Iterator[Cluster]:
-    """`size` workers behind as many routers; their disk pools end with them."""
+def torch_cluster(device: str, model: str | None, number: int) -> Iterator[Cluster]:
+    """`number` workers behind as many routers; their disk pools end with them."""
     with TemporaryDirectory(prefix="kvroute-disk-") as folder:
-        settings = bench_transfer.on_a_cpu(
+        pool_tokens = SIZES[device].pool_tokens
+        settings = torch_worker(
+            device,
             model,
-            POOL_TOKENS,
-            host_pool_tokens=POOL_TOKENS,
-            disk_pool_tokens=4 * POOL_TOKENS,
+            pool_tokens,
+            host_pool_tokens=pool_tokens,
+            disk_pool_tokens=SIZES[device].disk_pools * pool_tokens,
             disk_folder=folder,
             log_level="warning",
         )
         router = RouterSettings(log_level="warning")
         with Cluster(
-            num_workers=size, num_replicas=size, router=router, worker=settings
+            num_workers=number, num_replicas=number, router=router, worker=settings
         ) as cluster:
             yield cluster
 
 
-async def measure_tiers(base_url: str, rounds: int) -> dict[str, list[float]]:
+async def measure_tiers(base_url: str, rounds: int, size: Size) -> dict[str, list[float]]:
     """Seconds to the first token, by the tier of the shared tokens; `cold`: nothing was shared."""
-    prompts = DemoPrompts()
+    prompts = DemoPrompts(size)
     times: dict[str, list[float]] = {"cold": [], **{tier: [] for tier in TIERS}}
     timeout = aiohttp.ClientTimeout(total=ROUTER_TIMEOUT_S)
     async with (
@@ -137,7 +147,7 @@ async def measure_tiers(base_url: str, rounds: int) -> dict[str, list[float]]:
                 break
             times["cold"] += await _ttft_s(client, prompts.fresh(), {})
             # One tier after another, so that prompts remain that can move to lower tiers.
-            expected = {wanted[0]: SHARED_TOKENS}
+            expected = {wanted[0]: size.shared_tokens}
             for stem in prompts.stems:
                 prompt = prompts.sharing(stem)
                 if await _held(session, prompt) == expected:
@@ -160,7 +170,7 @@ async def _held(session: aiohttp.ClientSession, prompt: bytes) -> dict[str, int]
         raise_for_status=True,
     ) as response:
         overlap = orjson.loads(await response.read())["overlap_blocks"]
-    return {tier: n * bench_transfer.BLOCK_SIZE for tier, n in overlap.items() if n}
+    return {tier: n * BLOCK_SIZE for tier, n in overlap.items() if n}
 
 
 async def _ttft_s(client: ClusterClient, prompt: bytes, expected: dict[str, int]) -> list[float]:
@@ -175,13 +185,14 @@ async def _ttft_s(client: ClusterClient, prompt: bytes, expected: dict[str, int]
     return [outcome.first_token_s - outcome.sent_s] if held == expected else []
 
 
-def tiers_table(times: dict[str, list[float]]) -> Table:
+def tiers_table(times: dict[str, list[float]], size: Size) -> Table:
+    tokens, shared = size.prompt_tokens, size.shared_tokens
     cells = Table(
         box=box.SIMPLE_HEAD,
-        title=f"Time to first token of {PROMPT_TOKENS:,} tokens, one at a time",
-        caption=f"{SHARED_TOKENS:,} of them ({SHARED_TOKENS / PROMPT_TOKENS:.1%}) are shared. If "
-        f"reuse cost nothing and all tokens the same, {bound():.1f} times: the bound. Later tokens "
-        "cost more, as they attend to more.",
+        title=f"Time to first token of {tokens:,} tokens, one at a time",
+        caption=f"{shared:,} of them ({shared / tokens:.1%}) are shared. If "
+        f"reuse cost nothing and all tokens the same, {bound(size):.1f} times: the bound. Later "
+        "tokens cost more, as they attend to more.",
     )
     for name in ("shared part from", "median", "times faster", "requests"):
         cells.add_column(name, justify="right" if name != "shared part from" else "left")
@@ -192,8 +203,8 @@ def tiers_table(times: dict[str, list[float]]) -> Table:
     return cells
 
 
-def bound() -> float:
-    return PROMPT_TOKENS / (PROMPT_TOKENS - SHARED_TOKENS)
+def bound(size: Size) -> float:
+    return size.prompt_tokens / (size.prompt_tokens - size.shared_tokens)
 
 
 def speedup(times: dict[str, list[float]], name: str) -> float:
@@ -201,7 +212,8 @@ def speedup(times: dict[str, list[float]], name: str) -> float:
 
 
 @click.command(cls=Command)
-@bench_transfer.model_option
+@device_option
+@model_option
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE, help="Prompts of each kind.")
 @click.option("--conversations", default=24, show_default=True, type=POSITIVE)
 @click.option(
@@ -222,27 +234,35 @@ def speedup(times: dict[str, list[float]], name: str) -> float:
     help="Folder for demo-torch.json.",
 )
 def main(
-    model: str, rounds: int, conversations: int, turns: int, every_s: float, out: Path
+    device: str,
+    model: str | None,
+    rounds: int,
+    conversations: int,
+    turns: int,
+    every_s: float,
+    out: Path,
 ) -> None:
-    """Torch workers on this machine's CPU: hits against misses, KV handed on, two policies."""
+    """Torch workers on this machine: hits against misses, KV handed on, two policies."""
     make_folder(out)
     console = Console()
-    console.print(f"one worker, model {model} with random weights, one thread")
-    with torch_cluster(model, 1) as cluster:
-        times = run(measure_tiers(cluster.balancer_url, rounds))
-    console.print(tiers_table(times))
+    size = SIZES[device]
+    console.print(f"one worker, model {model or size.model} with random weights, on {device}")
+    with torch_cluster(device, model, 1) as cluster:
+        times = run(measure_tiers(cluster.balancer_url, rounds, size))
+    console.print(tiers_table(times, size))
 
     console.print("two workers, of which one computes, and the other goes on from its KV")
-    settings = bench_transfer.settings_of(model, PROMPT_TOKENS)
-    transfers = run(bench_transfer.measure(settings, PROMPT_TOKENS, TRANSFER_ROUNDS))
-    bench_transfer.show(transfers, PROMPT_TOKENS, console)
+    tokens = size.prompt_tokens
+    settings = bench_transfer.settings_of(device, model, tokens)
+    transfers = run(bench_transfer.measure(settings, tokens, TRANSFER_ROUNDS))
+    bench_transfer.show(transfers, tokens, console)
 
-    trace = conversation_trace(conversations, turns, every_s)
+    trace = conversation_trace(conversations, turns, every_s, size.turn_tokens)
     console.print(f"{conversations} conversations of {turns} turns, two workers")
     runs = []
     for policy in POLICIES:
         with (
-            torch_cluster(model, 2) as cluster,
+            torch_cluster(device, model, 2) as cluster,
             progress_display(console, trace.num_requests) as on_progress,
         ):
             playing = replay_policy(trace, cluster.balancer_url, policy, on_progress=on_progress)
@@ -251,8 +271,8 @@ def main(
     file = out / "demo-torch.json"
     tiers = {name: {"ttft_s": s, "times_faster": speedup(times, name)} for name, s in times.items()}
     results = {
-        "model": model,
-        "bound": bound(),
+        "model": model or size.model,
+        "bound": bound(size),
         "tiers": tiers,
         "transfers": transfers,
         "routing": report.as_json(runs),

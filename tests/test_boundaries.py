@@ -21,6 +21,8 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.sampling",
         "workers.engines.torch.sequence",
         "workers.engines.torch.attention",
+        "loadtest.bench_forward",
+        "loadtest.bench_gpu",
         "workers.engines.torch.tiers",
         "workers.engines.torch.chunks",
         "workers.engines.torch.weights",

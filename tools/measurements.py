@@ -55,6 +55,8 @@ def main(take: str | None, files: Sequence[Path]) -> None:
             raise click.UsageError("--take needs a command of docs/measurements.json, and files")
         for subject in chosen:
             replace_figures(subject["rows"], runs)
+            if "conditions" in runs[0]:  # of a machine that is not this one
+                subject["conditions"] = runs[0]["conditions"]
         FIGURES.write_bytes(orjson.dumps(subjects, option=orjson.OPT_INDENT_2) + b"\n")
     PAGE.write_text(page(subjects))
 
@@ -106,7 +108,9 @@ def _section(subject: Subject) -> Iterator[str]:
         yield f"| {row['what']} | {_shown(row['figure'])} | {row['unit']} |\n"
 
 
-def _shown(figure: float | Sequence[float]) -> str:
+def _shown(figure: float | Sequence[float] | None) -> str:
+    if figure is None:
+        return "not measured"
     if isinstance(figure, Sequence):
         least, most = figure
         return f"{least:,} to {most:,}"

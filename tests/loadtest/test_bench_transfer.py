@@ -10,7 +10,7 @@ from loadtest import bench_transfer
 from loadtest.bench_transfer import KINDS, measure, prompt_of, running, settings_of, show
 from workers.kv.transfer.tcp import Source
 
-SETTINGS = settings_of("40m", 300)
+SETTINGS = settings_of("cpu", None, 300)
 
 
 @pytest.mark.slow
@@ -33,4 +33,4 @@ async def test_a_prompt_that_was_computed_instead_of_fetched_ends_the_benchmark(
     source: Any = _GoneSource()
     async with running(SETTINGS) as engine:
         with pytest.raises(ClickException, match="split: 0 of 256 tokens came"):
-            await bench_transfer._round(engine, source, "split", prompt_of(0, 300))
+            await bench_transfer._round(engine, source, "split", prompt_of(0, 300), 128)

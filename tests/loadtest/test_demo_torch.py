@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from loadtest import demo_torch
+from loadtest.devices import SIZES
 from loadtest.traces import VOCABULARY
 from tests.redis_servers import default_kind, require_redis
 from tests.workers.engines.torch.checkpoints import reference
@@ -17,7 +18,7 @@ async def test_the_last_prompt_tried_counts_too(monkeypatch: pytest.MonkeyPatch)
     tiers = iter(demo_torch.TIERS)
 
     async def held(*_: object) -> dict[str, int]:
-        return {next(tiers): demo_torch.SHARED_TOKENS}
+        return {next(tiers): SIZES["cpu"].shared_tokens}
 
     async def ttft_s(*_: object) -> list[float]:
         return [1.0]
@@ -25,7 +26,7 @@ async def test_the_last_prompt_tried_counts_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(demo_torch, "MAX_PROMPTS", 2)
     monkeypatch.setattr(demo_torch, "_held", held)
     monkeypatch.setattr(demo_torch, "_ttft_s", ttft_s)
-    times = await demo_torch.measure_tiers("http://127.0.0.1:1", rounds=1)
+    times = await demo_torch.measure_tiers("http://127.0.0.1:1", 1, SIZES["cpu"])
     assert times == {"cold": [1.0] * 3, "device": [1.0], "host": [1.0], "disk": [1.0]}
 
 
