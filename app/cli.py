@@ -366,22 +366,8 @@ def up(**values: Any) -> None:
     from app.local.interrupts import INTERRUPTS, heed_interrupts
 
     _start_log(values["log_level"])
-    # Better said once here than by each process that cannot start.
-    with extra("worker"):
-        importlib.import_module("workers.main")
-    if values["with_planner"]:
-        with extra("planner"):
-            importlib.import_module("app.planner.main")
-    if values["gateway"]:
-        _check_gateway(values)
     engines = parse_engines(values["engine"])
-    if engines:
-        _check_engines(values)
-    elif not values["num_workers"] and not (values["with_planner"] and values["wait_queue"]):
-        raise ConfigError(
-            "workers: 0 needs --planner, which starts one for a request, and --wait-queue, in "
-            "which that waits"
-        )
+    _check_up(values, engines)
     asking = pick(RouterSettings, values, without=("redis_url", "port"))
     if engines and not asking.worker_key:
         asking = replace(asking, worker_key=values["engine_api_key"])
@@ -403,15 +389,7 @@ def up(**values: Any) -> None:
             router=asking,
             worker=pick(WorkerSettings, values, without=("redis_url", "port")),
             engines=engines,
-            agent=pick(
-                EngineAgentSettings,
-                {
-                    **{name: values[name] for name in OF_AGENTS},
-                    "model": values["model_name"],
-                    "capacity_tokens": values["kv_pool_tokens"],
-                },
-                without=(),
-            ),
+            agent=_agent_of(values),
             planner=(
                 pick(PlannerSettings, values, without=("redis_url", "port"))
                 if values["with_planner"]
@@ -429,6 +407,30 @@ def up(**values: Any) -> None:
             for number in INTERRUPTS:
                 signal.signal(number, signal.SIG_IGN)
     click.echo("stopped")
+
+
+def _check_up(values: dict[str, Any], engines: list[str]) -> None:
+    """What is better said once here than by each process that cannot start. Raises ConfigError."""
+    with extra("worker"):
+        importlib.import_module("workers.main")
+    if values["with_planner"]:
+        with extra("planner"):
+            importlib.import_module("app.planner.main")
+    if values["gateway"]:
+        _check_gateway(values)
+    if engines:
+        _check_engines(values)
+    elif not values["num_workers"] and not (values["with_planner"] and values["wait_queue"]):
+        raise ConfigError(
+            "workers: 0 needs --planner, which starts one for a request, and --wait-queue, in "
+            "which that waits"
+        )
+
+
+def _agent_of(values: dict[str, Any]) -> EngineAgentSettings:
+    of_agents = {name: values[name] for name in OF_AGENTS}
+    of_agents |= {"model": values["model_name"], "capacity_tokens": values["kv_pool_tokens"]}
+    return pick(EngineAgentSettings, of_agents, without=())
 
 
 def _check_gateway(values: dict[str, Any]) -> None:

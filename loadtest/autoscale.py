@@ -339,15 +339,19 @@ def main(
         f"{_scenario.day.name}: {_scenario.day.num_requests:,} requests, peak to trough 4:1, "
         f"{bursts:.0%} in bursts; a start takes {startup_s:g} s"
     )
+    _print(title, victims, figures)
+    save({"title": title, "figures": [asdict(one) for one in figures]}, json_file)
+    if png_file:
+        plot([one for one in figures if one.victim == victims[0]], rates, title, png_file)
+
+
+def _print(title: str, victims: Sequence[str], figures: Sequence[ScalingFigures]) -> None:
     console = Console()
     for victim in victims:
         console.print(
             table(f"{title}; {victim} leaves", [f for f in figures if f.victim == victim])
         )
     console.print(LEGEND)
-    save({"title": title, "figures": [asdict(one) for one in figures]}, json_file)
-    if png_file:
-        plot([one for one in figures if one.victim == victims[0]], rates, title, png_file)
 
 
 if __name__ == "__main__":

@@ -350,14 +350,20 @@ def replay(
                 on_progress=on_progress,
             )
             runs.append(run(playing))
+    _tell(runs, console, json_file, png_file)
+    if all(outcome.failure for played in runs for outcome in played.outcomes):
+        raise click.ClickException("no request was answered")
+
+
+def _tell(
+    runs: list[PolicyRun], console: Console, json_file: Path | None, png_file: Path | None
+) -> None:
     console.print(report.table(runs))
     for problem in _problems(runs):
         console.print(problem, style="red", markup=False)
     save(report.as_json(runs), json_file)
     if png_file:
         report.plot(runs, png_file)
-    if all(outcome.failure for played in runs for outcome in played.outcomes):
-        raise click.ClickException("no request was answered")
 
 
 async def _check_answers(url: str, policy: str | None, api: Api) -> None:

@@ -61,18 +61,8 @@ class Carriage:
         if begun.whole and status == 200:
             status = 502 if begun.failure else whole_answer.status_of(begun.first)
         life.record.status = status
-        if begun.whole and status >= 400:
-            failure = begun.failure
-            is_full = failure is not None and blame.takes_no_more(failure)
-            life.record.error = self._tries.said(begun.first)
-            outcome = of_refusal(status, is_failure=failure is not None, is_full=is_full)
-            life.end(outcome, ended_by="worker")
-            await client.refuse(status, headers, begun.first, begun.worker)
-            return
         if begun.whole:
-            life.first_token(is_seen=False)
-            life.end("ok", usage=self._usage(begun.first, begun.worker))
-            await client.whole(answer.status, headers, begun.first)
+            await self._relay_whole(begun, status, headers)
             return
         parser: Parser = Whole()
         if begun.in_events:
@@ -104,6 +94,20 @@ class Carriage:
         usage = self._usage(parser.tail, begun.worker) if outcome == "ok" else None
         life.end(outcome, ended_by="worker", usage=usage)
         await client.send(rest, last=True)
+
+    async def _relay_whole(self, begun: Beginning, status: int, headers: Headers) -> None:
+        """status: what the client is to get."""
+        life, failure = self.life, begun.failure
+        if status < 400:
+            life.first_token(is_seen=False)
+            life.end("ok", usage=self._usage(begun.first, begun.worker))
+            await self.client.whole(begun.answer.status, headers, begun.first)
+            return
+        is_full = failure is not None and blame.takes_no_more(failure)
+        life.record.error = self._tries.said(begun.first)
+        outcome = of_refusal(status, is_failure=failure is not None, is_full=is_full)
+        life.end(outcome, ended_by="worker")
+        await self.client.refuse(status, headers, begun.first, begun.worker)
 
     def _usage(self, text: bytes, worker: WorkerInfo) -> Usage | None:
         most = self.outgoing.most_tokens(worker)

@@ -104,15 +104,10 @@ async def serve_router(
         live = LiveSettings(replica, file, read)
         replica.watched.append(WatchedFiles("settings", lambda: [file], live.reload))
     if certificate is not None:
-        files = certificate.files
-        replica.watched.append(WatchedFiles("certificates", lambda: files, certificate.reload))
-
-    def look() -> None:
-        for watched in replica.watched:
-            watched.look()
-
-    # Else it would end the process, and with it all streams.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, look)
+        replica.watched.append(
+            WatchedFiles("certificates", lambda: certificate.files, certificate.reload)
+        )
+    _look_when_told(replica)
     routers = replica.routers
 
     url = base_url(*sockets[0].getsockname()[:2])
@@ -134,6 +129,16 @@ async def serve_router(
         held=HeldBodies(settings.max_held_bytes),
         tls=certificate.context if certificate else None,
     )
+
+
+def _look_when_told(replica: Services) -> None:
+    """Have SIGHUP look at the files: else it would end the process, and with it all streams."""
+
+    def look() -> None:
+        for watched in replica.watched:
+            watched.look()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, look)
 
 
 def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Application:
@@ -178,6 +183,38 @@ def _router(settings: RouterSettings, signs: Signs, namespace: str, redis: Redis
     return Router(runner, keyspace, settings, fleet, Telemetry(), signs)
 
 
+@asynccontextmanager
+async def _running(replica: Services, _: FastAPI) -> AsyncIterator[None]:
+    """All that goes on beside requests."""
+    failures = replica.router.telemetry.task_failures
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(replica.door.run()),
+            tasks.create_task(replica.routers.run()),
+            *(tasks.create_task(run()) for run in replica.beside),
+            *(
+                tasks.create_task(supervised(watched.what, watched.run, failures))
+                for watched in replica.watched
+            ),
+        ]
+        every_s = replica.settings.comment_every_s
+        if every_s:
+            comments = supervised(
+                "comments", partial(comment_each, replica.clients, every_s), failures
+            )
+            running.append(tasks.create_task(comments))
+        shown = replica.console and tasks.create_task(
+            supervised("console", replica.console.run, failures)
+        )
+        yield
+        if shown:
+            # It says that the replica is gone, over connections that the routers close.
+            shown.cancel()
+            await asyncio.wait([shown])
+        for task in running:
+            task.cancel()
+
+
 class Application(FastAPI):
     """One check of keys, then the path's route, and one answer to whatever that raises.
 
@@ -186,41 +223,11 @@ class Application(FastAPI):
     """
 
     def __init__(self, replica: Services) -> None:
-        @asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            failures = replica.router.telemetry.task_failures
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(replica.door.run()),
-                    tasks.create_task(replica.routers.run()),
-                    *(tasks.create_task(run()) for run in replica.beside),
-                    *(
-                        tasks.create_task(supervised(watched.what, watched.run, failures))
-                        for watched in replica.watched
-                    ),
-                ]
-                every_s = replica.settings.comment_every_s
-                if every_s:
-                    comments = supervised(
-                        "comments", partial(comment_each, replica.clients, every_s), failures
-                    )
-                    running.append(tasks.create_task(comments))
-                shown = replica.console and tasks.create_task(
-                    supervised("console", replica.console.run, failures)
-                )
-                yield
-                if shown:
-                    # It says that the replica is gone, over connections that the routers close.
-                    shown.cancel()
-                    await asyncio.wait([shown])
-                for task in running:
-                    task.cancel()
-
         # A redirect to the path with or without a slash would repeat the caller's Host header.
         super().__init__(
             title="kvroute router",
             version=version("kvroute"),
-            lifespan=lifespan,
+            lifespan=partial(_running, replica),
             redirect_slashes=False,
             docs_url=None,
             redoc_url=None,

@@ -155,20 +155,7 @@ async def serve(
     Raises ConfigError if the application does not start, KvrouteError if its lifespan fails later.
     """
     collect_seldom()
-    config = uvicorn.Config(
-        app,
-        http=Protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        # Nothing here asks who the client is.
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(drain_s) + ENDING_S,
-    )
-    config.load()
-    config.ssl = tls
+    config = _config(app, drain_s, tls)
     server = _Server(config, on_stop, on_late, drain_s, on_refused, held)
     # uvicorn raises the signal again when it is done, which would end the process before its
     # owner has cleaned up; these handlers absorb it.
@@ -187,3 +174,21 @@ async def serve(
         raise ConfigError("the application did not start")
     if server.failed:
         raise KvrouteError("the application failed; see the log above")
+
+
+def _config(app: Any, drain_s: float, tls: ssl.SSLContext | None) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        # Nothing here asks who the client is.
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(drain_s) + ENDING_S,
+    )
+    config.load()
+    config.ssl = tls
+    return config

@@ -80,6 +80,25 @@ class _PathRequest:
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _check_roles(
+    num_workers: int,
+    num_prefill: int,
+    num_decode: int,
+    worker: WorkerSettings,
+    planner: PlannerSettings | None,
+) -> None:
+    """Raises ConfigError."""
+    if num_prefill + num_decode > num_workers:
+        raise ConfigError(
+            f"{num_prefill} prefill_workers and {num_decode} decode_workers are more than "
+            f"{num_workers} workers"
+        )
+    if not worker.kv_transfer:
+        raise ConfigError("prefill_workers and decode_workers need kv_transfer")
+    if planner is not None:
+        raise ConfigError("prefill_workers and decode_workers: with a planner, it decides")
+
+
 class Cluster:
     """A cluster, started as a whole on entry and stopped as a whole on exit.
 
@@ -116,15 +135,8 @@ class Cluster:
         num_prefill: int = 0,
         num_decode: int = 0,
     ) -> None:
-        if num_prefill + num_decode > num_workers:
-            raise ConfigError(
-                f"{num_prefill} prefill_workers and {num_decode} decode_workers are more than "
-                f"{num_workers} workers"
-            )
-        if num_prefill + num_decode and not worker.kv_transfer:
-            raise ConfigError("prefill_workers and decode_workers need kv_transfer")
-        if num_prefill + num_decode and planner is not None:
-            raise ConfigError("prefill_workers and decode_workers: with a planner, it decides")
+        if num_prefill + num_decode:
+            _check_roles(num_workers, num_prefill, num_decode, worker, planner)
         self.keyspace = Keyspace(router.namespace)
         self.redis = EmbeddedRedis() if redis_url is None else None
         self.redis_url = redis_url or ""

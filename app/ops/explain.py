@@ -196,7 +196,11 @@ async def whatif(
         raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
     if as_json:
         say(json_text(comparison.means()))
-        return
+    else:
+        _say_compared(comparison)
+
+
+def _say_compared(comparison: Comparison) -> None:
     compared = counted(comparison.decisions, "decision")
     say(f"{compared}; {comparison.changed:,} would have gone elsewhere")
     rows = [

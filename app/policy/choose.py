@@ -60,17 +60,13 @@ def choose(
     Raises NoWorkers if none is eligible, PromptTooLarge if no eligible one has enough blocks,
     AllWorkersBusy if all that have enough are full or no queue is short enough.
     """
-    num_eligible = np.count_nonzero(eligible)
+    num_eligible = int(np.count_nonzero(eligible))
     if num_eligible == 0:
-        raise NoWorkers(
-            f"the request excludes all live workers ({eligible.size})"
-            if eligible.size
-            else "no worker is alive"
-        )
+        raise _nobody(eligible.size)
     pool = candidates.kv_total_blocks
     if least(pool) < size.isl_blocks:
         eligible = _large_enough(pool, size, eligible)
-        num_eligible = np.count_nonzero(eligible)
+        num_eligible = int(np.count_nonzero(eligible))
     rules = POLICIES[policy]
     costs = (cost or rules.cost)(candidates, size)
     able = eligible & (candidates.active_requests < candidates.max_requests)
@@ -79,18 +75,25 @@ def choose(
     if compared[at] == np.inf or (
         max_queue_s < math.inf and candidates.prefill_s[compared < np.inf].min() > max_queue_s
     ):
-        past = (
-            "" if math.isinf(max_queue_s) else f" or have over {max_queue_s:g} s of prefills queued"
-        )
-        raise AllWorkersBusy(
-            f"all eligible workers ({num_eligible}) are full{past}",
-            retry_after_s=float(candidates.prefill_s[eligible].min()),
-        )
+        raise _busy(num_eligible, max_queue_s, float(candidates.prefill_s[eligible].min()))
     if rules.narrow is not None or temperature > 0.0:
         return _of_some(rules, costs, (compared < np.inf).nonzero()[0], rng, nth, temperature)
     (lowest,) = (compared == compared[at]).nonzero()
     tied = lowest.size > 1
     return Choice(int(lowest[rng.integers(lowest.size)]) if tied else at, costs, tied)
+
+
+def _nobody(num_live: int) -> NoWorkers:
+    excluded = f"the request excludes all live workers ({num_live})"
+    return NoWorkers(excluded if num_live else "no worker is alive")
+
+
+def _busy(num_eligible: int, max_queue_s: float, retry_after_s: float) -> AllWorkersBusy:
+    queued = f" or have over {max_queue_s:g} s of prefills queued"
+    past = "" if math.isinf(max_queue_s) else queued
+    return AllWorkersBusy(
+        f"all eligible workers ({num_eligible}) are full{past}", retry_after_s=retry_after_s
+    )
 
 
 def has_room(candidates: Candidates, size: RequestSize) -> NDArray[np.bool_]:

@@ -152,18 +152,19 @@ class Decider:
                 else:
                     view = await self._replica.fleet.view(fresh)
             except (RedisUnavailable, NamespaceMissing) as error:
-                self._replica.fleet.note(error)
-                lost = [pending for pending, _ in plans if not pending.decided]
-                # Redis may still run what it was sent, also for callers who have gone since.
-                for pending in lost:
-                    self._maintenance.release_soon(
-                        pending.query.reservation_id, pending.query.attempt
-                    )
-                self._degraded.decide(lost, error)
+                self._lost([pending for pending, _ in plans if not pending.decided], error)
                 return
         for pending in undecided:
             busy = f"no worker could be reserved in {MAX_TRIES} tries"
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
+
+    def _lost(self, some: list[Pending], error: RedisUnavailable | NamespaceMissing) -> None:
+        """Nobody knows what became of their reservations."""
+        self._replica.fleet.note(error)
+        # Redis may still run what it was sent, also for callers who have gone since.
+        for pending in some:
+            self._maintenance.release_soon(pending.query.reservation_id, pending.query.attempt)
+        self._degraded.decide(some, error)
 
     def _plan_all(
         self, undecided: list[Pending], view: View

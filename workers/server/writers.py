@@ -59,31 +59,48 @@ def written(
         for number in range(num_choices):
             prompt = prompts[number // asked.choices]
             name = f"{request_id}-{number}" if number else request_id
-            writers.append(
-                Writer(
-                    served.engine,
-                    CompletionRequest(
-                        name,
-                        prompt,
-                        num_tokens,
-                        asked.sampling,
-                        asked.ignore_eos,
-                        asked.salt,
-                        asked.travels.source,
-                        KEEP_S if asked.travels.keeps else 0.0,
-                    ),
-                    _text(served, prompt, script),
-                    stream_interval=asked.stream_interval if asked.stream else num_tokens,
-                    stops=asked.stops,
-                    ends=natural == num_tokens,
-                    most_cached=asked.travels.cached_tokens,
-                )
-            )
+            request = _request(name, prompt, num_tokens, asked)
+            text = _text(served, prompt, script)
+            writers.append(_writer(served, request, text, asked, ends=natural == num_tokens))
     except BaseException:
         for writer in writers:
             writer.cancel()
         raise
     return writers
+
+
+def _request(
+    name: str, prompt: bytes, num_tokens: int, asked: GenerationOptions
+) -> CompletionRequest:
+    return CompletionRequest(
+        name,
+        prompt,
+        num_tokens,
+        asked.sampling,
+        asked.ignore_eos,
+        asked.salt,
+        asked.travels.source,
+        KEEP_S if asked.travels.keeps else 0.0,
+    )
+
+
+def _writer(
+    served: ServedEngine,
+    request: CompletionRequest,
+    text: TextStream | None,
+    asked: GenerationOptions,
+    *,
+    ends: bool,
+) -> Writer:
+    return Writer(
+        served.engine,
+        request,
+        text,
+        stream_interval=asked.stream_interval if asked.stream else request.max_tokens,
+        stops=asked.stops,
+        ends=ends,
+        most_cached=asked.travels.cached_tokens,
+    )
 
 
 def _check(served: ServedEngine, asked: GenerationOptions, limit: int, num_choices: int) -> None:
