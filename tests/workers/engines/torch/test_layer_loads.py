@@ -80,14 +80,41 @@ async def test_logits_are_those_of_computing_all_of_it(
     assert torch.equal(served.spy.logits[-1], expected)
 
 
+class EndSpy(Spy):
+    """Sets `has_ended` once a chunk was computed."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL)
+        self.has_ended = threading.Event()
+
+    def prefill(self, *args: Any) -> torch.Tensor:
+        logits = super().prefill(*args)
+        self.has_ended.set()
+        return logits
+
+
 @slower
 async def test_the_control_logits_are_others_if_events_are_not_waited_for(
     tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams_are(monkeypatch, lambda *_: LateStream(late_s=0.2))
-    async with running(tmp_path) as served:
+    spy = EndSpy()
+
+    class Last(LateStream):
+        """Nothing moves before a chunk was computed."""
+
+        def submit(self, work: Callable[[], None]) -> Any:
+            def late() -> None:
+                assert spy.has_ended.wait(30)
+                work()
+
+            return super().submit(late)
+
+    spy.has_ended.set()
+    streams_are(monkeypatch, Last)
+    async with running(tmp_path, spy=spy) as served:
         expected = await held_in(served, tier)
         monkeypatch.setattr(LateEvent, "wait", lambda _: None)
+        spy.has_ended.clear()
         await served.ask(PROMPT)
 
     assert not torch.equal(served.spy.logits[-1], expected)
