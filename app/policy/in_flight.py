@@ -26,7 +26,7 @@ IN_FLIGHT_TOKENS = 4096
 before others have heard of it."""
 COMPUTED_WAIT = 1.5
 """Of the queue, which counts once for itself. With 1, crowds wait where they could compute; with 2,
-those that begin alike are computed everywhere (docs/experiments.md)."""
+those that begin alike are computed everywhere (see experiments.md)."""
 WEIGHT = 2.0
 """Of what a prompt takes, for itself and for those behind it."""
 COMPUTING = "computing_s"
