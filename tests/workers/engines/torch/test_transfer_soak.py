@@ -17,7 +17,7 @@ from tests.workers.engines.torch.test_soak import CheckedSpy, prompts_of
 from tests.workers.engines.torch.test_transfer import all_let_go, linked, over
 from tests.workers.kv.bad_link import cut, flipped
 from workers.engines.torch.admission import AdaptiveAdmission
-from workers.kv.transfer import layer_groups
+from workers.kv import memory
 from workers.kv.transfer.tcp import Source
 
 LEASE_S = 0.3
@@ -62,7 +62,7 @@ async def run_client(
 async def test_logits_stay_exact_and_no_slot_leaks_whatever_arrives(
     tmp_path: Path, seed: int, begins_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_groups, "GROUP_BYTES", 1)
+    monkeypatch.setattr(memory, "GROUP_BYTES", 1)
     if begins_early:
         monkeypatch.setattr(AdaptiveAdmission, "compute_s", lambda *_: 1e9)
     rng = random.Random(seed)
