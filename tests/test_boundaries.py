@@ -45,7 +45,7 @@ NEEDS_TORCH = frozenset(
 
 NEEDS_GRPC = frozenset(
     f"app.gateway.{name}"
-    for name in ("main", "processor", "exchange", "picked", "answer", "messages", "ext_proc")
+    for name in ("main", "processor", "gateway_request", "picker", "answer", "messages", "ext_proc")
 )
 
 # For each line `package without modules`, in turn: imports that and all modules below it except

@@ -20,8 +20,8 @@ from app.edge.errors import answer_to
 from app.edge.tls import certificate_of
 from app.gateway import ext_proc, messages
 from app.gateway.endpoints import Endpoints
-from app.gateway.exchange import Exchange
-from app.gateway.picked import Picked
+from app.gateway.gateway_request import GatewayRequest
+from app.gateway.picker import GatewayCarriage
 from app.http.held import HeldBodies
 from app.http.protocol import HEAD_TIMEOUT_S
 
@@ -105,25 +105,25 @@ class Processor:
             return
         if problem := messages.problem_of(first):
             await call.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
-        exchange = Exchange(call, first, self._held)
+        gateway = GatewayRequest(call, first, self._held)
         settings = self._settings
         carrier = partial(
-            Picked,
-            exchange,
+            GatewayCarriage,
+            gateway,
             self._endpoints,
             settings.fallbacks,
             settings.send_ids,
             settings.obey_test_header,
         )
-        scope = exchange.scope(carrier)
+        scope = gateway.scope(carrier)
         try:
             if is_of_door(scope["path"]):
-                await self._app(scope, exchange.receive, exchange.send)
+                await self._app(scope, gateway.receive, gateway.send)
             else:
                 status, headers, body = answer_to(HTTPException(404), scope["path"])
-                await exchange.say(messages.at_once(status, [JSON, *headers], body))
+                await gateway.say(messages.at_once(status, [JSON, *headers], body))
         finally:
-            exchange.close()
+            gateway.close()
 
 
 def _credentials(cert: str, key: str) -> grpc.ServerCredentials:

@@ -27,7 +27,7 @@ from app.door.transfer.base import of_rank
 from app.gateway import messages
 from app.gateway.answer import Answer
 from app.gateway.endpoints import Endpoints, several
-from app.gateway.exchange import Exchange
+from app.gateway.gateway_request import GatewayRequest
 from app.gateway.messages import FULL_DUPLEX_STREAMED, NONE
 from app.policy.decision import Decision
 
@@ -37,12 +37,12 @@ _KEPT = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 _OF_GATEWAYS = (b":", b"x-envoy-", b"x-gateway-")
 
 
-class Picked:
+class GatewayCarriage:
     """Takes the place of the door's Carriage, and has its words, where a gateway asks."""
 
     def __init__(
         self,
-        exchange: Exchange,
+        gateway: GatewayRequest,
         endpoints: Endpoints,
         num_fallbacks: int,
         send_ids: bool,
@@ -54,7 +54,7 @@ class Picked:
         headers: Headers,
         client: Client,
     ) -> None:
-        self._exchange = exchange
+        self._gateway = gateway
         self._endpoints = endpoints
         self._num_fallbacks = num_fallbacks
         self._obey_test_header = obey_test_header
@@ -72,7 +72,7 @@ class Picked:
         """That has the request."""
         if not send_ids:
             outgoing.ids = replace(outgoing.ids, are_sent=False)
-        if exchange.answer_mode != FULL_DUPLEX_STREAMED:
+        if gateway.answer_mode != FULL_DUPLEX_STREAMED:
             # What was not asked for could not be taken out again.
             outgoing.asked = replace(outgoing.asked, wants_usage=True)
 
@@ -87,8 +87,8 @@ class Picked:
         going = messages.goes_to(
             ",".join(self._told(decision)), *self._changes(decision.worker), body
         )
-        pieces = messages.pieces(body, has_trailers=self._exchange.has_trailers)
-        await self._exchange.hand_on(going, *pieces)
+        pieces = messages.pieces(body, has_trailers=self._gateway.has_trailers)
+        await self._gateway.hand_on(going, *pieces)
         await self._follow()
 
     async def _confine(self) -> None:
@@ -97,9 +97,9 @@ class Picked:
         admitted = self._life.admitted
         workers = admitted.model.workers
         self._at = at = await self._endpoints.of(workers)
-        first = self._exchange.first
+        first = self._gateway.first
         allowed = several(messages.metadata_in(first, messages.SUBSET_HINT, messages.SUBSET))
-        about = dict(self._exchange.headers)
+        about = dict(self._gateway.headers)
         if self._obey_test_header and messages.TEST_SELECTION in about:
             allowed = several(about[messages.TEST_SELECTION].decode("latin-1"))
             self._chosen = [each for each in allowed if each in at.values()]
@@ -146,7 +146,7 @@ class Picked:
 
     def _changes(self, worker: WorkerInfo) -> tuple[Headers, list[bytes]]:
         """Headers that are set for the engine, and names of those that do not go on."""
-        given = {*self._exchange.headers}
+        given = {*self._gateway.headers}
         going = [*self._headers, *of_rank(worker)]
         names = {name for name, _ in going}
         dropped = {
@@ -162,7 +162,7 @@ class Picked:
         most_s = patience.answer_s if self._outgoing.asked.streams else patience.whole_s
         try:
             async with asyncio.timeout(most_s):
-                while (said := await self._exchange.read()) is not None:
+                while (said := await self._gateway.read()) is not None:
                     if said.HasField("response_headers"):
                         return said
         except TimeoutError:
@@ -172,13 +172,13 @@ class Picked:
     async def _follow(self) -> None:
         """Look at what passes of the answer, until it ends."""
         headers = await self._beginning()
-        answer = Answer(headers, self._outgoing, self._exchange.answer_mode)
+        answer = Answer(headers, self._outgoing, self._gateway.answer_mode)
         await self._moved(headers)
         is_over = headers.response_headers.end_of_stream
         await self._begins(answer, is_all=is_over)
-        while not is_over and (said := await self._exchange.read()) is not None:
+        while not is_over and (said := await self._gateway.read()) is not None:
             is_over = await self._passes(answer, said)
-        if not is_over and self._exchange.answer_mode != NONE:
+        if not is_over and self._gateway.answer_mode != NONE:
             raise ClientDisconnect
         await self._end(answer)
 
@@ -192,20 +192,20 @@ class Picked:
         await self._client.start(answer.status, [])
         if is_all:
             return
-        if self._exchange.answer_mode == NONE and answer.status < 400:
+        if self._gateway.answer_mode == NONE and answer.status < 400:
             # As near as anybody sees.
             self._life.first_token(is_seen=False)
 
     async def _passes(self, answer: Answer, said: messages.Request) -> bool:
         """Whether that was the end."""
-        is_duplex = self._exchange.answer_mode == FULL_DUPLEX_STREAMED
+        is_duplex = self._gateway.answer_mode == FULL_DUPLEX_STREAMED
         if said.HasField("response_trailers"):
             if answer.is_refusal:
                 await self._client.start(answer.status, [])
             rest = answer.goes_on(answer.passed(b"", is_last=True), is_last=True)
             if is_duplex and any(rest):
                 await self._client.send(b"".join(rest))
-            await self._exchange.say(messages.answer_trailers())
+            await self._gateway.say(messages.answer_trailers())
             return True
         if not said.HasField("response_body"):
             return False

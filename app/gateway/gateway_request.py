@@ -27,7 +27,7 @@ class Call(Protocol):
     async def write(self, message: Response) -> None: ...
 
 
-class Exchange:
+class GatewayRequest:
     """Reads what the gateway says, and says what an application answers.
 
     Until a worker's answer begins, what the application sends is one in its place; from then on it
