@@ -74,8 +74,8 @@ def listen(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Stops when the application's lifespan fails; uvicorn alone would serve on without it.
 
-    on_stop: awaited before open responses are waited for. on_late: called after `drain_s` of
-    waiting for them.
+    on_stop: awaited before open responses are waited for. on_late: called `drain_s` after the
+    signal.
     """
 
     def __init__(
@@ -113,9 +113,11 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter) or self.failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._on_stop()
+        # What `on_stop` waits for is of the same time: of two waits in a row whoever stops this
+        # process would not see the end of the second.
         late = asyncio.get_running_loop().call_later(self._drain_s, self._on_late)
         try:
+            await self._on_stop()
             await super().shutdown(sockets)
         finally:
             late.cancel()
@@ -147,7 +149,8 @@ async def serve(
     """Serve until SIGINT, SIGTERM or cancellation; return when the open responses have ended.
 
     on_stop: awaited first, while requests are still accepted, to leave the rotation.
-    on_late: called if responses are still open after `drain_s`, so that they end by themselves;
+    on_late: called if responses are still open, or `on_stop` waits, `drain_s` after the signal, so
+    that they end by themselves;
     ENDING_S later they are cut off.
     on_refused: called with the code of the error for each request that is refused before the
     application sees it. held: bounds the bodies of all callers together; None: as by default.

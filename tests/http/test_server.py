@@ -86,6 +86,22 @@ async def test_on_stop_runs_while_requests_are_still_accepted() -> None:
     assert seen == [200]
 
 
+async def test_what_on_stop_waits_for_is_part_of_the_time_to_drain() -> None:
+    late = asyncio.Event()
+
+    async def stop() -> None:
+        await late.wait()
+
+    with listen("127.0.0.1", 0) as socket:
+        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
+            served = serve(FastAPI(), socket, on_stop=stop, on_late=late.set, drain_s=0.1)
+            tasks.create_task(served)
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(f"{url}/openapi.json")).status_code == 200
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 async def test_on_late_is_called_for_slow_responses_and_these_are_still_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
