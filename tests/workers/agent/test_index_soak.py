@@ -62,6 +62,8 @@ GRACE_MS = 500
 TIMEOUT_S = 5.0
 GROWTH = 0.05
 CONTROL_KEYS = (
+    "versions",
+    "events",
     "meta",
     "workers",
     "current",
