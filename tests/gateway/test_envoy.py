@@ -19,7 +19,7 @@ import pytest
 
 from app.local.redis_server import EmbeddedRedis
 from tests.clients.cluster import cluster
-from tests.door.conftest import MODEL, worker, worker_here
+from tests.door.conftest import MODEL, until_serving, worker, worker_here
 from tests.eventually import eventually
 from tests.gateway.conftest import Gateway, picking
 from tests.gateway.envoy import ENVOY, envoy, pickers, place_of
@@ -255,6 +255,9 @@ async def test_two_of_three_pickers_die_and_only_what_they_had_is_lost(
             await stack.enter_async_context(worker_here(url, name, speedup=20)) for name in "ab"
         ]
         ports, processes = await stack.enter_async_context(pickers(url, 3))
+        for process in processes:
+            async with httpx.AsyncClient(base_url=process.url) as http:
+                await until_serving(http, len(engines))
         client = await stack.enter_async_context(envoy(ports, engines))
         is_over, failed, done = asyncio.Event(), list[int](), list[int]()
 
