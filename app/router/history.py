@@ -18,7 +18,7 @@ from app.core.pace import Pace
 from app.core.text_trail import marks_of
 from app.core.types import Incarnation, SequenceHash, request_id_of
 from app.http.supervisor import supervised
-from app.policy.decision import Query, RouteRequest, is_long
+from app.policy.decision import LONG, Query, RouteRequest, is_long
 from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.policy.plan import Plan
 from app.router.replica import Replica
@@ -108,10 +108,9 @@ class History:
         guessed = plan.view.guessed
         # Of a split, events tell once it has arrived; without them, nothing else tells.
         holder = incarnation if incarnation in guessed else plan.holder
-        is_in_flight = is_long(plan.wish.reservation.attempt) and (
-            plan.lacking_tokens >= IN_FLIGHT_TOKENS
-        )
-        if request.chain and (holder in guessed or is_in_flight):
+        attempt, is_guessed = plan.wish.reservation.attempt, holder in guessed
+        is_in_flight = is_long(attempt) and plan.lacking_tokens >= IN_FLIGHT_TOKENS
+        if request.chain and (is_guessed or is_in_flight):
             shard = self._shard_of(request.chain, shards)
             self._write(
                 predictions.predict(
@@ -119,7 +118,7 @@ class History:
                     holder,
                     request.chain,
                     self.predictions,
-                    plan.wish.reservation.attempt,
+                    _of_guessed(attempt) if is_guessed else attempt,
                     self._reservation_ttl_ms,
                 )
             )
@@ -135,17 +134,24 @@ class History:
     def confirm(self, attempt: str) -> None:
         """Write down that the first token of a request is out. What it was predicted for is held
         now, and where workers publish what they hold, that says more."""
-        if not self.predicts:
-            self.withdraw(attempt)
-            return
-        for shard in self._shards:
-            self._write(predictions.confirm_predicted(shard, attempt, self.predictions))
+        if self.predicts:
+            for shard in self._shards:
+                self._write(
+                    predictions.confirm_predicted(shard, _of_guessed(attempt), self.predictions)
+                )
+        if is_long(attempt):
+            self._take_back(attempt)
 
     def withdraw(self, attempt: str) -> None:
         """Take back what was predicted for a request that ended before its first token."""
-        if self.predicts or is_long(attempt):
-            for shard in self._shards:
-                self._write(predictions.withdraw_predicted(shard, attempt))
+        if self.predicts:
+            self._take_back(_of_guessed(attempt))
+        if is_long(attempt):
+            self._take_back(attempt)
+
+    def _take_back(self, name: str) -> None:
+        for shard in self._shards:
+            self._write(predictions.withdraw_predicted(shard, name))
 
     def record(self, plan: Plan) -> None:
         """Have a decision recorded."""
@@ -213,3 +219,9 @@ class History:
     def _shard_of(self, chain: list[SequenceHash], shards: int) -> Keyspace:
         shard = shard_of(chain[0], shards) if chain else 0
         return self._replica.keyspace.of_shard(shard)
+
+
+def _of_guessed(attempt: str) -> str:
+    """The name of its prediction, where its worker does not publish what it holds; else its own. An
+    attempt alone does not say which of the two its worker is."""
+    return attempt.removesuffix(LONG)

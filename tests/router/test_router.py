@@ -1090,45 +1090,52 @@ class TestPredictions:
             assert is_learned == (engine == "openai")  # of vLLM, its agent knows better
 
     @pytest.mark.parametrize("by_request_id", [False, True])
+    @pytest.mark.parametrize(
+        "prompt", [PROMPT, list(range(IN_FLIGHT_TOKENS))], ids=["short", "long"]
+    )
     async def test_what_was_released_before_its_first_token_no_longer_counts(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, by_request_id: bool
+        self,
+        one_redis_server: EmbeddedRedis,
+        workers: FakeWorkers,
+        by_request_id: bool,
+        prompt: list[int],
     ) -> None:
         await workers.register("w1", approximate="it tells nothing")
-        settings = {"prediction_ttl_s": 3600.0}
+        settings, blocks = {"prediction_ttl_s": 3600.0}, len(prompt) // 4
         async with (
             running(one_redis_server.url, **settings) as first,
             running(one_redis_server.url, **settings) as second,
         ):
 
             async def overlap() -> int:
-                seen = await first.route(request("look", "latency", reserve=False))
+                seen = await first.route(request("look", "latency", prompt=prompt, reserve=False))
                 return seen.overlap.total
 
             def name(decision: Decision) -> str:
                 return decision.request_id if by_request_id else decision.reservation_id
 
-            fake = await first.route(request("r1", "latency"))
-            await eventually(overlap, lambda total: total == 2)
+            fake = await first.route(request("r1", "latency", prompt=prompt))
+            await eventually(overlap, lambda total: total == blocks)
             assert await second.release(name(fake))
             await eventually(overlap, lambda total: total == 0)
 
-            real = await first.route(request("r2", "latency"))
-            await eventually(overlap, lambda total: total == 2)
+            real = await first.route(request("r2", "latency", prompt=prompt))
+            await eventually(overlap, lambda total: total == blocks)
             assert await second.prefill_complete(name(real))
             assert await second.release(name(real))
-            fake = await first.route(request("r3", "latency"))
+            fake = await first.route(request("r3", "latency", prompt=prompt))
             assert await second.release(name(fake))
             # Written in order, so what was to be withdrawn has been once this one counts.
-            await second.route(request("r4", "latency", prompt=PROMPT[::-1]))
+            await second.route(request("r4", "latency", prompt=prompt[::-1]))
 
             async def other() -> int:
                 seen = await first.route(
-                    request("look", "latency", reserve=False, prompt=PROMPT[::-1])
+                    request("look", "latency", reserve=False, prompt=prompt[::-1])
                 )
                 return seen.overlap.total
 
-            await eventually(other, lambda total: total == 2)
-            assert await overlap() == 2
+            await eventually(other, lambda total: total == blocks)
+            assert await overlap() == blocks
 
     async def test_a_caller_that_hangs_up_leaves_no_overlap(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
@@ -1145,11 +1152,12 @@ class TestPredictions:
             replica.abandon(decision)
             await eventually(overlap, lambda total: total == 0)
 
+    @pytest.mark.parametrize("another_tells_nothing", [False, True])
     async def test_in_flight_requests_count_as_overlap_before_their_events_arrive(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, another_tells_nothing: bool
     ) -> None:
-        for name in ("w1", "w2"):
-            await workers.register(name)
+        await workers.register("w1")
+        await workers.register("w2", approximate="x" if another_tells_nothing else "")
         prompt = list(range(IN_FLIGHT_TOKENS + 4 * 8))
         await workers.publish("w1", prompt[: 4 * 8])
         async with running(one_redis_server.url) as replica:
