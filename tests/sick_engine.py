@@ -115,6 +115,7 @@ class Faults:
     away_s: float = 0.0
 
 
+AWAY_LOOK_S = 0.05
 WELL = Faults()
 _BREAKS: tuple[How, ...] = ("reset within", "error within", "unfinished")
 
@@ -237,10 +238,13 @@ class SickEngine:
         for site in list(self._runner.sites):
             await site.stop()
         self.broken += self._speaking
-        for connection in self._runner.server.connections:
-            if connection.transport is not None:
-                _reset(connection.transport)
-        await asyncio.sleep(seconds)
+        back_s = time.monotonic() + seconds
+        while time.monotonic() < back_s:
+            # Time and again: what was accepted before may be connected only now.
+            for connection in self._runner.server.connections:
+                if connection.transport is not None:
+                    _reset(connection.transport)
+            await asyncio.sleep(min(seconds, AWAY_LOOK_S))
         await self._listen(int(self.url.rpartition(":")[2]))
 
     # What tests, agents and routers ask.
