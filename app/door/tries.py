@@ -77,7 +77,8 @@ class Tries:
             try:
                 begun = await self._begun(deadline_s)
             except NoWorkers as error:
-                ended, nobody = Try.NOBODY, error
+                # Its traceback refers to this frame, and that to all of the request.
+                ended, nobody = Try.NOBODY, error.with_traceback(None)
             except UpstreamError as error:
                 ended, failure = await self._failed(error)
                 if ended is Try.BROKEN and (is_late := loop.time() >= deadline_s):

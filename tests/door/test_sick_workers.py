@@ -4,6 +4,7 @@ and the sick get no more than a few tries until they are well again."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -12,7 +13,10 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from app.core.errors import NoWorkers
+from app.core.worker_report import WorkerInfo
 from app.door.after_failure import TRIES
+from app.door.lifecycle import Lifecycle
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.policy.cost import POLICIES
 from tests.door.conftest import replica, until_serving
@@ -225,6 +229,38 @@ async def test_the_only_worker_that_is_left_gets_a_second_try(
                 assert (await fleet.ask(user="again")).status_code >= 400
                 await asyncio.sleep(0.05)
             assert fleet.came()[1] == before + 1
+
+
+@pytest.mark.parametrize(("times", "status"), [(1, 200), (2, 500)])
+async def test_a_second_try_leaves_nothing_of_its_request_to_the_garbage_collector(
+    one_redis_server: EmbeddedRedis, redis: Redis, times: int, status: int
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 1) as fleet:
+        fleet.engines[0].faults = Faults(status=500, times=times)
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await fleet.ask()).status_code == status
+            assert not [one for one in gc.get_objects() if isinstance(one, NoWorkers)]
+        finally:
+            gc.enable()
+        assert fleet.came() == [2]
+
+
+async def test_a_second_try_is_the_last_however_it_ends(
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sick_fleet(redis, one_redis_server.url, 1) as fleet:
+        fleet.engines[0].faults = Faults(status=500)
+        asks_again = Lifecycle.asks_again
+
+        def asks_another_engine_again(life: Lifecycle, worker: WorkerInfo) -> None:
+            fleet.engines[0].faults = Faults(how="reset first")
+            asks_again(life, worker)
+
+        monkeypatch.setattr(Lifecycle, "asks_again", asks_another_engine_again)
+        assert (await fleet.ask()).status_code == 500
+        assert fleet.came() == [2]
 
 
 async def test_a_worker_that_breaks_off_takes_no_second_try_from_the_one_that_is_left(
