@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.core.failures import Failure, Whose
-from app.door.after_failure import TRIES, Tally, Then, Try, after_cut, after_try
+from app.door.after_failure import MAX_UNREACHED, TRIES, Tally, Then, Try, after_cut, after_try
 
 REFUSAL = Failure("status_500")
 
@@ -20,7 +20,7 @@ def test_another_worker_is_asked_until_enough_were(ended: Try) -> None:
 
 
 def test_what_no_other_worker_takes_is_asked_of_the_one_that_refused_it_once_more() -> None:
-    one = Tally(refused=1)
+    one = Tally(refused=1, broken=1)
     assert after_try(Try.NOBODY, one, REFUSAL, says_why=True) is Then.ASK_AGAIN
     one.asked_again = True
     assert after_try(Try.NOBODY, one, REFUSAL, says_why=True) is Then.REFUSE
@@ -78,3 +78,13 @@ def test_no_third_worker_gets_what_two_broke_off() -> None:
     tally.broke(never_sent=False)
     assert tally.has_broken_all
     assert tally.is_over
+
+
+def test_workers_that_never_had_it_are_asked_in_a_row_but_not_without_end() -> None:
+    tally = Tally()
+    for _ in range(MAX_UNREACHED - 1):
+        tally.broke(never_sent=True)
+    assert tally.nobody_had_it
+    assert after_try(Try.BROKEN, tally) is Then.RETRY
+    tally.broke(never_sent=True)
+    assert after_try(Try.BROKEN, tally) is Then.GIVE_UP

@@ -11,11 +11,13 @@ SIZE = RequestSize(isl_tokens=1000, block_size=100)
 
 
 def test_the_wait_for_what_is_computed_costs_at_most_what_it_saves() -> None:
-    # All three compute nine of ten blocks for others; the third fetches them.
-    busy = candidates(3, ROUND_SPEED, prefill_s=[0.4, 90.0, 0.4], receiving_s=[0.0, 0.0, 0.1])
+    # Three compute nine of ten blocks for others, and the third of them fetches these; the fourth
+    # is busy with something else.
+    queues = [0.4, 90.0, 0.4, 0.4]
+    busy = candidates(4, ROUND_SPEED, prefill_s=queues, receiving_s=[0.0, 0.0, 0.1, 0.0])
     busy.overlap_device[:] = 9.0
-    published = np.zeros(3)
+    published = np.zeros(4)
     plain, costs = latency(busy, SIZE), awaiting(latency, [0, 1, 2], published)(busy, SIZE)
     # 1,000 tokens take 1 s and 0.5 s for pairs, and the last hundred of them 0.1 and 0.095.
-    assert_allclose(costs.terms[COMPUTING], [0.6, 2 * (1.5 - 0.195), 0.0])
+    assert_allclose(costs.terms[COMPUTING], [0.6, 2 * (1.5 - 0.195), 0.0, 0.0])
     assert_allclose(costs.cost, plain.cost + costs.terms[COMPUTING])

@@ -47,7 +47,7 @@ def maintenance_of(
     )
     history = History(replica)
     if predicted is not None:
-        history.predictions, history.predicts_all = predicted, True
+        history.predictions = predicted
     return Maintenance(replica, history)
 
 

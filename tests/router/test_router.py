@@ -33,7 +33,7 @@ from app.edge.app import create_app
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.policy.answers import Answer
 from app.policy.cost import POLICIES
-from app.policy.decision import Decision, RouteRequest
+from app.policy.decision import Candidate, Decision, RouteRequest
 from app.policy.in_flight import COMPUTING, IN_FLIGHT_TOKENS
 from app.policy.plan import MAX_PREFILL_S
 from app.policy.trust import Trust
@@ -1108,7 +1108,9 @@ class TestPredictions:
         ):
 
             async def overlap() -> int:
-                seen = await first.route(request("look", "latency", prompt=prompt, reserve=False))
+                asked = request("look", "latency", prompt=prompt, reserve=False, explain=True)
+                (seen,) = (await first.route(asked)).candidates
+                assert COMPUTING not in seen.terms  # which events tell when it ends
                 return seen.overlap.total
 
             def name(decision: Decision) -> str:
@@ -1153,8 +1155,13 @@ class TestPredictions:
             await eventually(overlap, lambda total: total == 0)
 
     @pytest.mark.parametrize("another_tells_nothing", [False, True])
+    @pytest.mark.parametrize("has_first_token", [False, True])
     async def test_in_flight_requests_count_as_overlap_before_their_events_arrive(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, another_tells_nothing: bool
+        self,
+        one_redis_server: EmbeddedRedis,
+        workers: FakeWorkers,
+        another_tells_nothing: bool,
+        has_first_token: bool,
     ) -> None:
         await workers.register("w1")
         await workers.register("w2", approximate="x" if another_tells_nothing else "")
@@ -1164,19 +1171,49 @@ class TestPredictions:
             first = await replica.route(request("r1", "latency", prompt=prompt))
             assert (first.worker.key.worker_id, first.overlap) == ("w1", TierOverlap(device=8))
 
-            async def foreseen() -> float:
-                asked = request("look", "latency", prompt=prompt, reserve=False, explain=True)
+            async def of_w1(policy: str = "latency") -> Candidate:
+                asked = request("look", policy, prompt=prompt, reserve=False, explain=True)
                 seen = (await replica.route(asked)).candidates
-                (of_w1,) = [one for one in seen if one.info.key.worker_id == "w1"]
-                assert (of_w1.overlap.total > 8) == (of_w1.terms.get(COMPUTING, 0.0) > 0.0)
-                return of_w1.overlap.total
+                (found,) = [one for one in seen if one.info.key.worker_id == "w1"]
+                return found
+
+            async def foreseen() -> float:
+                seen = await of_w1()
+                assert (seen.overlap.total > 8) == (seen.terms.get(COMPUTING, 0.0) > 0.0)
+                return seen.overlap.total
 
             await eventually(foreseen, lambda blocks: blocks > 900)
-            other = await replica.route(request("b", "blocks", prompt=prompt, reserve=False))
-            assert other.overlap.total <= 8
+            assert (await of_w1("blocks")).overlap.total == 8
             # Once its first token is out, its worker's own events say what it holds.
-            await replica.prefill_complete("r1")
+            if has_first_token:
+                await replica.prefill_complete("r1")
+            else:
+                await replica.release("r1")
             await eventually(foreseen, lambda blocks: blocks == 8)
+
+    @pytest.mark.parametrize("splits", [False, True])
+    async def test_what_a_worker_will_soon_have_computed_is_not_foreseen(
+        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, splits: bool
+    ) -> None:
+        role, protocol = (Role.PREFILL, "nixl") if splits else (Role.BOTH, "")
+        await workers.register("w1", role=role, kv_transfer=protocol)
+        if splits:
+            await workers.register("d", role=Role.DECODE, kv_transfer=protocol)
+        prompt = list(range(2 * IN_FLIGHT_TOKENS))
+        held = prompt[: IN_FLIGHT_TOKENS + 4]
+        await workers.publish("w1", held)
+        async with running(one_redis_server.url, strict_roles=splits) as replica:
+
+            async def overlap(prompt: list[int]) -> int:
+                asked = request("look", "latency", prompt=prompt, reserve=False, explain=True)
+                return max(c.overlap.total for c in (await replica.route(asked)).candidates)
+
+            decision = await replica.route(request("r1", "latency", prompt=prompt))
+            assert (decision.source is not None) == splits
+            # Written in order, so what comes first has been written once the second one counts.
+            await replica.route(request("r2", "latency", prompt=prompt[::-1]))
+            await eventually(lambda: overlap(prompt[::-1]), lambda blocks: blocks > 0)
+            assert await overlap(prompt) == len(held) // 4
 
     async def test_a_split_prompt_in_flight_counts_as_its_source_s_alone(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
