@@ -11,9 +11,11 @@ from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
 from app.core.loads import Load, Loads, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.pace import Pace
+from app.core.settings.kinds import PRIORITIES
 from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
+from app.policy.cost import latency
 from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
 from app.policy.plan import Plan, WorkerSelector
@@ -228,3 +230,19 @@ def test_a_record_has_all_that_was_seen_as_often_as_its_rate_allows() -> None:
     )
     explained = plan(query(explain=True), view).record(details, 10.5)
     assert explained.seen is not None, "on request, whatever the rate"
+
+
+def test_a_priority_counts_in_the_price_and_in_what_is_recorded_of_it() -> None:
+    # The first worker is busy, and the second one has more to compute of the prompt.
+    view = view_of(Load(requests=1, prefill_us=1_500_000), Load())
+    held = {ONE: TierOverlap(6)}
+    taken = {}
+    for priority in PRIORITIES:
+        planned = plan(query(held, tokens=400, priority=priority, explain=True), view)
+        taken[priority] = worker(planned)
+        record = planned.record(Pace(per_s=1), 10.0)
+        assert record.seen is not None
+        priced = latency(record.seen.candidates, record.size)
+        told = [one.cost for one in planned.decision.candidates]
+        assert priced.cost.tolist() == pytest.approx(told)
+    assert taken == {"high": "b", "normal": "b", "low": "a"}
