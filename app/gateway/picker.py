@@ -66,6 +66,8 @@ class GatewayCarriage:
         self._client = client
         self._at: Mapping[WorkerKey, str] = {}
         """Endpoints of the workers that may be picked."""
+        self._allowed: list[str] | None = None
+        """Endpoints to which the gateway confines the request; None: it does not."""
         self._chosen: list[str] = []
         """By a test, in its order."""
         self._worker: WorkerInfo
@@ -81,7 +83,7 @@ class GatewayCarriage:
         Router.route; AnswerTimeout; ClientDisconnect if the gateway leaves before it has told of
         the end."""
         await self._confine()
-        decision = await self._life.decide()
+        decision = await self._decide()
         self._worker = decision.worker
         body = self._outgoing.for_worker(decision.worker)
         going = messages.goes_to(
@@ -105,6 +107,7 @@ class GatewayCarriage:
             self._chosen = [each for each in allowed if each in at.values()]
             allowed = self._chosen[:1] or allowed
         if allowed:
+            self._allowed = allowed
             self._at = at = {key: each for key, each in at.items() if each in allowed}
         if not at:
             raise NoWorkers("no worker is alive among those that the gateway may send it to")
@@ -113,6 +116,21 @@ class GatewayCarriage:
         if len(at) < len(workers):
             others = (str(info.key) for info in workers if info.key not in at)
             request.exclude = request.exclude.union(others)
+
+    async def _decide(self) -> Decision:
+        """As Lifecycle.decide, for a worker that the gateway may send it to: others may have come
+        while the request waited."""
+        while True:
+            decision = await self._life.decide()
+            key = decision.worker.key
+            if key in self._at:
+                return decision
+            endpoint = (await self._endpoints.of([decision.worker])).get(key)
+            if endpoint and (self._allowed is None or endpoint in self._allowed):
+                self._at = {**self._at, key: endpoint}
+                return decision
+            self._life.passes_over([str(key)])
+            self._life.goes_alone("out of the gateway's reach", elsewhere=False)
 
     def _told(self, decision: Decision) -> list[str]:
         """Endpoints in the order in which they are to be tried."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import orjson
 import pytest
@@ -336,3 +338,34 @@ async def test_a_port_that_is_taken_is_named(one_redis_server: EmbeddedRedis) ->
         with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{taken}: grpc_port"):
             async with picking(one_redis_server.url, grpc_port=taken):
                 pass
+
+
+async def test_a_worker_that_comes_while_a_request_waits_gets_it(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
+    async with fleet(redis, one_redis_server.url, 1, **options) as gateway:
+        await gateway.asks(ASKS)
+        asking = asyncio.create_task(gateway.asks(ASKS))
+        await eventually(gateway.waiting, lambda num: num == 1)
+        await registered(redis, "w2", f"http://{SECOND}")
+        _, told = await asking
+        assert told.endpoints.split(",")[0] == SECOND
+
+
+async def test_a_worker_that_comes_meanwhile_gets_no_request_that_is_confined(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
+    async with fleet(redis, one_redis_server.url, 1, **options) as gateway:
+        first, _ = await gateway.asks(ASKS)
+        asking = asyncio.create_task(gateway.asks(ASKS, meta={SUBSET: [FIRST]}))
+        await eventually(gateway.waiting, lambda num: num == 1)
+        await registered(redis, "w2", f"http://{SECOND}")
+        await gateway.until_serving(2)
+        await asyncio.sleep(0.5)
+        assert not asking.done()
+        first.call.cancel()
+        _, told = await asking
+        assert told.endpoints == FIRST
+        await gateway.until_reserved(w1=1)
