@@ -51,6 +51,11 @@ class Lifecycle:
         assert self._held is not None
         return self._held
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether a decision holds."""
+        return self._held is not None
+
     def is_missing(self, worker: WorkerInfo) -> bool:
         """Whether it is none of the workers that are alive; False once nothing is decided."""
         if self._held is None:

@@ -33,6 +33,7 @@ from app.policy.decision import Decision
 
 MAX_LOOKED_AT = 16
 """Workers of which the least loaded are those to fall back to."""
+MOVED_WITHIN_S = 0.5
 _KEPT = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 _OF_GATEWAYS = (b":", b"x-envoy-", b"x-gateway-")
 
@@ -294,10 +295,14 @@ class GatewayCarriage:
         await self._leave(unreached, blame.UNREACHABLE, f"served at {served} instead")
         self._worker = there[0]
         self._life.passes_over(str(info.key) for info in workers if info not in there)
-        # It is there now, whether or not that worker takes more.
-        with suppress(RoutingError, RedisUnavailable):
-            await self._life.decide()
+        # It is there now, whether or not that worker takes more: the answer waits for no slot.
+        with suppress(RoutingError, RedisUnavailable, TimeoutError):
+            async with asyncio.timeout(MOVED_WITHIN_S):
+                self._worker = (await self._life.decide()).worker
 
     async def _leave(self, failure: Failure | None, cause: str, words: str) -> None:
+        if not self._life.is_decided:  # it was moved to where no slot was free
+            await self._life.admitted.model.worker_failed(self._worker, failure, None)
+            return
         with suppress(RedisUnavailable):
             await self._life.worker_failed(failure, cause, words)

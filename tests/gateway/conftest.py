@@ -108,9 +108,11 @@ class Asked:
             if piece.end_of_stream or said.HasField("request_trailers"):
                 return told
 
-    async def answers_at_once(self, status: int, body: bytes) -> tuple[Any, bytes]:
+    async def answers_at_once(
+        self, status: int, body: bytes, served: str = ""
+    ) -> tuple[Any, bytes]:
         """What the picker makes of the headers and the body of an answer in JSON."""
-        await self._begins(status, "application/json", "")
+        await self._begins(status, "application/json", served)
         await self.says_of_answer(body)
         headers = (await self.call.read()).response_headers.response.header_mutation
         piece = (await self.call.read()).response_body.response.body_mutation.streamed_response

@@ -369,3 +369,19 @@ async def test_a_worker_that_comes_meanwhile_gets_no_request_that_is_confined(
         _, told = await asking
         assert told.endpoints == FIRST
         await gateway.until_reserved(w1=1)
+
+
+async def test_an_answer_does_not_wait_for_a_slot_of_the_worker_it_comes_from(
+    redis: Redis, one_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
+    async with fleet(redis, one_redis_server.url, **options) as gateway:
+        await gateway.asks(ASKS, meta={SUBSET: [FIRST]})
+        asked, told = await gateway.asks(ASKS)
+        assert told.endpoints.split(",")[0] == SECOND
+        async with asyncio.timeout(10):
+            said = b'{"error": {"message": "broken"}}'
+            await asked.answers_at_once(500, said, served=FIRST)
+        await asked.ends()
+        await gateway.until_reserved(w1=1)
+    assert not [each for each in caplog.records if each.exc_info]
