@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import orjson
 import pytest
@@ -14,7 +15,7 @@ from tests.workers.kv.bad_link import Alter, bad_link, cut, flipped
 from tests.workers.kv.pairs import KIND, SLOTS, WORD, Pair, answer_of, pair
 from tests.workers.kv.pools import ODD, SMALL, WIDE, joined, same
 from tests.workers.kv.words import chain
-from workers.kv.arrival import Arrival
+from workers.kv.arrival import Arrival, Event
 from workers.kv.memory import KVShape
 from workers.kv.transfer import tcp
 from workers.kv.transfer.layer_groups import LayerGroups
@@ -206,3 +207,42 @@ async def test_a_fetch_that_nobody_wants_ends_early() -> None:
         await BlockReceiver(groups, KIND).fetch(source, chain(WORD), SLOTS, arrival)
         assert not arrival.share
         assert arrival.ended
+
+
+@pytest.mark.parametrize("group", [0, 1])
+async def test_a_target_that_cannot_write_ends_without_a_block(
+    group: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = LayerGroups.write
+
+    def fails(groups: LayerGroups, nth: int, *args: Any) -> Event:
+        if nth == group:
+            raise RuntimeError("no pinned memory is left")
+        return write(groups, nth, *args)
+
+    async with pair() as workers:
+        monkeypatch.setattr(LayerGroups, "write", fails)
+        arrival = await workers.fetch()
+        assert (arrival.num_good, arrival.share) == (0, [0.0, 0.4][group])
+        assert "no pinned memory is left" in caplog.text
+        await workers.until_let_go()
+
+
+async def test_slots_that_were_not_written_to_the_end_hold_no_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken:
+        def wait(self) -> None: ...
+
+        def synchronize(self) -> None:
+            raise RuntimeError("the device is gone")
+
+    write = LayerGroups.write
+
+    def breaks(*args: Any) -> Event:
+        write(*args)
+        return Broken()
+
+    async with pair() as workers:
+        monkeypatch.setattr(LayerGroups, "write", breaks)
+        assert (await workers.fetch()).num_good == 0

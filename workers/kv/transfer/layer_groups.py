@@ -50,12 +50,17 @@ class LayerGroups:
         return packed
 
     def write(self, group: int, block_ids: Ids, packed: Tensor) -> Event:
-        """Write the first blocks of `packed` to as many slots; returns the event of that."""
+        """Write the first blocks of `packed` to as many slots; returns the event of that. Where it
+        raises, nothing more is written."""
         events: list[Event] = []
-        for rank, part, heads in self._split(group, packed) if len(block_ids) else ():
-            if heads is not None:
-                as_numbers(part, rank.shape).copy_(heads)
-            events.append(rank.write(self._groups[group], block_ids, part))
+        try:
+            for rank, part, heads in self._split(group, packed) if len(block_ids) else ():
+                if heads is not None:
+                    as_numbers(part, rank.shape).copy_(heads)
+                events.append(rank.write(self._groups[group], block_ids, part))
+        except BaseException:
+            _All(events).synchronize()
+            raise
         return _All(events)
 
     def arrived(self, group: int, arrival: Arrival, event: Event) -> None:

@@ -54,7 +54,8 @@ class BlockReceiver:
 
         Nobody else may get the slots before this returns. Cancel it only where nobody ever will.
         """
-        taking: asyncio.Task[Event] | None = None
+        taking: asyncio.Task[None] | None = None
+        written: list[Event] = []
         try:
             with closing(await connected(source)) as sock:
                 wanted = BlocksRequest(source.transfer_id, blocks, self._kind)
@@ -73,14 +74,25 @@ class BlockReceiver:
                     if taking is not None:
                         await taking
                     # While the next group travels.
-                    taken = self._take(received, group, blocks[: len(ids)], ids, arrival)
+                    taken = self._take(received, group, blocks[: len(ids)], ids, arrival, written)
                     taking = asyncio.create_task(taken)
+                if taking is not None:
+                    await taking
         except (TransferError, OSError, TimeoutError) as error:
             log_failure(source, error)
+        except Exception:
+            log.exception("%d blocks could not be taken", len(blocks))
         finally:
-            if taking is not None:
-                await asyncio.to_thread((await taking).synchronize)
-            arrival.end()
+            try:
+                if taking is not None:
+                    await asyncio.wait([taking])
+                for event in written[-1:]:  # the stream is in order
+                    await asyncio.to_thread(event.synchronize)
+            except Exception:
+                log.exception("%d blocks could not be written", len(blocks))
+                arrival.limit(0)
+            finally:
+                arrival.end()
 
     async def _receive(self, sock: socket.socket, group: int, num_blocks: int) -> _Received:
         stated = np.empty(num_blocks, "<u8")
@@ -96,8 +108,9 @@ class BlockReceiver:
         blocks: Sequence[SequenceHash],
         block_ids: Ids,
         arrival: Arrival,
-    ) -> Event:
-        """Check and write them; the event of what is written to the slots."""
+        written: list[Event],
+    ) -> None:
+        """Check and write them. written: gets the event of what is written to the slots."""
 
         def take() -> tuple[int, Event]:
             stated, packed = received
@@ -106,11 +119,11 @@ class BlockReceiver:
             return num_good, self.groups.write(group, block_ids[:num_good], packed)
 
         num_good, event = await asyncio.to_thread(take)
+        written.append(event)
         if num_good < len(blocks):
             log.warning("block %016x arrived with a wrong checksum", blocks[num_good])
         arrival.limit(num_good)
         self.groups.arrived(group, arrival, event)
-        return event
 
 
 class _Received(NamedTuple):
