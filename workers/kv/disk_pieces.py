@@ -36,6 +36,8 @@ class DiskPieces:
     share: Share
     _records: Records = field(init=False)
     _lost: dict[int, str] = field(init=False)
+    _stale: frozenset[int] = field(init=False)
+    """Those whose slots hold other blocks by now."""
     _hashes: list[xxh3_64] = field(init=False)
     _at: int = 0
 
@@ -48,6 +50,7 @@ class DiskPieces:
             n: f"no longer holds generation {self.generations[n]}"
             for n in np.flatnonzero(wrong).tolist()
         }
+        self._stale = frozenset(self._lost)
 
     def read(self, rows: Sequence[memoryview], next_bytes: int) -> None:
         """The next piece of each block, into memory of its own for each; they are of one size.
@@ -75,16 +78,15 @@ class DiskPieces:
     def finish(self) -> dict[int, BlockLost]:
         """All pieces were read: what is wrong with blocks, by their position in `slots`.
 
-        Those that are not what was written are forgotten.
+        Those that cannot be read, or are not what was written, are forgotten.
         """
-        stale = set(self._lost)
         checksums = self._records["checksum"].tolist()
         for n, content in enumerate(self._hashes):
             if n not in self._lost and content.intdigest() != checksums[n]:
                 self._lost[n] = (
                     f"block {int(self._records['block'][n]):016x}: the checksum is wrong"
                 )
-        for n in self._lost.keys() - stale:
+        for n in self._lost.keys() - self._stale:
             self.index.forget(int(self.slots[n]), self._records[n])
         return {n: BlockLost(f"disk slot {self.slots[n]}: {why}") for n, why in self._lost.items()}
 

@@ -261,6 +261,8 @@ def test_a_load_ends_before_a_block_beyond_the_end_of_a_truncated_file(tiers: Ti
     os.truncate(tiers.folder / "blocks", max(at.values()) * size + 5_000)
     good = next(n for n, block in enumerate(BLOCKS) if at[block] == max(at.values()))
     assert tiers.load(BLOCKS) == good
+    # Nor does the next process find it.
+    assert max(at.values()) not in dict(tiers.disk.records())
 
 
 def test_a_full_disk_stores_the_blocks_that_fit_and_holds_no_others(
