@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
 from workers.engines.torch.llama import Llama
 from workers.kv.memory import MemoryPool
@@ -58,6 +59,6 @@ def with_chunk(settings: WorkerSettings, model: Llama) -> int:
     if settings.prefill_chunk is None and model.device.type == "cuda":
         try:
             return found_chunk(model, settings.block_size)
-        except torch.cuda.OutOfMemoryError:
+        except (torch.cuda.OutOfMemoryError, ConfigError):  # one is of the trial's pool
             log.warning("prefill_chunk: no memory for a trial; %d", CHUNK)
     return chunk_of(settings)

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
+from workers.engines.torch import chunks
 from workers.engines.torch.chunks import CHUNKS, chunk_of, found_chunk, with_chunk
 from workers.engines.torch.llama import SIZES, Llama
 
@@ -42,6 +44,18 @@ def test_a_cpu_computes_256_tokens_at_a_time_unless_told_otherwise() -> None:
     assert settings.prefill_chunk is None
     assert with_chunk(settings, MODEL) == chunk_of(settings) == 256
     assert with_chunk(WorkerSettings(engine="torch", prefill_chunk=512), MODEL) == 512
+
+
+@pytest.mark.parametrize("error", [ConfigError("no room"), torch.cuda.OutOfMemoryError("none")])
+def test_a_gpu_with_no_memory_for_a_trial_computes_256_tokens_at_a_time(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(chunks, "found_chunk", fails)
+    monkeypatch.setattr(MODEL, "device", torch.device("cuda"))
+    assert with_chunk(WorkerSettings(engine="torch"), MODEL) == 256
 
 
 @pytest.mark.gpu
