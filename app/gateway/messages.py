@@ -42,11 +42,11 @@ def headers_of(headers: Any) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def metadata_in(request: Request, namespace: str, name: str) -> str:
-    """ "" : it has none. Lists are joined by commas."""
+def metadata_in(request: Request, namespace: str, name: str) -> str | None:
+    """None: it has none. Lists are joined by commas; what is no text is empty."""
     found = request.metadata_context.filter_metadata.get(namespace)
     if found is None or name not in found.fields:
-        return ""
+        return None
     value = found.fields[name]
     if value.HasField("list_value"):
         return ",".join(each.string_value for each in value.list_value.values)

@@ -101,14 +101,15 @@ class GatewayCarriage:
         workers = admitted.model.workers
         self._at = at = await self._endpoints.of(workers)
         first = self._gateway.first
-        allowed = several(messages.metadata_in(first, messages.SUBSET_HINT, messages.SUBSET))
+        hint = messages.metadata_in(first, messages.SUBSET_HINT, messages.SUBSET)
+        allowed = None if hint is None else several(hint)
         about = dict(self._gateway.headers)
         if self._obey_test_header and messages.TEST_SELECTION in about:
-            allowed = several(about[messages.TEST_SELECTION].decode("latin-1"))
-            self._chosen = [each for each in allowed if each in at.values()]
-            allowed = self._chosen[:1] or allowed
-        if allowed:
-            self._allowed = allowed
+            chosen = several(about[messages.TEST_SELECTION].decode("latin-1"))
+            self._chosen = [each for each in chosen if each in at.values()]
+            allowed = self._chosen[:1] or chosen or allowed
+        self._allowed = allowed
+        if allowed is not None:
             self._at = at = {key: each for key, each in at.items() if each in allowed}
         if not at:
             raise NoWorkers("no worker is alive among those that the gateway may send it to")

@@ -385,3 +385,12 @@ async def test_an_answer_does_not_wait_for_a_slot_of_the_worker_it_comes_from(
         await asked.ends()
         await gateway.until_reserved(w1=1)
     assert not [each for each in caplog.records if each.exc_info]
+
+
+@pytest.mark.parametrize("hint", [[], "", [80, None]], ids=str)
+async def test_a_gateway_that_confines_a_request_to_nothing_gets_no_worker(
+    hint: object, redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url) as gateway:
+        _, told = await gateway.asks(ASKS, meta={SUBSET: hint})
+        assert (told.status, told.fields["error"]["code"]) == (503, "no_workers")
