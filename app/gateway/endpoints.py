@@ -19,9 +19,12 @@ MAX_NAMES = 4096
 
 @lru_cache(maxsize=4096)
 def _place(address: str) -> tuple[str, int]:
-    """Host and port of a base URL."""
-    parts = urlsplit(address)
-    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    """Host and port of a base URL; no host where it is none."""
+    try:
+        parts = urlsplit(address)
+        return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        return "", 0
 
 
 @lru_cache(maxsize=4096)
@@ -49,20 +52,24 @@ class Endpoints:
 
     async def of(self, workers: Iterable[WorkerInfo]) -> dict[WorkerKey, str]:
         """`ip:port` of each; what has no address now is left out."""
+        places = {info.key: _place(info.address) for info in workers}
+        now_s = asyncio.get_running_loop().time()
+        lacking = {
+            host
+            for host, _ in places.values()
+            if host and not _is_address(host) and self._looked_up.get(host, ("", 0.0))[1] <= now_s
+        }
+        if lacking:  # all at once: none waits for another that nobody answers for
+            await asyncio.gather(*map(self._look_up, lacking))
         found = {}
-        for info in workers:
-            host, port = _place(info.address)
-            address = host if _is_address(host) else await self._look_up(host)
+        for key, (host, port) in places.items():
+            address = host if _is_address(host) else self._looked_up.get(host, ("", 0.0))[0]
             if address:
-                found[info.key] = joined(address, port)
+                found[key] = joined(address, port)
         return found
 
-    async def _look_up(self, host: str) -> str:
-        """ "" : nobody knows it."""
+    async def _look_up(self, host: str) -> None:
         loop = asyncio.get_running_loop()
-        address, until_s = self._looked_up.get(host, ("", 0.0))
-        if loop.time() < until_s:
-            return address
         address = ""
         with suppress(OSError, TimeoutError, UnicodeError):
             async with asyncio.timeout(RESOLVED_WITHIN_S):
@@ -71,4 +78,3 @@ class Endpoints:
         if len(self._looked_up) >= MAX_NAMES:
             self._looked_up.clear()
         self._looked_up[host] = address, loop.time() + KEPT_S
-        return address
