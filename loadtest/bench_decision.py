@@ -44,7 +44,6 @@ from loadtest.servers import NUM_PROMPTS, Load, Server, Shape, figures, load, se
 KEYS = Keyspace("bench-decision")
 NUM_WORKERS = 8
 NUM_TOKENS = 2048
-HELD_TOKENS = 1024
 CONCURRENCY = (1, 8, 32)
 REPLICAS = (1, 2, 4)
 CURVE = ("token ids", "hashes")
@@ -53,20 +52,20 @@ PER_REPLICA = 32
 """Concurrent requests."""
 
 
-def prompts() -> list[list[int]]:
+def prompts(tokens: int = NUM_TOKENS) -> list[list[int]]:
     rng = np.random.default_rng(1)
-    return [rng.integers(0, 128_000, NUM_TOKENS).tolist() for _ in range(NUM_PROMPTS)]
+    return [rng.integers(0, 128_000, tokens).tolist() for _ in range(NUM_PROMPTS)]
 
 
-def shapes() -> list[Shape]:
-    ids = prompts()
-    as_json = [orjson.dumps({"token_ids": tokens}) for tokens in ids]
-    raw = [np.array(tokens, "<u4").tobytes() for tokens in ids]
+def shapes(tokens: int = NUM_TOKENS) -> list[Shape]:
+    ids = prompts(tokens)
+    as_json = [orjson.dumps({"token_ids": prompt}) for prompt in ids]
+    raw = [np.array(prompt, "<u4").tobytes() for prompt in ids]
     hashes = [
         orjson.dumps(
-            {"local_hashes": compute_local_hashes(tokens, BLOCK_SIZE), "num_tokens": NUM_TOKENS}
+            {"local_hashes": compute_local_hashes(prompt, BLOCK_SIZE), "num_tokens": tokens}
         )
-        for tokens in ids
+        for prompt in ids
     ]
     return [
         Shape("bare endpoint, token ids", as_json, bare=True),
@@ -76,13 +75,13 @@ def shapes() -> list[Shape]:
     ]
 
 
-async def register(url: str, workers: int = NUM_WORKERS) -> None:
+async def register(url: str, workers: int = NUM_WORKERS, tokens: int = NUM_TOKENS) -> None:
     """Each of the first NUM_WORKERS holds the first half of every NUM_WORKERS-th prompt."""
     async with connect(url) as redis:
         holders = Holders(ScriptRunner(redis, timeout_s=10), KEYS)
         await holders.register(workers, max_requests=1_000_000)
-        for n, tokens in enumerate(prompts()):
-            _, chain = compute_hashes(tokens[:HELD_TOKENS], BLOCK_SIZE)
+        for n, prompt in enumerate(prompts(tokens)):
+            _, chain = compute_hashes(prompt[: tokens // 2], BLOCK_SIZE)
             await holders.store(n % min(workers, NUM_WORKERS), chain)
 
 
@@ -140,12 +139,13 @@ def measure(
     replicas: Sequence[int] = REPLICAS,
     workers: int = NUM_WORKERS,
     changes: int = 0,
+    tokens: int = NUM_TOKENS,
 ) -> dict[str, Any]:
     """`one`: figures by shape and concurrency. `replicas`: by shape and number of replicas.
 
     changes: as for `changing`, of workers that hold none of the prompts.
     """
-    asyncio.run(register(url, workers))
+    asyncio.run(register(url, workers, tokens))
     with ExitStack() as stack:
 
         def start(target: Callable[[str, int], None], n: int) -> Server:
@@ -166,7 +166,7 @@ def measure(
             return loads
 
         bare, router = start(answer_forever, 0), start(route_forever, 0)
-        forms = shapes()
+        forms = shapes(tokens)
         one = play([(s, n, [bare if s.bare else router], n) for s in forms for n in CONCURRENCY])
         routers = [router, *(start(route_forever, n) for n in range(1, max(replicas)))]
         curve = [s for s in forms if s.name in CURVE]
@@ -181,7 +181,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def _one(results: dict[str, Any]) -> Table:
     heads = ("", "at once", "per s", "CPU, µs", "of the bare endpoint's", "p50, ms", "p99, ms")
-    cells = table(*heads, title=f"{NUM_TOKENS:,} tokens a prompt, one replica")
+    cells = table(*heads, title="One replica")
     yardstick = next(iter(results.values()))
     for name, by_concurrency in results.items():
         for concurrency, made in by_concurrency.items():
@@ -243,11 +243,20 @@ def _curve(results: dict[str, Any]) -> Table:
     type=click.IntRange(min=0),
     help="Loads that change 100 times a second, of workers beyond the first 8.",
 )
+@click.option(
+    "--tokens",
+    default=NUM_TOKENS,
+    show_default=True,
+    type=click.IntRange(min=2 * BLOCK_SIZE),
+    help="Of each prompt, of which a worker holds the first half.",
+)
 @json_option
-def main(requests: int, rounds: int, workers: int, changes: int, json_file: Path | None) -> None:
+def main(
+    requests: int, rounds: int, workers: int, changes: int, tokens: int, json_file: Path | None
+) -> None:
     """Measure the decisions of one replica, then of several."""
     with redis_to_measure() as url:
-        result = measure(url, requests, rounds, workers=workers, changes=changes)
+        result = measure(url, requests, rounds, workers=workers, changes=changes, tokens=tokens)
     show(result, Console(width=120))
     save(result, json_file)
 
