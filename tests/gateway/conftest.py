@@ -54,6 +54,8 @@ class Told:
     removed: list[str] = field(default_factory=list)
     body: bytes = b""
     num_pieces: int = 0
+    has_trailers: bool = False
+    """Whether no piece is the last, and trailers follow."""
     status: int = 0
     """Of an answer by the picker itself; 0: there is none."""
 
@@ -102,10 +104,11 @@ class Asked:
                 told.endpoints = told.headers[messages.ENDPOINT].decode()
                 told.metadata = said.dynamic_metadata[messages.LB][messages.ENDPOINT]
                 continue
+            told.has_trailers = said.HasField("request_trailers")
             piece = said.request_body.response.body_mutation.streamed_response
             told.body += piece.body
             told.num_pieces += said.HasField("request_body")
-            if piece.end_of_stream or said.HasField("request_trailers"):
+            if piece.end_of_stream or told.has_trailers:
                 return told
 
     async def answers_at_once(

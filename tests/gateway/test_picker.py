@@ -69,7 +69,7 @@ async def test_trailers_of_a_request_go_on_behind_its_body(
         trailers.request_trailers.SetInParent()
         await asked.call.write(trailers)
         told = await asked.told()
-        assert (told.fields, told.num_pieces) == (ASKS, 1)
+        assert (told.fields, told.num_pieces, told.has_trailers) == (ASKS, 1, True)
 
 
 @pytest.mark.parametrize("send_ids", [True, False])

@@ -252,6 +252,18 @@ def test_a_load_ends_before_a_block_with_a_flipped_bit_on_disk(
     assert tiers.load(BLOCKS) == 6
 
 
+def test_slots_of_a_load_that_lost_blocks_are_cleared(tiers: Tiers) -> None:
+    tiers.compute(BLOCKS)
+    tiers.evict(DEVICE)
+    tiers.evict(HOST)
+    tiers.spoil(BLOCKS[3])
+    table = tiers.manager.prepare(BLOCKS, 6)
+    lost = [slot.block_id for slot in table.slots[3:]]
+    assert tiers.copy() == [3]
+    # Whoever gets them multiplies even what it masks.
+    assert not tiers.pools[DEVICE].words[lost].any()
+
+
 def test_a_load_ends_before_a_block_beyond_the_end_of_a_truncated_file(tiers: Tiers) -> None:
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from app.core.types import Tier
+from app.core.types import SequenceHash, Tier
 from tests.workers.engines.torch.test_engine import (
     MODEL,
     Served,
@@ -32,7 +33,9 @@ from tests.workers.kv.late_stream import LateEvent, LateStream
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.kv import copiers, copies, layer_loads, memory
 from workers.kv.copiers import PoolCopier
+from workers.kv.layer_loads import LayerLoads
 from workers.kv.memory import MemoryPool
+from workers.kv.slots import Move, Slot
 from workers.kv.transfer import layer_groups
 
 DEVICE, HOST, DISK = Tier
@@ -196,6 +199,34 @@ async def test_a_prompt_is_computed_if_the_copy_of_its_last_layer_fails(
     assert finished.cached_tokens == 0
     assert tokens == alone(PROMPT, 3)
     assert torch.equal(served.spy.logits[-1], expected)
+
+
+def test_a_load_that_fails_has_written_all_that_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_slow = threading.Event()
+
+    class Slow(LateStream):
+        def submit(self, work: Callable[[], None]) -> Any:
+            def late() -> None:
+                if is_slow.is_set():
+                    time.sleep(0.5)
+                work()
+
+            return super().submit(late)
+
+    streams_are(monkeypatch, Slow)
+    host, device = (MemoryPool(MODEL.kv_shape(4), 2) for _ in range(2))
+    host.words.fill_(3)
+    loads = LayerLoads(device, host, None)
+    nth = count(1)
+    copies_fail(monkeypatch, lambda: next(nth) == 2)
+    is_slow.set()
+    slots = [Slot(0), Slot(1)]
+    for slot in slots:
+        slot.block = SequenceHash(slot.block_id)
+    move = Move(HOST, DEVICE, slots, slots, [SequenceHash(0), SequenceHash(1)])
+    with pytest.raises(RuntimeError, match="the link is gone"):
+        loads.carry_out(move, 2)
+    assert (device.words[:, loads.groups[0]] == 3).all()
 
 
 async def test_a_spoilt_block_on_disk_is_computed_with_those_after_it(tmp_path: Path) -> None:
