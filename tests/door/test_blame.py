@@ -117,3 +117,12 @@ def test_what_broke_off(
 
 def test_a_whole_answer_that_takes_long_is_no_failure_of_its_worker() -> None:
     assert blame.of_break("late", is_late=True, is_whole=True) is None
+
+
+def test_what_is_of_the_worker_is_not_of_a_path() -> None:
+    unreachable = blame.of_break("unreachable", is_late=False, is_whole=False)
+    of_model = blame.of_status(404, model="m")
+    for failure in (unreachable, of_model, BACK_PRESSURE):
+        assert failure is not None
+        assert blame.at_path(failure, PATH) is failure
+    assert blame.at_path(blame.wrong("status_500"), PATH).subject == PATH
