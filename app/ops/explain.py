@@ -111,7 +111,7 @@ def _scored(record: DecisionRecord) -> tuple[list[list[Any]], list[str]]:
     if record.seen is None:
         return [], []
     seen, candidates = record.seen, record.seen.candidates
-    costs = seen.priced(POLICIES[record.policy].cost)(candidates, record.size)
+    costs = record.costs
     overlap = candidates.overlap
     rows = [
         [
@@ -168,7 +168,8 @@ async def whatif(
     would have changed the load for later decisions is not simulated. Another worker is no change if
     both policies give the two workers the same cost, or if power_of_two, scored against itself,
     draws another pair. No temperature is applied: a choice that was not the cheapest because of one
-    counts as changed.
+    counts as changed. What failures cost, and slow or silent workers, counts for the policy that
+    decided alone, as does the wait for a prefix that is computed.
 
     With --workers, the last decisions are played in virtual time, by the policy given or `latency`,
     in a fleet of that size and in today's: each worker as fast as it was found to be.
@@ -274,10 +275,13 @@ class Comparison:
                 eligible=eligible,
                 rng=rng,
                 nth=self.decisions,
-                cost=seen.priced(cost or POLICIES[policy].cost),
+                cost=seen.priced(
+                    cost or POLICIES[policy].cost,
+                    again=cost is None and policy == record.policy,
+                ),
             )
             was = seen.workers.index(record.worker)
-            recorded = seen.priced(POLICIES[record.policy].cost)(seen.candidates, record.size)
+            recorded = record.costs
         except (RoutingError, ValueError, KeyError):
             return
         would_be = choice.index

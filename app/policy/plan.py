@@ -21,6 +21,7 @@ from app.policy.cost import (
     POLICIES,
     Candidates,
     CostFunction,
+    Costs,
     Floats,
     RequestSize,
     predicted_prefill_s,
@@ -30,7 +31,7 @@ from app.policy.health import avoided, avoiding, late, unheard, without_avoided
 from app.policy.in_flight import awaiting
 from app.policy.lengths import fitting
 from app.policy.locality import Best, Locality, locality_of
-from app.policy.record import ChoiceInputs, DecisionRecord, sampled
+from app.policy.record import NOT_OF_CANDIDATES, ChoiceInputs, DecisionRecord, sampled
 from app.policy.transfer import (
     Demand,
     Roles,
@@ -62,6 +63,7 @@ class Plan:
     decision: Decision
     view: View
     candidates: Candidates
+    costs: Costs
     eligible: NDArray[np.bool_]
     affinity: Affinity | None
 
@@ -116,7 +118,11 @@ class Plan:
             workers = [str(info.key) for info in self.view.infos]
             eligible = self.eligible.tolist()
             block_size = decision.worker.block_size
-            seen = ChoiceInputs(workers, block_size, self.candidates, eligible, self.affinity)
+            terms = self.costs.terms
+            others = {name: terms[name] for name in NOT_OF_CANDIDATES if name in terms}
+            seen = ChoiceInputs(
+                *(workers, block_size, self.candidates, eligible, self.affinity, others)
+            )
         return DecisionRecord(
             request_id=decision.request_id,
             at_ms=self.view.now_ms,
@@ -223,7 +229,8 @@ class WorkerSelector:
                 decision.costs_by_kind = {one.kind: float(one.cost) for one in routes}
         source = None if wish.source is None else route.source
         return Plan(
-            *(request, route.target, source, wish, decision, view, candidates, targets, affinity)
+            *(request, route.target, source, wish, decision, view, candidates, choice.costs),
+            *(targets, affinity),
         )
 
     def _choose(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, astuple, dataclass, fields
+from dataclasses import MISSING, astuple, dataclass, field, fields
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -15,28 +15,54 @@ from app.core.settings.kinds import MOST, PRIORITIES
 from app.core.types import SequenceHash, TierOverlap
 from app.core.worker_report import DEFAULT_SPEED
 from app.policy.affinity import Affinity, discounted
-from app.policy.cost import POLICIES, Candidates, CostFunction, RequestSize
+from app.policy.cost import (
+    AWAY_TERM,
+    FAILED_TERM,
+    LATE_TERM,
+    POLICIES,
+    Candidates,
+    CostFunction,
+    Costs,
+    Floats,
+    RequestSize,
+)
+from app.policy.in_flight import COMPUTING
 from app.policy.locality import Best, Locality
 from app.policy.trust import Trust
 
 ROWS = tuple(f.name for f in fields(Candidates))
 ADDED = {"others_requests": 0.0, "decode_s": DEFAULT_SPEED.decode_s}
 """What records of earlier releases lack, and what is assumed there."""
+NOT_OF_CANDIDATES = (COMPUTING, LATE_TERM, AWAY_TERM, FAILED_TERM)
+"""Terms that do not follow from the candidates."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChoiceInputs:
-    """All that one choice was made from. eligible: which the request allows, (workers,)."""
+    """All that one choice was made from. eligible: which the request allows, (workers,).
+
+    others: the terms NOT_OF_CANDIDATES that its costs had, (workers,) each.
+    """
 
     workers: list[str]
     block_size: int
     candidates: Candidates
     eligible: Sequence[bool]
     affinity: Affinity | None = None
+    others: dict[str, Floats] = field(default_factory=dict)
 
-    def priced(self, cost: CostFunction) -> CostFunction:
-        """`cost`, plus what the request's session was worth."""
-        return cost if self.affinity is None else discounted(cost, self.affinity)
+    def priced(self, cost: CostFunction, *, again: bool) -> CostFunction:
+        """`cost`, plus what the request's session was worth; and where it is priced again, as it
+        was, plus the others."""
+        mine = cost if self.affinity is None else discounted(cost, self.affinity)
+        if not (again and self.others):
+            return mine
+
+        def with_others(candidates: Candidates, size: RequestSize) -> Costs:
+            costs = mine(candidates, size)
+            return Costs(sum(self.others.values(), costs.cost), costs.terms | self.others)
+
+        return with_others
 
 
 Blocks = Sequence[SequenceHash]
@@ -76,6 +102,13 @@ class DecisionRecord:
         """Raises AssertionError for a record without `seen`."""
         assert self.seen is not None
         return RequestSize(self.isl_tokens, self.seen.block_size, self.priority)
+
+    @property
+    def costs(self) -> Costs:
+        """What it was made by. Raises as `size`."""
+        assert self.seen is not None
+        cost = self.seen.priced(POLICIES[self.policy].cost, again=True)
+        return cost(self.seen.candidates, self.size)
 
 
 def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:
@@ -121,6 +154,7 @@ def _seen_text(seen: ChoiceInputs | None) -> bytes:
             "block_size": seen.block_size,
             "eligible": [bool(ok) for ok in seen.eligible],
             "affinity": seen.affinity and astuple(seen.affinity),
+            "others": {name: term.astype(np.float32) for name, term in seen.others.items()},
             **columns,
         },
         option=orjson.OPT_SERIALIZE_NUMPY,
@@ -134,8 +168,10 @@ def _seen_of(text: str) -> ChoiceInputs | None:
     block_size, places = values["block_size"], range(len(values["workers"]))
     for name, value in ADDED.items():
         values.setdefault(name, [value] * len(places))
-    matrix = np.array([values[name] for name in ROWS], dtype=np.float64)
-    if matrix.shape != (len(ROWS), len(places)) or len(values["eligible"]) != len(places):
+    others = dict(values.get("others", {}))
+    names = [*ROWS, *others]
+    matrix = np.array([*(values[name] for name in ROWS), *others.values()], dtype=np.float64)
+    if matrix.shape != (len(names), len(places)) or len(values["eligible"]) != len(places):
         raise ValueError(f"seen: {matrix.shape} does not fit {len(places)} workers")
     if block_size < 1:
         raise ValueError(f"seen: a block has {block_size} tokens")
@@ -143,13 +179,15 @@ def _seen_of(text: str) -> ChoiceInputs | None:
     limits[np.isnan(limits)] = math.inf  # which JSON does not have
     if np.isnan(matrix).any():
         raise ValueError("seen: a candidate lacks a value")
+    of_candidates, terms = matrix[: len(ROWS)], matrix[len(ROWS) :]
     affinity: Affinity | None = None
     if values["affinity"] is not None:
         position, fraction, max_queue_s = values["affinity"]
         most_s = math.inf if max_queue_s is None else float(max_queue_s)
         affinity = Affinity(places[position], float(fraction), most_s)
     return ChoiceInputs(
-        values["workers"], block_size, Candidates(*matrix), values["eligible"], affinity
+        *(values["workers"], block_size, Candidates(*of_candidates), values["eligible"], affinity),
+        dict(zip(others, terms, strict=True)),
     )
 
 

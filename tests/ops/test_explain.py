@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.core.types import TierOverlap
-from app.ops.explain import Comparison
+from app.ops.explain import Comparison, explanation
 from app.policy.affinity import Affinity
 from app.policy.cost import POLICIES, Candidates, blocks
 from app.policy.locality import Best, Locality
@@ -125,6 +125,17 @@ def test_the_session_counts_with_the_other_policy() -> None:
 def test_the_session_counts_with_the_policy_that_decided() -> None:
     found = with_session(record("w1:0", "latency", overlaps=[0] * 4, requests=[0] * 4))
     assert changed(found, "random") > 0
+
+
+def test_other_terms_count_for_the_policy_that_decided() -> None:
+    found = record("w1:0", "latency", overlaps=[10, 9, 0, 0], requests=[0] * 4)
+    assert changed(found, "latency") == DECISIONS
+    assert found.seen is not None
+    found.seen.others["late_s"] = np.array([0.5, 0.0, 0.0, 0.0])
+    assert changed(found, "latency") == 0
+    cheapest = explanation(found)["candidates"][0]
+    assert (cheapest["worker"], cheapest["late_s"]) == ("w1:0", 0.0)
+    assert changed(found, "blocks") == DECISIONS
 
 
 def test_round_robin_takes_turns() -> None:

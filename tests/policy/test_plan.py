@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
@@ -19,6 +21,7 @@ from app.policy.cost import latency
 from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
 from app.policy.plan import Plan, WorkerSelector
+from app.policy.record import NOT_OF_CANDIDATES
 from app.policy.trust import Trust
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
@@ -230,6 +233,21 @@ def test_a_record_has_all_that_was_seen_as_often_as_its_rate_allows() -> None:
     )
     explained = plan(query(explain=True), view).record(details, 10.5)
     assert explained.seen is not None, "on request, whatever the rate"
+
+
+def test_a_record_is_priced_again_with_what_does_not_follow_from_its_candidates() -> None:
+    view = view_of(Load(requests=1, prefill_us=80_000), Load(), Load())
+    view.late_s = np.array([0.0, 0.5, 0.0])
+    view.failed_shares = np.array([0.0, 0.0, 0.4])
+    view.away = {TWO: 0}
+    asked = query({ONE: TierOverlap(6)}, explain=True)
+    planned = plan(replace(asked, computing=[ONE], published=Overlaps({})), view)
+    record = planned.record(Pace(per_s=1), 10.0)
+    for candidate, cost in zip(planned.decision.candidates, record.costs.cost, strict=True):
+        assert cost == pytest.approx(candidate.cost)
+    assert all(record.costs.terms[name].any() for name in NOT_OF_CANDIDATES)
+    assert record.seen is not None
+    assert record.seen.workers[record.costs.cost.argmin()] == record.worker
 
 
 def test_a_priority_counts_in_the_price_and_in_what_is_recorded_of_it() -> None:

@@ -63,11 +63,16 @@ def test_the_candidates_of_a_decision_are_read_as_they_were_written(max_queue_s:
     # As without Redis.
     matrix[ROWS.index("max_requests")] = np.inf
     eligible, affinity = [True, False, True], Affinity(1, 0.5, max_queue_s)
-    seen = ChoiceInputs(["w0:0", "w1:0", "w2:1"], 1, Candidates(*matrix), eligible, affinity)
+    others = {"computing_s": np.array([0.5, 0.0, 0.25])}
+    workers = ["w0:0", "w1:0", "w2:1"]
+    seen = ChoiceInputs(workers, 1, Candidates(*matrix), eligible, affinity, others)
     found = decode(as_redis_gives_it(encode(record("r1", CHAIN, seen)))).seen
     assert found is not None
     assert (found.workers, found.block_size) == (seen.workers, 1)
     assert (found.eligible, found.affinity) == (eligible, affinity)
+    assert {name: term.tolist() for name, term in found.others.items()} == {
+        "computing_s": [0.5, 0.0, 0.25]
+    }
     for name, values in zip(ROWS, matrix, strict=True):
         assert getattr(found.candidates, name).tolist() == values.tolist()
 
@@ -114,6 +119,8 @@ def test_an_entry_that_cannot_be_explained_is_refused(field: str, value: str) ->
         ("affinity", [1, 0.5, None]),
         ("affinity", [0, [], 1]),
         ("active_requests", [None]),
+        ("others", [1]),
+        ("others", {"computing_s": [0.5, 0.5]}),
     ],
 )
 def test_candidates_that_cannot_be_priced_again_are_refused(field: str, value: Any) -> None:
