@@ -9,6 +9,11 @@ that no time goes into tokenizing them, or text: chats come again with another l
 of their words is a token. Tokenizing is also measured by itself, on such a chat.
 
 First it counts, in this process, what one warm request calls: no busy machine changes that.
+
+    git worktree add ../old 8f51747
+    python -m loadtest.bench_door --beside ../old
+
+measures instead the doors of two checkouts in turn: that one's and this one's.
 """
 
 from __future__ import annotations
@@ -16,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,6 +37,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+import app
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.http.server import listen, run, serve
@@ -41,6 +47,7 @@ from app.state import models
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from app.tokens.renderer import load as load_renderer
+from loadtest import beside
 from loadtest.command import Command, json_option, save, table
 from loadtest.cores import CORES, redis_to_measure
 from loadtest.holders import Holders
@@ -48,13 +55,14 @@ from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever
 from loadtest.request_counts import counts_of
 from loadtest.servers import (
     NUM_PROMPTS,
-    Connection,
     Server,
     Shape,
     figures,
     load,
     server,
     server_core,
+    until_open,
+    until_serving,
 )
 from loadtest.word_tokenizer import word_tokenizer
 from workers.engines.sim.text import WORDS
@@ -65,6 +73,9 @@ PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 CONCURRENCY = 32
 PACED_STREAMS = 200
 CHAT_TOKENS, CHAT_TURNS = 32_000, 20
+HERE = Path(app.__file__).parents[1]
+COMPARED = ("streamed chat", "800 characters", "/v1/route, 2,048 ids")
+"""Shapes of which the doors of two checkouts are compared."""
 
 
 def door_forever(redis_url: str, port: int, tokenizer: str = "") -> None:
@@ -302,22 +313,25 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
     }
 
 
-async def until_open(port: int) -> None:
-    (await Connection.open(port)).close()
-
-
-async def until_serving(port: int, shape: Shape) -> None:
-    """A door lists models only once it has heard of its workers."""
-    one = replace(shape, bodies=shape.bodies[:1])
-    async with asyncio.timeout(30):
-        while True:
-            connection = await Connection.open(port)
-            try:
-                return await connection.ask(one.request(0, 0))
-            except click.ClickException:
-                await asyncio.sleep(0.2)
-            finally:
-                connection.close()
+def measure_beside(
+    other: Path, python: str | None, requests: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """See beside.compare. python: of the other; None: that of its .venv, if it has one."""
+    its_own = other / ".venv/bin/python"
+    python = python or (str(its_own) if its_own.exists() else sys.executable)
+    by_name = {shape.name: shape for shape in (*shapes(), *counted_shapes())}
+    with ExitStack() as stack:
+        tokenizer = stack.enter_context(word_tokenizer())
+        engine = stack.enter_context(server(engine_forever, tokenizer, CORES[0]))
+        run(until_open(engine.port))
+        about = (f"http://{LOOPBACK}:{engine.port}", KEYS.namespace, f"{MODEL}={tokenizer}")
+        doors = [
+            stack.enter_context(beside.door_of(checkout, interpreter, *about))
+            for checkout, interpreter in ((other, python), (HERE, sys.executable))
+        ]
+        return beside.compare(
+            doors, [by_name[name] for name in COMPARED], CONCURRENCY, requests, rounds
+        )
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -354,12 +368,27 @@ def _counts(counts: dict[str, dict[str, Any]]) -> Table:
     "--requests", default=4000, show_default=True, type=POSITIVE, help="Requests per round."
 )
 @click.option("--rounds", default=5, show_default=True, type=POSITIVE)
+@click.option(
+    "--beside",
+    "checkout",
+    type=click.Path(path_type=Path, file_okay=False, exists=True, resolve_path=True),
+    help="Another checkout, to measure its door and this one's in turn, and nothing else.",
+)
+@click.option("--python", help="The other's interpreter. Default: its .venv's, or else this one.")
 @json_option
-def main(requests: int, rounds: int, json_file: Path | None) -> None:
-    """Measure the front door beside a bare proxy."""
+def main(
+    requests: int, rounds: int, checkout: Path | None, python: str | None, json_file: Path | None
+) -> None:
+    """Measure the front door beside a bare proxy, or another checkout's."""
+    result: dict[str, Any]
+    console = Console(width=120)
     with redis_to_measure() as url:
-        result = measure(url, requests, rounds)
-    show(result, Console(width=120))
+        if checkout is None:
+            result = measure(url, requests, rounds)
+            show(result, console)
+        else:
+            result = measure_beside(checkout, python, requests, rounds)
+            console.print(beside.shown(result))
     save(result, json_file)
 
 

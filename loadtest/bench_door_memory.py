@@ -32,13 +32,19 @@ from loadtest.bench_door import (
     door_forever,
     register,
     shapes,
-    until_open,
-    until_serving,
 )
 from loadtest.command import Command, json_option, save
 from loadtest.cores import CORES, redis_to_measure
 from loadtest.instant_engine import engine_forever
-from loadtest.servers import NUM_PROMPTS, Connection, Server, server, server_core
+from loadtest.servers import (
+    NUM_PROMPTS,
+    Connection,
+    Server,
+    server,
+    server_core,
+    until_open,
+    until_serving,
+)
 
 AT_ONCE = 64
 WARM_SHARE = 0.1

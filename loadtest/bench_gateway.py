@@ -38,13 +38,11 @@ from loadtest.bench_door import (
     first_token_ms,
     register,
     shapes,
-    until_open,
-    until_serving,
 )
 from loadtest.command import Command, json_option, save, table
 from loadtest.cores import CORES, cpu_s, redis_to_measure
 from loadtest.instant_engine import engine_forever
-from loadtest.servers import Server, load, server, server_core
+from loadtest.servers import Server, load, server, server_core, until_open, until_serving
 from loadtest.word_tokenizer import word_tokenizer
 
 ENVOY = "KVROUTE_TEST_GATEWAY"

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, repeat
 from multiprocessing import get_context
 from statistics import median
@@ -128,6 +128,24 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         self._transport.close()
+
+
+async def until_open(port: int) -> None:
+    (await Connection.open(port)).close()
+
+
+async def until_serving(port: int, shape: Shape) -> None:
+    """A door lists models only once it has heard of its workers."""
+    one = replace(shape, bodies=shape.bodies[:1])
+    async with asyncio.timeout(30):
+        while True:
+            connection = await Connection.open(port)
+            try:
+                return await connection.ask(one.request(0, 0))
+            except click.ClickException:
+                await asyncio.sleep(0.2)
+            finally:
+                connection.close()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import click
 import orjson
 import pytest
 
 from app.local.redis_server import EmbeddedRedis
 from loadtest import bench_door
-from loadtest.bench_door import Chats, measure, shapes
+from loadtest.bench_door import COMPARED, HERE, Chats, measure, measure_beside, shapes
 
 pytestmark = pytest.mark.slow
 
@@ -35,3 +38,18 @@ def test_of_a_chat_all_but_the_last_turn_comes_again() -> None:
     assert first[:-1] == again[:-1]
     assert first[-1] != again[-1]
     assert len(first) == bench_door.CHAT_TURNS
+
+
+def test_the_doors_of_two_checkouts_are_measured_in_turn() -> None:
+    found = measure_beside(HERE, None, requests=300, rounds=1)
+    assert list(found) == list(COMPARED)
+    for numbers in found.values():
+        assert numbers["other_us"] > 0
+        assert numbers["times"] == pytest.approx(numbers["here_us"] / numbers["other_us"])
+
+
+def test_a_checkout_that_cannot_register_a_worker_is_named(tmp_path: Path) -> None:
+    (tmp_path / "loadtest").mkdir()
+    (tmp_path / "loadtest/__init__.py").write_text("raise SystemExit('too old')")
+    with pytest.raises(click.ClickException, match=f"{tmp_path} cannot .*: too old"):
+        measure_beside(tmp_path, None, requests=1, rounds=1)
