@@ -1,10 +1,12 @@
-"""Engines at the addresses that a name has: of compose's services, or of headless Services."""
+"""Engines at the addresses of a name, as compose's services and headless Services have them, or at
+the targets of its SRV records, as those and Consul have them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 
 from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
@@ -16,13 +18,30 @@ log = logging.getLogger(__name__)
 LOOK_S = 5.0
 DEADLINE_S = 5.0
 
+Place = tuple[str, int]
+"""Address and port."""
+Look = Callable[[], Awaitable[set[Place]]]
+"""By which a name is looked up. Raises OSError while nobody says what it has."""
 
-def name_and_port(text: str) -> tuple[str, int]:
-    """Raises ConfigError."""
-    name, _, port = text.rpartition(":")
-    if not name or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--engine-dns: needs NAME:PORT, got {text!r}")
-    return name, int(port)
+
+def name_and_port(text: str) -> tuple[str, int | None]:
+    """port: None if SRV records are to say it. Raises ConfigError."""
+    name, has_port, port = text.partition(":")
+    if not name or (has_port and not (port.isdecimal() and 0 < int(port) < 65536)):
+        raise ConfigError(
+            f"--engine-dns: needs NAME:PORT, or the NAME of SRV records, got {text!r}"
+        )
+    return name, int(port) if has_port else None
+
+
+async def addresses(name: str, port: int) -> set[Place]:
+    """Raises OSError."""
+    loop = asyncio.get_running_loop()
+    try:
+        answers = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(str(error)) from None
+    return {(str(answer[4][0]), port) for answer in answers}
 
 
 def engine_at(process: EngineAgentSettings, address: str, port: int) -> Engine:
@@ -30,18 +49,16 @@ def engine_at(process: EngineAgentSettings, address: str, port: int) -> Engine:
     return Engine(settings_of(process, worker_id, base_url(address, port), {}))
 
 
-async def follow(process: EngineAgentSettings, tell: Tell) -> None:
-    """Tell of the engines at these addresses, time and again. While nobody knows the name, all
-    stays as it was: an engine that is gone does not answer."""
-    name, port = name_and_port(process.engine_dns)
-    loop = asyncio.get_running_loop()
+async def follow(process: EngineAgentSettings, look: Look, tell: Tell) -> None:
+    """Tell of the engines at these places, time and again. While nobody knows the name, all stays
+    as it was: an engine that is gone does not answer."""
     while True:
         try:
             async with asyncio.timeout(DEADLINE_S):
-                answers = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
+                places = await look()
+        except OSError as error:
             log.warning("--engine-dns %s: %s", process.engine_dns, error or type(error).__name__)
         else:
-            addresses = sorted({str(answer[4][0]) for answer in answers})
-            tell({address: engine_at(process, address, port) for address in addresses})
+            engines = (engine_at(process, *place) for place in sorted(places))
+            tell({engine.settings.resolved_id(): engine for engine in engines})
         await asyncio.sleep(LOOK_S)

@@ -34,9 +34,9 @@ async def source_of(settings: EngineAgentSettings) -> Source:
         name = f"file {socket.gethostname()} {settings.engines}"
         return Source(name, partial(file.follow, settings), gone_is_dead=False)
     if settings.engine_dns:
-        dns.name_and_port(settings.engine_dns)
+        look = _look(*dns.name_and_port(settings.engine_dns))
         name = f"dns {settings.engine_dns}"
-        return Source(name, partial(dns.follow, settings), gone_is_dead=False)
+        return Source(name, partial(dns.follow, settings, look), gone_is_dead=False)
     with extra("discovery"):
         from app.http.kubernetes import load_configuration
         from workers.discovery import kubernetes
@@ -46,3 +46,12 @@ async def source_of(settings: EngineAgentSettings) -> Source:
         raise ConfigError(f"--kubernetes-selector: {error}") from None
     name = f"pods {kubernetes.namespace_of(settings)} {settings.kubernetes_selector}"
     return Source(name, pods.follow, gone_is_dead=True)
+
+
+def _look(name: str, port: int | None) -> dns.Look:
+    """Raises MissingPackage."""
+    if port is not None:
+        return partial(dns.addresses, name, port)
+    with extra("discovery"):
+        from workers.discovery import srv
+    return partial(srv.places, name)

@@ -39,7 +39,8 @@ class EngineAgentSettings(MemberSettings):
     )
     engine_dns: str = setting(
         "",
-        "NAME:PORT of engines to be the agent of, one at each address that the name has.",
+        "NAME:PORT of engines to be the agent of, one at each address that the name has; or a NAME "
+        "whose SRV records say where each is.",
         often=True,
     )
     kubernetes_selector: str = setting(

@@ -35,22 +35,29 @@ async def test_engines_come_and_go_with_the_addresses_of_a_name(
         process = settings(engine_dns=f"vllm.test:{port}")
         # No name server can be asked for names of a test's own.
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-        async with running(redis, tmp_path, partial(dns.follow, process)) as fleet:
+        look = partial(dns.addresses, *dns.name_and_port(process.engine_dns))
+        async with running(redis, tmp_path, partial(dns.follow, process, look)) as fleet:
             await until_live(redis, f"127.0.0.1-{port}")
             # Nobody knows the name: that says nothing of the engines.
             known = None
             for _ in range(3):
                 asked.clear()
                 await asked.wait()
-            assert fleet.followers.keys() == {"127.0.0.1"}
+            assert fleet.followers.keys() == {f"127.0.0.1-{port}"}
             await until_live(redis, f"127.0.0.1-{port}")
             known = []
             await until_live(redis)
 
 
-@pytest.mark.parametrize("text", ["vllm", "vllm:0", "vllm:x", ":8000", "vllm:65536", "vllm:\u00b2"])
-def test_a_name_without_a_port_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--engine-dns: needs NAME:PORT, got"):
+def test_without_a_port_it_is_a_name_of_records() -> None:
+    assert dns.name_and_port("_http._tcp.vllm.models.svc") == ("_http._tcp.vllm.models.svc", None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "vllm:", "vllm:0", "vllm:x", ":8000", "vllm:65536", "vllm:\u00b2"]
+)
+def test_a_port_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--engine-dns: needs NAME:PORT, or .*, got"):
         dns.name_and_port(text)
 
 
