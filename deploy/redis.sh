@@ -4,8 +4,8 @@
 #   redis.sh USERS FOLDER [option of redis-server]...
 #
 # USERS is users.acl; FOLDER, for the copy that Redis reads, keeps nothing that is needed later.
-# KVROUTE_NAMESPACE is `default` unless set. WORKER_PASSWORD, ROUTER_PASSWORD and OPERATOR_PASSWORD
-# must be set; the copy has only their hashes.
+# KVROUTE_NAMESPACE is `default` unless set; `*`: all. WORKER_PASSWORD, ROUTER_PASSWORD and
+# OPERATOR_PASSWORD must be set; the copy has only their hashes.
 set -eu
 users=$1 copy=$2/users.acl
 shift 2

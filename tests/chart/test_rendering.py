@@ -62,6 +62,7 @@ def test_helm_finds_nothing_wrong_with_it() -> None:
         ("redis.external.caSecret=ca", "redis.external.caSecret: redis.external.secret is needed"),
         ("planner.keda.prometheus=http://p", "planner.keda.prometheus: planner.enabled is needed"),
         ("gateway.enabled=true", "gateway.enabled: gateway.parentRefs is needed too"),
+        ("namespaceWeights.next=-1", "at '/namespaceWeights/next': minimum: got -1, want 0"),
         ("gateway.failureMode=Open", "at '/gateway/failureMode': value must be one of"),
     ],
 )
@@ -86,6 +87,36 @@ def test_pools_that_cannot_be_are_refused(pools: list[tuple[str, str]], why: str
         pool = {"name": name, "role": role, "replicas": 1}
         given += [f"engines.pools[{index}].{key}={value}" for key, value in pool.items()]
     refused = template("--set", ",".join(given))
+    assert refused.returncode != 0
+    assert why in refused.stderr
+
+
+def test_a_revision_is_weighed_and_sized_by_values_alone() -> None:
+    values = ("--values", str(CHART / "examples/canary.yaml"))
+    given = "namespaceWeights.next=5,planner.enabled=true"
+    made = [each for each in yaml.safe_load_all(template(*values, "--set", given).stdout) if each]
+    [told] = [each["data"]["router.toml"] for each in made if "router.toml" in each.get("data", {})]
+    assert told == 'namespace-weights = "default=9,next=5"\n'
+    specs = {
+        each["metadata"]["name"]: each["spec"] for each in made if each["kind"] == "Deployment"
+    }
+    # The planner sizes the pool of its own namespace.
+    assert "replicas" not in specs["kvroute-engine"]
+    assert specs["kvroute-next"]["replicas"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (
+            'engines.pools=[{"name": "a", "role": "both", "replicas": 1, "namespace": "other"}]',
+            "engines.pools: namespaceWeights has no other",
+        ),
+        ("agent.discovery=true", "engines.pools: namespace next: agent.discovery follows those of"),
+    ],
+)
+def test_a_revision_that_would_get_nothing_is_refused(given: str, why: str) -> None:
+    refused = template("--values", str(CHART / "examples/canary.yaml"), "--set-json", given)
     assert refused.returncode != 0
     assert why in refused.stderr
 

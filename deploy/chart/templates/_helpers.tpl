@@ -85,11 +85,11 @@ args: {{ concat (list "kvroute" (index . 0)) (index . 1).extraArgs | toJson }}
 {{ .Values.redis.secret | default (print .Release.Name "-redis") }}
 {{- end }}
 
-{{/* Namespace and Redis: (list . USER) */}}
+{{/* Namespace and Redis: (list . USER NAMESPACE) */}}
 {{- define "kvroute.redisEnv" -}}
 {{- $root := index . 0 }}
 {{- $user := index . 1 -}}
-- {name: KVROUTE_NAMESPACE, value: {{ $root.Values.namespace | quote }}}
+- {name: KVROUTE_NAMESPACE, value: {{ index . 2 | quote }}}
 {{- if $root.Values.redis.external.secret }}
 {{ include "kvroute.secretEnv" (list "REDIS_URL" $root.Values.redis.external.secret $user) }}
 {{- else }}
@@ -141,12 +141,14 @@ spec:
 {{- range .Values.engines.pools }}{{ if ne .role "both" }}true{{ break }}{{ end }}{{ end }}
 {{- end }}
 
-{{/* The Deployment that planners scale, or that of the role prefill: (list . IS_PREFILL) */}}
+{{/* The Deployment that planners scale, or that of the role prefill: (list . IS_PREFILL). They size
+their own namespace alone. */}}
 {{- define "kvroute.scaled" -}}
 {{- $root := index . 0 }}
 {{- if $root.Values.model }}
 {{- range $root.Values.engines.pools }}
-{{- if eq (eq .role "prefill") (index $ 1) }}{{ $root.Release.Name }}-{{ .name }}{{ break }}{{ end }}
+{{- $is_own := eq (.namespace | default $root.Values.namespace) $root.Values.namespace }}
+{{- if and $is_own (eq (eq .role "prefill") (index $ 1)) }}{{ $root.Release.Name }}-{{ .name }}{{ break }}{{ end }}
 {{- end }}
 {{- else if not (index . 1) }}{{ $root.Release.Name }}-worker
 {{- end }}

@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import MODEL, replica, until_serving, worker, worker_here
+from tests.door.conftest import MODEL, models, replica, until_serving, worker, worker_here
 from tests.door.test_failures import nothing_reserved
 from tests.e2e.engines import Process
 from tests.eventually import eventually
@@ -108,6 +108,33 @@ async def test_a_split_prompt_is_computed_by_its_source_and_cached_at_both(
             )
         assert cached(await ask(door, [*prompt, 1])) == 160
         await nothing_reserved(redis)
+
+
+async def test_a_prompt_is_never_handed_on_to_another_namespace(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    """Two revisions of a model share its name, in a namespace each."""
+    url, namespaces = one_redis_server.url, ("old", "new")
+    async with AsyncExitStack() as opened:
+        for namespace in namespaces:
+            for name, role in ROLES.items():
+                about = {"role": role, "kv_transfer": "kvroute", "namespace": namespace}
+                await opened.enter_async_context(worker_here(url, f"{namespace}-{name}", **about))
+        weights = {"namespace_weights": "old=1,new=1", "policy": "least_loaded"}
+        door = await opened.enter_async_context(replica(url, **weights))
+
+        expected = {(f"{each}-p:0", f"{each}-d:0") for each in namespaces}
+        seen = set[tuple[str, str]]()
+
+        async def pairs() -> set[tuple[str, str]]:
+            """Who computed a prompt, and who went on with it."""
+            for n in range(20):
+                headers = (await ask(door, [n] * 170)).headers
+                seen.add((headers["x-kvroute-source"], headers["x-kvroute-worker"]))
+            return seen
+
+        await eventually(lambda: models(door), bool)
+        assert await eventually(pairs, lambda found: found >= expected) == expected
 
 
 @pytest.mark.slow
