@@ -3,8 +3,9 @@
     python -m loadtest.bench_forward --device cuda --json out/bench_forward.json
 
 Prefill: tokens a second of one prompt, by the chunk that it is computed in. Decode: milliseconds of
-a step, by sequences and their context. transformers, where it is installed, computes a model of the
-same shape with sdpa: the prompt at once, and steps of one sequence.
+a step, by sequences and their context; on a GPU also without graphs. transformers, where it is
+installed, computes a model of the same shape with sdpa: the prompt at once, and steps of one
+sequence.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -24,6 +26,7 @@ from rich.console import Console
 from app.options import POSITIVE
 from loadtest.command import Command, json_option, save, table
 from loadtest.devices import BLOCK_SIZE, SIZES, device_option
+from workers.engines.torch.decode_graphs import Decode, decoder
 from workers.engines.torch.llama import SIZES as MODELS
 from workers.engines.torch.llama import Llama
 from workers.kv.memory import MemoryPool
@@ -67,19 +70,26 @@ def ours(device: str, rounds: int) -> dict[str, Any]:
         for start in range(0, len(tokens), chunk):
             model.prefill(kv, tokens[start : start + chunk], start, range(num_blocks))
 
-    def decode(seqs: int, context: int) -> None:
+    def decode(decode: Decode, seqs: int, context: int) -> None:
         each = context // BLOCK_SIZE + 1
         block_ids = [range(n * each, (n + 1) * each) for n in range(seqs)]
-        model.decode(kv, [1] * seqs, [context] * seqs, block_ids).argmax(-1).tolist()
+        decode([1] * seqs, [context] * seqs, block_ids).argmax(-1).tolist()
 
+    ways = {"decode_ms": decoder(model, kv)}
+    if device == "cuda":
+        ways["decode_without_graphs_ms"] = partial(model.decode, kv)
     return {
         "prefill_tokens_per_s": {
-            chunk: len(tokens) / timed(lambda c=chunk: prefill(c), device, rounds)  # type: ignore[misc]
+            chunk: len(tokens) / timed(partial(prefill, chunk), device, rounds)
             for chunk in PREFILL_CHUNKS[device]
         },
-        "decode_ms": {
-            f"{seqs}x{context}": timed(lambda a=(seqs, context): decode(*a), device, rounds) * 1e3  # type: ignore[misc]
-            for seqs, context in DECODES[device]
+        **{
+            name: {
+                f"{seqs}x{context}": timed(partial(decode, way, seqs, context), device, rounds)
+                * 1e3
+                for seqs, context in DECODES[device]
+            }
+            for name, way in ways.items()
         },
     }
 
@@ -142,6 +152,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     for name, ms in found["ours"]["decode_ms"].items():
         beside = other.get(f"decode_ms_{name}")
         cells.add_row(f"decode {name}, ms", f"{ms:.1f}", f"{beside:.1f}" if beside else "")
+    for name, ms in found["ours"].get("decode_without_graphs_ms", {}).items():
+        cells.add_row(f"decode {name} without graphs, ms", f"{ms:.1f}", "")
     console.print(cells)
 
 

@@ -25,6 +25,7 @@ NEEDS_TORCH = frozenset(
         "loadtest.bench_gpu",
         "workers.engines.torch.tiers",
         "workers.engines.torch.chunks",
+        "workers.engines.torch.decode_graphs",
         "workers.engines.torch.weights",
         "workers.engines.torch.engine",
         "workers.engines.torch.transfer",

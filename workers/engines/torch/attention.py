@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -22,19 +21,6 @@ Attend = Callable[[Tensor, Ranks, Ranks], Tensor]
 
 queries: (num_tokens, num_heads, head_size). Keys and values include the tokens' own.
 """
-
-
-class _Group(NamedTuple):
-    """Sequences of similar length, which attend together, padded to the longest.
-
-    rows: their rows in the batch.
-    block_ids: their blocks, (num_seqs * num_blocks,).
-    mask: (num_seqs, 1, 1, num_blocks * block_size), added to the scores.
-    """
-
-    rows: slice
-    block_ids: Tensor
-    mask: Tensor
 
 
 def chunk_attention(own_blocks: Tensor, start: int, end: int, dtype: torch.dtype) -> Attend:
@@ -61,23 +47,26 @@ def chunk_attention(own_blocks: Tensor, start: int, end: int, dtype: torch.dtype
 
 
 def tokens_attention(
-    positions: Sequence[int],
-    block_ids: Sequence[Sequence[int]],
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    tables: Sequence[Tensor], positions: Tensor, block_size: int, dtype: torch.dtype
 ) -> Attend:
-    """For one token of each sequence; the sequences are given in order of length."""
-    groups = _groups(positions, block_ids, block_size, dtype, device)
+    """For one token of each sequence. Nothing in it waits for the device.
+
+    tables: of groups of sequences, which attend together: (num_seqs, num_blocks) each, a row for
+    the blocks of each sequence. positions: (num_seqs of all,); what lies beyond them is masked.
+    """
+    sizes = [len(table) for table in tables]
+    masks = []
+    for table, ends in zip(tables, torch.split(positions, sizes), strict=True):
+        at = torch.arange(table.shape[1] * block_size, device=table.device)
+        masks.append(_masked(at > ends.view(-1, 1, 1, 1), dtype))
 
     def attend(queries: Tensor, keys: Ranks, values: Ranks) -> Tensor:
         outs = []
-        for rows, own_blocks, mask in groups:
+        for q, table, mask in zip(torch.split(queries, sizes), tables, masks, strict=True):
             # For a single query, the heads that share a KV head act as that many queries.
-            q = queries[rows]
             k, v = (
                 blocks.view(len(q), -1, *blocks.shape[2:]).transpose(1, 2)
-                for blocks in (_gathered(ranks, own_blocks) for ranks in (keys, values))
+                for blocks in (_gathered(ranks, table.flatten()) for ranks in (keys, values))
             )
             q = q.view(len(q), k.shape[1], -1, q.shape[2])
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -95,30 +84,25 @@ def _gathered(ranks: Ranks, block_ids: Tensor) -> Tensor:
     return torch.cat([part.to(block_ids.device) for part in parts], dim=2)
 
 
-def _groups(
-    positions: Sequence[int],
-    block_ids: Sequence[Sequence[int]],
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[_Group]:
-    """Groups of sequences whose size padding at most doubles."""
+def groups_of(
+    positions: Sequence[int], block_ids: Sequence[Sequence[int]], block_size: int
+) -> list[list[list[int]]]:
+    """Tables of sequences whose size padding at most doubles, in order; they are given by length.
+
+    block_ids: of each sequence, those up to its position at least.
+    """
+    counts = [position // block_size + 1 for position in positions]
     groups = []
-    last = [position // block_size for position in positions]
-    for _, alike in groupby(range(len(last)), key=lambda row: last[row].bit_length()):
+    for _, alike in groupby(range(len(counts)), key=lambda row: (counts[row] - 1).bit_length()):
         rows = list(alike)
-        num_blocks = last[rows[-1]] + 1
-        padded: list[int] = []
-        for row in rows:
-            # Padded with a block of its own, as any other might hold values that are not finite.
-            padding = [block_ids[row][0]] * (num_blocks - last[row] - 1)
-            padded += [*block_ids[row][: last[row] + 1], *padding]
-        at = torch.arange(num_blocks * block_size, device=device)
-        ends = torch.tensor([positions[row] for row in rows], device=device)
-        mask = _masked(at > ends.view(-1, 1, 1, 1), dtype)
-        own_blocks = torch.tensor(padded, dtype=torch.int64, device=device)
-        groups.append(_Group(slice(rows[0], rows[-1] + 1), own_blocks, mask))
+        most = counts[rows[-1]]
+        groups.append([padded(block_ids[row][: counts[row]], most) for row in rows])
     return groups
+
+
+def padded(block_ids: Sequence[int], num_blocks: int) -> list[int]:
+    """With a block of its own, as any other might hold values that are not finite."""
+    return [*block_ids, *[block_ids[0]] * (num_blocks - len(block_ids))]
 
 
 def _masked(hidden: Tensor, dtype: torch.dtype) -> Tensor:

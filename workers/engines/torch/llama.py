@@ -17,7 +17,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from workers.engines.torch.attention import Attend, chunk_attention, tokens_attention
+from workers.engines.torch.attention import (
+    Attend,
+    chunk_attention,
+    groups_of,
+    tokens_attention,
+)
 from workers.engines.torch.llama_config import SIZES, LlamaConfig
 from workers.engines.torch.weights import fill_weights
 from workers.kv.memory import KVShape
@@ -177,23 +182,31 @@ class Llama:
         """
         block_size = kv[0].shape[3]
         order = sorted(range(len(tokens)), key=positions.__getitem__)
-        attend = tokens_attention(
-            [positions[i] for i in order],
-            [block_ids[i] for i in order],
-            block_size,
-            self.dtype,
-            self.device,
-        )
-        hidden = self._forward(
+        in_order = [positions[i] for i in order]
+        groups = groups_of(in_order, [block_ids[i] for i in order], block_size)
+        logits = self.decode_padded(
             kv,
             self._index([tokens[i] for i in order]),
-            self._index([positions[i] for i in order]),
-            self._index([block_ids[i][positions[i] // block_size] for i in order]),
-            self._index([positions[i] % block_size for i in order]),
-            attend,
+            self._index(in_order),
+            [self._index(group) for group in groups],
         )
         rank = sorted(range(len(order)), key=order.__getitem__)
-        return self._logits(hidden[self._index(rank)])
+        return logits[self._index(rank)]
+
+    @torch.inference_mode()
+    def decode_padded(
+        self, kv: Sequence[Tensor], tokens: Tensor, positions: Tensor, tables: Sequence[Tensor]
+    ) -> Tensor:
+        """The same of tensors on the device, in any order; nothing waits for it.
+
+        tokens, positions: int64, (num_seqs,). tables: see `tokens_attention`.
+        """
+        block_size = kv[0].shape[3]
+        attend = tokens_attention(tables, positions, block_size, self.dtype)
+        last = torch.split((positions // block_size)[:, None], [len(table) for table in tables])
+        blocks = torch.cat([table.gather(1, at) for table, at in zip(tables, last, strict=True)])
+        hidden = self._forward(kv, tokens, positions, blocks[:, 0], positions % block_size, attend)
+        return self._logits(hidden)
 
     def _forward(
         self,
@@ -239,7 +252,7 @@ class Llama:
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
-    def _index(self, values: Sequence[int]) -> Tensor:
+    def _index(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -74,6 +74,9 @@ class Spy:
     def decode(self, *args: Any) -> Tensor:
         return self.model.decode(*args)
 
+    def decode_padded(self, *args: Any) -> Tensor:
+        return self.model.decode_padded(*args)
+
 
 class SlowSpy(Spy):
     """Ends a prefill once `may_end` is set."""
