@@ -74,7 +74,7 @@ async def serve(settings: EngineAgentSettings) -> None:
             await _serve(follower := begin(settings), beside(follower), listening)
         else:
             claims = Claims(runner, keyspace, source.name, settings.lease_ttl_s)
-            fleet = Fleet(source.follow, claims, begin, gone_is_dead=source.gone_is_dead)
+            fleet = Fleet(source.follow, claims, begin, source.gone_s)
             await _serve(fleet, of_fleet(fleet), listening)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
@@ -34,11 +34,17 @@ FIELDS: Mapping[str, Field[Any]] = {
 @dataclass(frozen=True, slots=True)
 class Engine:
     """settings: the agent's, for this engine alone. ready: it may be begun with; one that was once
-    need not be any more. leaving: it is to get no requests, and ends."""
+    need not be any more. leaving: it is to get no requests, and ends. ended: it also is no more."""
 
     settings: EngineAgentSettings
     ready: bool = True
     leaving: bool = False
+    ended: bool = False
+
+    def is_replaced(self, engines: Iterable[Engine]) -> bool:
+        """Whether one of these has its name, or its place."""
+        name, url = self.settings.worker_id, self.settings.engine_url
+        return any(o.settings.worker_id == name or o.settings.engine_url == url for o in engines)
 
 
 Engines = Mapping[str, Engine]

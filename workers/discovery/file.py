@@ -20,6 +20,8 @@ from workers.discovery.engine import Engine, Engines, Tell, settings_of
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+GONE_S = 10.0
+"""What writes it may take so long."""
 MAX_BYTES = 1024 * 1024
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from app.core.settings.agent import EngineAgentSettings
 from app.http.supervisor import supervised
 from workers.bridge.follower import EngineFollower
+from workers.discovery.absences import Absences
 from workers.discovery.claims import Claims
 from workers.discovery.engine import Engines, Tell
 from workers.discovery.following import Following
@@ -35,54 +36,45 @@ class Plan:
     hand_over: tuple[str, ...] = ()
 
 
-def plan(
-    followed: Engines, engines: Engines, claimed: Collection[str], *, gone_is_dead: bool
-) -> Plan:
+def plan(followed: Engines, engines: Engines, claimed: Collection[str]) -> Plan:
     """What is to be done, so that those of `engines` that are claimed are followed instead of
-    `followed`.
-
-    gone_is_dead: whether an engine that the source does not tell of any more has ended, and not
-    only left the fleet.
-    """
-    gone = [key for key in followed if key not in engines]
+    `followed`."""
     hand_over = [key for key in followed if key in engines and key not in claimed]
-    leave = [
-        key
-        for key, engine in followed.items()
-        if key in engines and key in claimed
-        if engines[key].leaving or engines[key].settings != engine.settings
-    ]
+    drop, leave = [], []
+    for key, engine in followed.items():
+        now = engines.get(key)
+        if now.ended if now else engine.is_replaced(engines.values()):
+            drop.append(key)
+        elif now is None or (key in claimed and (now.leaving or now.settings != engine.settings)):
+            leave.append(key)
     names = {engine.settings.worker_id for engine in followed.values()}
     begin = [
         key
         for key, engine in engines.items()
         if key in claimed and not engine.leaving and engine.settings.worker_id not in names
     ]
-    return Plan(
-        tuple(begin),
-        tuple(leave if gone_is_dead else leave + gone),
-        tuple(gone if gone_is_dead else []),
-        tuple(hand_over),
-    )
+    return Plan(tuple(begin), tuple(leave), tuple(drop), tuple(hand_over))
 
 
 class Fleet:
-    """`run` until `stop` is called. source: tells of the engines until it is cancelled."""
+    """`run` until `stop` is called.
+
+    source: tells of the engines until it is cancelled. gone_s: as for Absences.
+    """
 
     def __init__(
         self,
         source: Callable[[Tell], Awaitable[None]],
         claims: Claims,
         begin: Callable[[EngineAgentSettings], EngineFollower],
-        *,
-        gone_is_dead: bool,
+        gone_s: float,
     ) -> None:
         self.engines: Engines | None = None
         """None: the source has not told yet."""
         self.heard_s = -math.inf
         """When it last told, by the loop's clock."""
         self._source, self._claims, self._begin = source, claims, begin
-        self._gone_is_dead = gone_is_dead
+        self._absences = Absences(gone_s)
         self._followed: dict[str, Following] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -101,8 +93,9 @@ class Fleet:
             while not self._is_stopping:
                 self._changed.clear()
                 if self.engines is not None:
-                    await self._claims.renew(self.engines)
-                    self._act(tasks, self.engines)
+                    engines = self._present(self.engines)
+                    await self._claims.renew(engines)
+                    self._act(tasks, engines)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._claims.lease_s / RENEWALS):
                         await self._changed.wait()
@@ -120,15 +113,25 @@ class Fleet:
 
     def _tell(self, engines: Engines) -> None:
         self.heard_s = asyncio.get_running_loop().time()
-        if engines != self.engines:
+        some_lack = self._absences.note(self._followed, engines, self.heard_s)
+        if some_lack or engines != self.engines:
             self.engines = engines
             self._changed.set()
+
+    def _present(self, told: Engines) -> Engines:
+        """Those told of, and those followed that are told of no more and may yet be there."""
+        return {
+            key: one.engine
+            for key, one in self._followed.items()
+            if not (one.is_ending or one.follower.state == "unavailable")
+            if not (self._absences.is_long(key) or one.engine.is_replaced(told.values()))
+        } | dict(told)
 
     def _act(self, tasks: asyncio.TaskGroup, engines: Engines) -> None:
         if self._is_stopping:
             return
         followed = {key: one.engine for key, one in self._followed.items()}
-        todo = plan(followed, engines, self._claims.keys, gone_is_dead=self._gone_is_dead)
+        todo = plan(followed, engines, self._claims.keys)
         for key in todo.hand_over:
             log.info("%s has another agent", followed[key].settings.worker_id)
             self._followed[key].hand_over()

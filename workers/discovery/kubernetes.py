@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from app.core.errors import ConfigError, KvrouteError
 from app.core.settings.agent import EngineAgentSettings
 from workers.discovery.engine import Engine, Tell
-from workers.discovery.pods import engine_of
+from workers.discovery.pods import engine_of, has_ended
 from workers.retry import until_it_works
 
 log = logging.getLogger(__name__)
@@ -109,8 +110,12 @@ class Pods:
             raise WatchFailed(f"{about.get('code')} {about.get('message') or about.get('reason')}")
         if kind != "BOOKMARK":
             before = self._engines.pop(about["metadata"]["uid"], None)
-            if kind != "DELETED":
+            if kind != "DELETED" and not has_ended(about):
                 self._note(about, before)
+            elif before is not None:
+                # Until pods are listed again.
+                ended = replace(before, leaving=True, ended=True)
+                self._engines[about["metadata"]["uid"]] = ended
 
     def _note(self, pod: Mapping[str, Any], before: Engine | None) -> None:
         """before: what was known of it, which counts as long as it says something wrong."""

@@ -14,14 +14,18 @@ ANNOTATION = "kvroute.io/"
 """What an annotation begins with that is a flag of the agent, of this pod alone; and its port."""
 REVISION = f"{ANNOTATION}revision"
 """Also a label, by which pods can be selected, too."""
-ENDED = ("Succeeded", "Failed")
+
+
+def has_ended(pod: Mapping[str, Any]) -> bool:
+    """pod: as the API has it."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 def engine_of(pod: Mapping[str, Any], process: EngineAgentSettings) -> Engine | None:
     """pod: as the API has it. None: it has no address yet, or it has ended. Raises ConfigError."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     address = status.get("podIP")
-    if not address or status.get("phase") in ENDED:
+    if not address or has_ended(pod):
         return None
     name = metadata["name"]
     told = {

@@ -16,14 +16,17 @@ from workers.discovery.engine import Tell
 SOURCES = ("engine_url", "engines", "engine_dns", "kubernetes_selector")
 """Settings of which one is given; the first is no source, but an engine."""
 
+GONE_S = 60.0
+"""Name servers that give some of the addresses give others with the next answers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """name: that of all processes that share its engines. gone_is_dead: as in `plan`."""
+    """name: that of all processes that share its engines. gone_s: as for Absences."""
 
     name: str
     follow: Callable[[Tell], Awaitable[None]]
-    gone_is_dead: bool
+    gone_s: float = GONE_S
 
 
 async def source_of(settings: EngineAgentSettings) -> Source:
@@ -32,11 +35,11 @@ async def source_of(settings: EngineAgentSettings) -> Source:
         file.read(settings)
         # Another machine may have another file of that name.
         name = f"file {socket.gethostname()} {settings.engines}"
-        return Source(name, partial(file.follow, settings), gone_is_dead=False)
+        return Source(name, partial(file.follow, settings), file.GONE_S)
     if settings.engine_dns:
         look = _look(*dns.name_and_port(settings.engine_dns))
         name = f"dns {settings.engine_dns}"
-        return Source(name, partial(dns.follow, settings, look), gone_is_dead=False)
+        return Source(name, partial(dns.follow, settings, look))
     with extra("discovery"):
         from app.http.kubernetes import load_configuration
         from workers.discovery import kubernetes
@@ -45,7 +48,7 @@ async def source_of(settings: EngineAgentSettings) -> Source:
     except ConfigError as error:
         raise ConfigError(f"--kubernetes-selector: {error}") from None
     name = f"pods {kubernetes.namespace_of(settings)} {settings.kubernetes_selector}"
-    return Source(name, pods.follow, gone_is_dead=True)
+    return Source(name, pods.follow)
 
 
 def _look(name: str, port: int | None) -> dns.Look:

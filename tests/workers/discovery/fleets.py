@@ -72,7 +72,7 @@ async def running(
     source: Callable[[Tell], Awaitable[None]],
     *,
     lease_s: float = LONG_S,
-    gone_is_dead: bool = False,
+    gone_s: float = 0.0,
 ) -> AsyncIterator[Fleet]:
     """At the end it dies, as if killed."""
     async with aiohttp.ClientSession() as http:
@@ -83,7 +83,7 @@ async def running(
             return EngineFollower(of_engine, KEYS, runner, http, overrides, folder)
 
         claims = Claims(runner, KEYS, "test", lease_s)
-        fleet = Fleet(source, claims, begin, gone_is_dead=gone_is_dead)
+        fleet = Fleet(source, claims, begin, gone_s)
         task = asyncio.create_task(fleet.run())
         try:
             yield fleet

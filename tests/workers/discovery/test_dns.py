@@ -45,7 +45,7 @@ async def test_engines_come_and_go_with_the_addresses_of_a_name(
                 await asked.wait()
             assert fleet.followers.keys() == {f"127.0.0.1-{port}"}
             await until_live(redis, f"127.0.0.1-{port}")
-            known = []
+            known = ["127.0.0.2"]
             await until_live(redis)
 
 

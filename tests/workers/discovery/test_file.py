@@ -32,7 +32,8 @@ async def test_engines_that_a_file_lists_come_and_go_with_it(redis: Redis, tmp_p
             assert {name: info.max_requests for name, info in workers.items()} == {"a": 9, "b": 7}
             told(path, f'[a]\nengine-url = "{a.url}"\n[c]\nengine-url = "{c.url}"\n')
             assert (await until_live(redis, "a", "c"))["c"].address == c.url
-            assert fleet.followers.keys() == {"a", "c"}
+            followed = partial(asyncio.sleep, 0, fleet)
+            await eventually(followed, lambda fleet: fleet.followers.keys() == {"a", "c"})
 
 
 async def test_an_engine_that_moves_is_followed_where_it_is(redis: Redis, tmp_path: Path) -> None:

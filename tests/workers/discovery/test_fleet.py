@@ -12,7 +12,9 @@ from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.redis_servers import stopped
-from tests.workers.discovery.fleets import Told, engine, engines, running, until_live
+from tests.workers.discovery.fleets import LONG_S, Told, engine, engines, running, until_live
+from workers.discovery.absences import ANSWERS
+from workers.discovery.engine import Engines
 from workers.discovery.fleet import Fleet, Plan, plan
 
 A, B = engine("a", "http://a:1"), engine("b", "http://b:1")
@@ -20,33 +22,34 @@ A, B = engine("a", "http://a:1"), engine("b", "http://b:1")
 
 def test_an_engine_that_is_claimed_is_begun_with_unless_it_leaves() -> None:
     told = {"1": A, "2": replace(B, leaving=True), "3": B}
-    assert plan({}, told, {"1", "2"}, gone_is_dead=True) == Plan(begin=("1",))
+    assert plan({}, told, {"1", "2"}) == Plan(begin=("1",))
 
 
 def test_an_engine_that_is_followed_may_be_too_busy_to_be_ready() -> None:
     told = {"1": replace(A, ready=False)}
-    assert plan({"1": A}, told, {"1"}, gone_is_dead=True) == Plan()
+    assert plan({"1": A}, told, {"1"}) == Plan()
 
 
 def test_an_engine_that_another_process_has_claimed_is_left_to_it() -> None:
-    assert plan({"1": A}, {"1": A}, set(), gone_is_dead=True) == Plan(hand_over=("1",))
+    assert plan({"1": A}, {"1": A}, set()) == Plan(hand_over=("1",))
 
 
 def test_an_engine_that_leaves_or_that_changes_ends_well() -> None:
     told = {"1": replace(A, leaving=True), "2": engine("b", "http://b:2")}
-    todo = plan({"1": A, "2": B}, told, {"1", "2"}, gone_is_dead=True)
+    todo = plan({"1": A, "2": B}, told, {"1", "2"})
     assert todo == Plan(leave=("1", "2"))
 
 
-def test_an_engine_that_is_gone_ends_at_once_only_if_that_means_that_it_is_dead() -> None:
-    assert plan({"1": A}, {}, set(), gone_is_dead=True) == Plan(drop=("1",))
-    assert plan({"1": A}, {}, set(), gone_is_dead=False) == Plan(leave=("1",))
+def test_an_engine_that_ended_or_was_replaced_ends_at_once_and_one_that_lacks_ends_well() -> None:
+    assert plan({"1": A}, {"1": replace(A, leaving=True, ended=True)}, {"1"}) == Plan(drop=("1",))
+    assert plan({"1": A}, {"2": engine("b", "http://a:1")}, set()) == Plan(drop=("1",))
+    assert plan({"1": A}, {"2": B}, set()) == Plan(leave=("1",))
 
 
 def test_two_engines_of_one_name_are_not_followed_at_once() -> None:
     told = {"2": engine("a", "http://a:2")}
-    assert plan({"1": A}, told, {"2"}, gone_is_dead=True) == Plan(drop=("1",))
-    assert plan({}, told, {"2"}, gone_is_dead=True) == Plan(begin=("2",))
+    assert plan({"1": A}, told, {"2"}) == Plan(drop=("1",))
+    assert plan({}, told, {"2"}) == Plan(begin=("2",))
 
 
 async def test_an_engine_that_leaves_ends_its_requests_first(redis: Redis, tmp_path: Path) -> None:
@@ -73,11 +76,60 @@ async def test_an_engine_that_leaves_ends_its_requests_first(redis: Redis, tmp_p
         await eventually(followed, lambda number: number == 0)
 
 
+async def acted_on(source: Told, fleet: Fleet, answer: Engines, times: int) -> None:
+    """The source tells this so many times, and each time the fleet acts."""
+    for number in range(times):
+        mark = f"{number}-{'-'.join(answer)}"
+        source.tell({**answer, mark: engine(mark, "http://127.0.0.1:9")})
+
+        async def followed(mark: str = mark) -> bool:
+            return mark in fleet.followers
+
+        await eventually(followed)
+
+
+async def test_an_engine_that_works_outlasts_answers_that_lack_it(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source = Told()
+    async with engines(2) as (a, b), running(redis, tmp_path, source) as fleet:
+        both = {"1": engine("a", a.url), "2": engine("b", b.url)}
+        source.tell(both)
+        await until_live(redis, "a", "b")
+        followers = dict(fleet.followers)
+        for _ in range(2 * ANSWERS):
+            await acted_on(source, fleet, {"1": both["1"]}, times=1)
+            await acted_on(source, fleet, {"2": both["2"]}, times=1)
+        await until_live(redis, "a", "b")
+        assert followers.items() <= fleet.followers.items()
+        await acted_on(source, fleet, {"1": both["1"]}, times=2 * ANSWERS)
+        await until_live(redis, "a")
+
+
+async def test_an_engine_that_does_not_answer_is_gone_with_the_first_answer_that_lacks_it(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source = Told()
+    async with engines(2) as (a, b), running(redis, tmp_path, source, gone_s=LONG_S) as fleet:
+        both = {"1": engine("a", a.url), "2": engine("b", b.url)}
+        source.tell(both)
+        await until_live(redis, "a", "b")
+        b.faults = replace(b.faults, away_s=LONG_S)
+        await until_live(redis, "a")
+        assert fleet.followers.keys() == {"1", "2"}
+        source.tell({"1": both["1"]})
+
+        async def followed() -> set[str]:
+            return {*fleet.followers}
+
+        await eventually(followed, lambda keys: keys == {"1"})
+
+
 async def test_a_name_that_comes_back_is_another_worker_at_once(
     redis: Redis, tmp_path: Path
 ) -> None:
     source = Told()
-    async with engines(2) as (a, b), running(redis, tmp_path, source, gone_is_dead=True):
+    async with engines(2) as (a, b), running(redis, tmp_path, source):
         source.tell({"uid-1": engine("a", a.url)})
         await until_live(redis, "a")
         a.faults = replace(a.faults, more_running=1)

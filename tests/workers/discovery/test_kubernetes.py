@@ -21,6 +21,7 @@ from tests.workers.discovery.api_server import (
 )
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import kubernetes
+from workers.discovery.absences import ANSWERS
 from workers.discovery.engine import Engines
 from workers.discovery.kubernetes import Pods
 
@@ -48,7 +49,7 @@ class Watched:
         await eventually(self._uids, lambda seen: seen == sorted(uids))
 
     async def _uids(self) -> list[str]:
-        return sorted(self.engines)
+        return sorted(uid for uid, engine in self.engines.items() if not engine.ended)
 
     async def until_watched(self, times: int = 1) -> None:
         await eventually(self._watches, lambda seen: seen >= times)
@@ -162,7 +163,7 @@ async def test_engines_in_pods_become_workers_and_leave_with_them(
         server.put(pod("a", a.url))
         server.put(pod("b", b.url, ready=False))
         pods = Pods(PROCESS, configuration)
-        async with running(redis, tmp_path, pods.follow, gone_is_dead=True) as fleet:
+        async with running(redis, tmp_path, pods.follow) as fleet:
             await until_live(redis, "a")
             server.put(pod("b", b.url))
             await until_live(redis, "a", "b")
@@ -177,3 +178,25 @@ async def test_engines_in_pods_become_workers_and_leave_with_them(
             workers = await until_live(redis, "a", "b", "c")
             assert (workers["a"].address, workers["c"].address) == (c.url, a.url)
             assert fleet.followers.keys() == {"uid-b", "uid-2", "uid-c"}
+
+
+async def test_a_server_that_was_just_started_and_knows_of_no_pod_ends_no_engine(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with engines(1) as (a,), api_server() as (server, configuration):
+        server.put(pod("a", a.url))
+        pods = Pods(PROCESS, configuration)
+        async with running(redis, tmp_path, pods.follow) as fleet:
+            await until_live(redis, "a")
+            follower = fleet.followers["uid-a"]
+            known = dict(server.pods)
+            server.pods.clear()
+
+            async def lists() -> int:
+                server.end_watches()
+                return len(server.lists)
+
+            await eventually(lists, lambda number: number > 2 * ANSWERS)
+            server.pods |= known
+            await until_live(redis, "a")
+            assert fleet.followers == {"uid-a": follower}
