@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from numpy.testing import assert_allclose
 
 from app.core.settings.kinds import PRIORITIES
 from app.core.worker_report import DEFAULT_SPEED, Speed
+from app.policy.affinity import Affinity, discounted
 from app.policy.cost import (
     POLICIES,
     Candidates,
@@ -20,7 +23,9 @@ from app.policy.cost import (
     logit,
     predicted_prefill_s,
 )
+from app.policy.record import NOT_OF_CANDIDATES
 
+PAGE = Path(__file__).parents[2] / "docs/design/costs.md"
 ROUND_SPEED = Speed(
     prefill_s_per_token=1e-3,
     prefill_s_per_token2=1e-6,
@@ -70,6 +75,12 @@ def test_the_terms_of_every_policy_add_up_to_its_cost(policy: str, seed: int) ->
     costs = POLICIES[policy].cost(random_candidates(20, seed), SIZE)
     assert costs.cost.shape == (20,)
     assert_allclose(sum(costs.terms.values(), np.zeros(20)), costs.cost, rtol=1e-12)
+
+
+def test_the_page_on_costs_has_every_term_of_latency() -> None:
+    cost = discounted(latency, Affinity(0, 0.5))
+    terms = {*cost(candidates(1, receiving_s=[1.0]), SIZE).terms, *NOT_OF_CANDIDATES}
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)) == terms
 
 
 @pytest.mark.parametrize("policy", POLICIES)
