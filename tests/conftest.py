@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from app.http.server import collect_seldom
 from app.local import redis_server as servers_here
 from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
@@ -27,6 +29,16 @@ WAITING = 2
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + WAITING
+
+
+# What collecting tests makes stays to the end. To look for garbage among it took a third of the time.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    collect_seldom()
+    gc.enable()
 
 
 StartedServer = Callable[[str], EmbeddedRedis]
