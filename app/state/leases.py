@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,6 +40,19 @@ def block_size_of(keyspace: Keyspace) -> Call[int | None]:
         return int(reply) if reply and reply.isdigit() else None
 
     return command("block_size_of", "HGET", keyspace["meta"], "block_size", parse=parse)
+
+
+def in_service(keyspace: Keyspace) -> Call[list[WorkerKey]]:
+    """The workers that are routed to, drain, or have lapsed."""
+
+    def parse(reply: list[bytes]) -> list[WorkerKey]:
+        keys = []
+        for text in reply:
+            with suppress(ValueError):
+                keys.append(WorkerKey.parse(text.decode(errors="replace")))
+        return keys
+
+    return command("in_service", "HKEYS", keyspace["current"], parse=parse)
 
 
 def register(

@@ -6,9 +6,11 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Collection
 
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.state import leases
 from app.state.claims import claim
 from app.state.scripts import ScriptRunner
 from workers.discovery.engine import MOST_ENGINES, Engines
@@ -41,6 +43,16 @@ class Claims:
             await self._claim(engines, 0)
         except RedisUnavailable as error:
             log.warning("engines not given up, until the lease ends: %s", error)
+
+    async def drain(self, workers: Collection[str]) -> None:
+        """Nothing is routed to these from now on, by their ids, though nobody is their agent."""
+        try:
+            keys = await self._runner.one(leases.in_service(self._keyspace))
+            await self._runner.run(
+                [leases.drain(self._keyspace, key) for key in keys if key.worker_id in workers]
+            )
+        except RedisUnavailable as error:
+            log.warning("not drained: %s: %s", ", ".join(workers), error)
 
     async def _claim(self, engines: Engines, ttl_ms: int) -> frozenset[str]:
         ready = [key for key, engine in engines.items() if engine.ready and not engine.leaving]

@@ -28,12 +28,14 @@ RENEWALS = 3
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Keys of engines: to begin with; to take out of service; those that are gone; those of which
-    another process is the agent from now on."""
+    another process is the agent from now on; to take out of service without an agent, as it ended
+    before they began to leave."""
 
     begin: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     hand_over: tuple[str, ...] = ()
+    drain: tuple[str, ...] = ()
 
 
 def plan(followed: Engines, engines: Engines, claimed: Collection[str]) -> Plan:
@@ -48,12 +50,18 @@ def plan(followed: Engines, engines: Engines, claimed: Collection[str]) -> Plan:
         elif now is None or (key in claimed and (now.leaving or now.settings != engine.settings)):
             leave.append(key)
     names = {engine.settings.worker_id for engine in followed.values()}
-    begin = [
-        key
-        for key, engine in engines.items()
-        if key in claimed and not engine.leaving and engine.settings.worker_id not in names
+    others = [
+        key for key in engines if key in claimed and engines[key].settings.worker_id not in names
     ]
-    return Plan(tuple(begin), tuple(leave), tuple(drop), tuple(hand_over))
+    begin = [key for key in others if not engines[key].leaving]
+    staying = {engine.settings.worker_id for engine in engines.values() if not engine.leaving}
+    drain = [
+        key
+        for key in others
+        if engines[key].leaving and not engines[key].ended
+        if engines[key].settings.worker_id not in staying
+    ]
+    return Plan(tuple(begin), tuple(leave), tuple(drop), tuple(hand_over), tuple(drain))
 
 
 class Fleet:
@@ -95,7 +103,7 @@ class Fleet:
                 if self.engines is not None:
                     engines = self._present(self.engines)
                     await self._claims.renew(engines)
-                    self._act(tasks, engines)
+                    await self._act(tasks, engines)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._claims.lease_s / RENEWALS):
                         await self._changed.wait()
@@ -127,7 +135,7 @@ class Fleet:
             if not (self._absences.is_long(key) or one.engine.is_replaced(told.values()))
         } | dict(told)
 
-    def _act(self, tasks: asyncio.TaskGroup, engines: Engines) -> None:
+    async def _act(self, tasks: asyncio.TaskGroup, engines: Engines) -> None:
         if self._is_stopping:
             return
         followed = {key: one.engine for key, one in self._followed.items()}
@@ -146,6 +154,8 @@ class Fleet:
             log.info("%s at %s joins", engine.settings.worker_id, engine.settings.engine_url)
             self._followed[key] = Following(engine, self._begin(engine.settings))
             self._running[key] = tasks.create_task(self._follow(key))
+        if todo.drain:
+            await self._claims.drain({engines[key].settings.worker_id for key in todo.drain})
 
     async def _follow(self, key: str) -> None:
         try:
