@@ -34,6 +34,37 @@ envoy.extensions.filters.http.header_to_metadata.v3.Config
                           remove: true
 """
 """What stands in for a gateway that confines requests to some endpoints."""
+HTTP_2_ALONE = """\
+static_resources:
+  listeners:
+    - address: {socket_address: {address: 127.0.0.1, port_value: %d}}
+      filter_chains:
+        - filters:
+            - name: envoy.filters.network.http_connection_manager
+              typed_config:
+                "@type": type.googleapis.com/\
+envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+                stat_prefix: engine
+                codec_type: HTTP2
+                route_config:
+                  virtual_hosts:
+                    - name: engine
+                      domains: ["*"]
+                      routes: [{match: {prefix: "/"}, route: {cluster: engine, timeout: 0s}}]
+                http_filters:
+                  - name: envoy.filters.http.router
+                    typed_config:
+                      "@type": type.googleapis.com/\
+envoy.extensions.filters.http.router.v3.Router
+  clusters:
+    - name: engine
+      load_assignment:
+        cluster_name: engine
+        endpoints:
+          - lb_endpoints:
+              - endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: %d}}}
+"""
+"""What makes an engine one that speaks no HTTP/1.1: its port, and the engine's."""
 _FILTER = "                  - name: envoy.filters.http.ext_proc\n"
 
 
@@ -56,16 +87,30 @@ async def envoy(
     port = free_port()
     text = rendered(("127.0.0.1", port), *places, **options)
     text = text.replace(_FILTER, SUBSET_BY_HEADER + _FILTER)
+    async with _running(text):
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await eventually(lambda: _models(client))
+            yield client
+
+
+@asynccontextmanager
+async def http_2_alone(engine_port: int) -> AsyncIterator[str]:
+    """Where an engine speaks HTTP/2, and no HTTP/1.1."""
+    port = free_port()
+    async with _running(HTTP_2_ALONE % (port, engine_port)):
+        yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def _running(text: str) -> AsyncIterator[None]:
     with TemporaryDirectory() as folder:
         config = Path(folder) / "envoy.yaml"
         config.write_text(text)
         command = [str(ENVOY), "-c", str(config), "--concurrency", "1", "--disable-hot-restart"]
         process = await asyncio.create_subprocess_exec(*command, "-l", "critical")
         try:
-            url = f"http://127.0.0.1:{port}"
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-                await eventually(lambda: _models(client))
-                yield client
+            yield
         finally:
             process.terminate()
             await process.wait()

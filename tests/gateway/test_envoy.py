@@ -17,12 +17,12 @@ import httpx
 import orjson
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
+from app.local.redis_server import EmbeddedRedis, free_port
 from tests.clients.cluster import cluster
 from tests.door.conftest import MODEL, until_serving, worker, worker_here
 from tests.eventually import eventually
 from tests.gateway.conftest import Gateway, picking
-from tests.gateway.envoy import ENVOY, envoy, pickers, place_of
+from tests.gateway.envoy import ENVOY, envoy, http_2_alone, pickers, place_of
 
 pytestmark = [pytest.mark.gateway, pytest.mark.timeout(180)]
 
@@ -131,6 +131,31 @@ async def test_clients_may_speak_http_2(one_redis_server: EmbeddedRedis) -> None
         command += ["-w", "%{http_version} %{http_code}", "-d", orjson.dumps(ASKS).decode(), url]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
         assert done.stdout == "2 200", done.stderr
+
+
+@pytest.mark.parametrize("http_2", [True, False])
+async def test_engines_may_speak_http_2_where_the_gateway_is_told(
+    http_2: bool, one_redis_server: EmbeddedRedis
+) -> None:
+    url, port = one_redis_server.url, free_port()
+    async with (
+        http_2_alone(port) as address,
+        worker_here(url, "a", port=port, address=address),
+        picking(url) as gateway,
+        envoy([gateway.processor.port], [address], http_2=http_2) as client,
+    ):
+        answer = await client.post(CHAT, json=ASKS)
+        if not http_2:
+            assert answer.status_code >= 500
+            return
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        streamed = await client.post(CHAT, json=ASKS | {"stream": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        long = {"model": MODEL, "prompt": "word " * 60_000, "max_tokens": 2}
+        assert (await client.post("/v1/completions", json=long)).status_code == 200
+        refused = await client.post(CHAT, json=ASKS | {"logprobs": True})
+        assert refused.json()["error"]["param"] == "logprobs"
+        await gateway.until_reserved()
 
 
 async def test_a_request_is_confined_to_a_subset(one_redis_server: EmbeddedRedis) -> None:
