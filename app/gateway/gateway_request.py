@@ -129,6 +129,10 @@ class GatewayRequest:
         for one in said:
             await self._call.write(one)
 
+    def answers_itself(self) -> None:
+        """Have what the application sends take the place of a worker's answer that has begun."""
+        self._has_answer = False
+
     async def say(self, said: Response) -> None:
         await self._call.write(said)
 

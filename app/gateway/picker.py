@@ -22,10 +22,11 @@ from app.door.door import Door
 from app.door.errors import AnswerTimeout
 from app.door.forwarding import Outgoing
 from app.door.lifecycle import Lifecycle
+from app.door.members import headers_back
 from app.door.stream import usage_in
 from app.door.transfer.base import of_rank
 from app.gateway import messages
-from app.gateway.answer import Answer
+from app.gateway.answer import FIRST_BYTES, Answer
 from app.gateway.endpoints import Endpoints, several
 from app.gateway.gateway_request import GatewayRequest
 from app.gateway.messages import FULL_DUPLEX_STREAMED, NONE
@@ -34,6 +35,8 @@ from app.policy.decision import Decision
 MAX_LOOKED_AT = 16
 """Workers of which the least loaded are those to fall back to."""
 MOVED_WITHIN_S = 0.5
+REFUSED_WITHIN_S = 10.0
+"""What has not come of a refusal's body by then is left out."""
 _KEPT = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 _OF_GATEWAYS = (b":", b"x-envoy-", b"x-gateway-")
 
@@ -195,7 +198,12 @@ class GatewayCarriage:
         answer = Answer(headers, self._outgoing, self._gateway.answer_mode)
         await self._moved(headers)
         is_over = headers.response_headers.end_of_stream
-        await self._begins(answer, is_all=is_over)
+        self._life.record.status = answer.status
+        if answer.is_refusal and not is_over:
+            await self._refuse(answer)
+            is_over = True
+        else:
+            await self._begins(answer, is_all=is_over)
         while not is_over and (said := await self._gateway.read()) is not None:
             is_over = await self._passes(answer, said)
         if not is_over and self._gateway.answer_mode != NONE:
@@ -203,12 +211,9 @@ class GatewayCarriage:
         await self._end(answer)
 
     async def _begins(self, answer: Answer, *, is_all: bool) -> None:
-        self._life.record.status = answer.status
         if answer.in_events:
             parser, most = answer.parser, self._outgoing.most_tokens(self._worker)
             self._life.hears(lambda: (parser.num_said, usage_in(parser.tail, most)))
-        if answer.is_refusal and not is_all:
-            return  # told in the words of the API, which takes its body
         await self._client.start(answer.status, [])
         if is_all:
             return
@@ -216,12 +221,29 @@ class GatewayCarriage:
             # As near as anybody sees.
             self._life.first_token(is_seen=False)
 
+    async def _refuse(self, answer: Answer) -> None:
+        """Tell a refusal in the words of the API, which takes its body. Raises ClientDisconnect."""
+        is_whole = False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REFUSED_WITHIN_S):
+                while not is_whole and len(answer.first) < FIRST_BYTES:
+                    said = await self._gateway.read()
+                    if said is None:
+                        raise ClientDisconnect
+                    if said.HasField("response_trailers"):
+                        break
+                    is_whole = said.response_body.end_of_stream
+                    answer.passed(said.response_body.body, is_last=is_whole)
+        headers: Headers = []
+        if not is_whole:  # more would follow behind what is told in its place
+            self._gateway.answers_itself()
+            headers = headers_back([each for each in answer.headers if each[0][:1] != b":"])
+        await self._client.refuse(answer.status, headers, answer.first, self._worker)
+
     async def _passes(self, answer: Answer, said: messages.Request) -> bool:
         """Whether that was the end."""
         is_duplex = self._gateway.answer_mode == FULL_DUPLEX_STREAMED
         if said.HasField("response_trailers"):
-            if answer.is_refusal:
-                await self._client.start(answer.status, [])
             rest = answer.goes_on(answer.passed(b"", is_last=True), is_last=True)
             if is_duplex and any(rest):
                 await self._client.send(b"".join(rest))
@@ -233,10 +255,7 @@ class GatewayCarriage:
         passed = answer.passed(piece, is_last=is_last)
         if answer.parser.has_first_token:
             self._life.first_token()
-        if answer.is_refusal:
-            if is_last:
-                await self._client.refuse(answer.status, [], answer.first, self._worker)
-        elif not is_duplex:
+        if not is_duplex:
             await self._client.send(piece, last=is_last)
         elif goes_on := answer.goes_on(passed, is_last=is_last):
             await self._client.send(b"".join(goes_on), last=is_last)

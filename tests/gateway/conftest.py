@@ -24,6 +24,7 @@ if find_spec("grpc") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from app.edge.app import create_app
     from app.gateway import ext_proc, messages
@@ -115,7 +116,7 @@ class Asked:
         self, status: int, body: bytes, served: str = ""
     ) -> tuple[Any, bytes]:
         """What the picker makes of the headers and the body of an answer in JSON."""
-        await self._begins(status, "application/json", served)
+        await self.begins(status, "application/json", served)
         await self.says_of_answer(body)
         headers = (await self.call.read()).response_headers.response.header_mutation
         piece = (await self.call.read()).response_body.response.body_mutation.streamed_response
@@ -124,14 +125,18 @@ class Asked:
 
     async def answer_begins(self, status: int = 200, kind: str = "", served: str = "") -> Any:
         """Returns what the picker says of it."""
-        await self._begins(status, kind, served)
+        await self.begins(status, kind, served)
         return (await self.call.read()).response_headers.response.header_mutation
 
-    async def _begins(self, status: int, kind: str, served: str) -> None:
+    async def begins(self, status: int, kind: str, served: str = "") -> None:
         said = ext_proc.ProcessingRequest()
         _fill(
             said.response_headers.headers,
-            {":status": str(status), "content-type": kind or "text/event-stream"},
+            {
+                ":status": str(status),
+                "content-type": kind or "text/event-stream",
+                "retry-after": "7",
+            },
         )
         if served:
             said.metadata_context.filter_metadata[messages.LB].update({messages.SERVED: served})
@@ -218,6 +223,12 @@ class Gateway:
         workers = (await self.http.get("/v1/workers")).json()["workers"]
         loads = {each["worker_id"]: each["active_requests"] for each in workers}
         return {name: num for name, num in loads.items() if num}
+
+    async def health(self, service: str) -> int:
+        """As the picker tells it over gRPC."""
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+        return int(answer.status)
 
     async def waiting(self) -> float:
         """Requests that wait for a worker."""

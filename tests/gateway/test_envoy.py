@@ -8,26 +8,34 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 import pytest
+from aiohttp import web
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from redis.asyncio import Redis
 
+from app.gateway import picker
+from app.gateway.processor import READINESS, SERVICE
 from app.local.redis_server import EmbeddedRedis, free_port
 from tests.clients.cluster import cluster
-from tests.door.conftest import MODEL, until_serving, worker, worker_here
+from tests.door.conftest import MODEL, completing, until_serving, worker, worker_here
 from tests.eventually import eventually
 from tests.gateway.conftest import Gateway, picking
 from tests.gateway.envoy import ENVOY, envoy, http_2_alone, pickers, place_of
+from tests.redis_servers import stopped
 
 pytestmark = [pytest.mark.gateway, pytest.mark.timeout(180)]
 
 CHAT = "/v1/chat/completions"
 ASKS: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+SERVING = HealthCheckResponse.SERVING
 SLOW = 0.2
 """Times as fast as a real engine: a stream then takes seconds, and tests cut in."""
 
@@ -194,6 +202,31 @@ async def test_what_an_engine_refuses_is_told_as_the_api_has_it(
         await up.gateway.until_reserved()
 
 
+async def test_a_refusal_without_an_end_is_told(
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picker, "REFUSED_WITHIN_S", 0.2)
+    is_over = asyncio.Event()
+
+    async def refuse(asked: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(status=400, headers={"content-type": "application/json"})
+        await answer.prepare(asked)
+        await answer.write(b'{"error": {"message": "no such thing", "type": "invalid"}}')
+        await is_over.wait()
+        return answer
+
+    url = one_redis_server.url
+    async with completing(redis, "a", refuse) as engine, picking(url) as gateway:
+        await gateway.until_serving(1)
+        ports = [gateway.processor.port]
+        async with envoy(ports, [engine.info.address]) as client:
+            answer = await client.post("/v1/completions", json={"model": "m", "prompt": [1, 2]})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == "no such thing"
+            await gateway.until_reserved()
+        is_over.set()
+
+
 async def test_a_client_that_hangs_up_releases(one_redis_server: EmbeddedRedis) -> None:
     async with setup(one_redis_server.url, num=1, speedup=SLOW) as up:
         async with streaming(up.client):
@@ -252,6 +285,47 @@ async def test_without_a_picker_any_engine_is_asked_or_none(
         # The body of a request that finds it gone is gone with it.
         await eventually(status, lambda seen: seen == expected)
         assert [await status() for _ in range(6)] == [expected] * 6
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_requests_go_on_while_redis_is_away_and_when_it_is_back(
+    is_killed: bool, own_redis_server: EmbeddedRedis
+) -> None:
+    """Killed, it comes back empty; else it answers nothing for a while."""
+    server, asks = own_redis_server, ASKS | {"stream": True}
+    async with setup(server.url, redis_timeout_ms=300) as up:
+        gateway = up.gateway
+
+        async def degraded() -> float:
+            """Decisions so far."""
+            lines = (await gateway.http.get("/metrics")).text.splitlines()
+            found = [each for each in lines if each.startswith("kvroute_degraded_decisions_total")]
+            return sum(float(each.rpartition(" ")[2]) for each in found)
+
+        async def answers() -> float:
+            """How many of six decisions are degraded; each request is answered."""
+            before = await degraded()
+            said = [await up.client.post(CHAT, json=asks) for _ in range(6)]
+            assert all(each.text.endswith("data: [DONE]\n\n") for each in said)
+            return await degraded() - before
+
+        assert await answers() == 0
+        if is_killed:
+            server.kill()
+        with nullcontext() if is_killed else stopped(server.pid):
+            assert await answers() == 6
+            for service in (READINESS, SERVICE):
+                health = partial(gateway.health, service)
+                assert await eventually(health, lambda found: found == SERVING)
+            ready = await eventually(
+                lambda: gateway.http.get("/readiness"), lambda said: '"redis: ' in said.text
+            )
+            assert ready.json()["ready"]
+        if is_killed:
+            server.start()
+        await eventually(answers, lambda num: num == 0)
+        await gateway.until_serving(2)
+        await gateway.until_reserved()
 
 
 async def test_two_pickers_promise_one_slot_once(one_redis_server: EmbeddedRedis) -> None:

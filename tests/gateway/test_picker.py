@@ -7,11 +7,12 @@ import asyncio
 import grpc
 import orjson
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
-from app.gateway import ext_proc
+from app.gateway import ext_proc, picker
+from app.gateway.answer import FIRST_BYTES
 from app.gateway.messages import CHUNK_BYTES, NONE, SUBSET, TEST_SELECTION
 from app.gateway.processor import LIVENESS, READINESS, SERVICE
 from app.local.redis_server import EmbeddedRedis
@@ -294,6 +295,30 @@ async def test_an_engine_that_fails_is_told_of(
         assert 'outcome="engine_error"' in text
 
 
+@pytest.mark.parametrize("goes_on", ["with trailers", "for long", "without an end"])
+async def test_a_refusal_is_told_though_more_comes_behind_it(
+    goes_on: str, redis: Redis, one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if goes_on == "without an end":
+        monkeypatch.setattr(picker, "REFUSED_WITHIN_S", 0.1)
+    async with fleet(redis, one_redis_server.url, 1) as gateway:
+        asked, _ = await gateway.asks(ASKS)
+        await asked.begins(400, "application/json")
+        said = b'{"error": {"message": "no such thing", "type": "invalid"}}'
+        if goes_on == "for long":
+            said += b" " * FIRST_BYTES
+        await asked.says_of_answer(said, ends=False)
+        if goes_on == "with trailers":
+            trailers = ext_proc.ProcessingRequest()
+            trailers.response_trailers.SetInParent()
+            await asked.call.write(trailers)
+        told = await asked.told()
+        assert told.status == 400
+        assert told.fields["error"]["message"] == "no such thing"
+        assert told.headers["retry-after"] == b"7"
+        await gateway.until_reserved()
+
+
 async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(
     redis: Redis, one_redis_server: EmbeddedRedis
 ) -> None:
@@ -308,12 +333,7 @@ async def test_its_health_says_what_is_served(
     redis: Redis, one_redis_server: EmbeddedRedis
 ) -> None:
     async with picking(one_redis_server.url) as gateway:
-        stub = health_pb2_grpc.HealthStub(gateway.channel)
-
-        async def health(service: str) -> int:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
-            return int(answer.status)
-
+        health = gateway.health
         serving = health_pb2.HealthCheckResponse.SERVING
         for name in ("", LIVENESS, SERVICE):
             assert await health(name) == serving
