@@ -21,13 +21,14 @@ A, B = engine("a", "http://a:1"), engine("b", "http://b:1")
 
 
 def test_an_engine_that_is_claimed_is_begun_with_unless_it_leaves() -> None:
-    told = {
-        "1": A,
-        "2": replace(B, leaving=True),
-        "3": B,
-        "4": replace(B, leaving=True, ended=True),
-    }
-    assert plan({}, told, {"1", "2", "4"}) == Plan(begin=("1",), drain=("2",))
+    assert plan({}, {"1": A, "2": replace(B, leaving=True), "3": B}, {"1"}) == Plan(begin=("1",))
+
+
+def test_an_engine_that_leaves_without_an_agent_is_drained() -> None:
+    leaving, ended = replace(A, leaving=True), replace(B, leaving=True, ended=True)
+    assert plan({}, {"1": leaving, "2": ended}, {"1", "2"}) == Plan(drain=("1",))
+    # Another has its name, by which it would be drained.
+    assert plan({}, {"1": leaving, "2": A}, {"1"}) == Plan()
 
 
 def test_an_engine_that_is_followed_may_be_too_busy_to_be_ready() -> None:
@@ -183,18 +184,20 @@ async def test_processes_share_the_engines_and_take_over_those_of_one_that_dies(
         await until_live(redis, *names)
 
 
-async def test_an_engine_that_begins_to_leave_after_its_agent_died_is_drained_by_the_heir(
+async def test_an_engine_that_begins_to_leave_after_its_agent_ended_is_drained_by_the_heir(
     redis: Redis, tmp_path: Path
 ) -> None:
     source = Told()
     async with engines(1) as (a,):
-        source.tell({"1": engine("a", a.url)})
-        async with running(redis, tmp_path / "1", source, lease_s=0.3):
+        told = engine("a", a.url)
+        told = replace(told, settings=replace(told.settings, lease_ttl_s=10 * LONG_S))
+        source.tell({"1": told})
+        async with running(redis, tmp_path / "1", source) as ending:
             await until_live(redis, "a")
-        source.tell({"1": replace(engine("a", a.url), leaving=True)})
-        async with running(redis, tmp_path / "2", source, lease_s=0.3) as heir:
-            # Its lease has not ended.
-            await until_live(redis)
+            await ending.stop()
+        source.tell({"1": replace(told, leaving=True)})
+        async with running(redis, tmp_path / "2", source) as heir:
+            await until_live(redis)  # before its lease ends
             assert heir.followers == {}
 
 
