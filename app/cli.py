@@ -361,7 +361,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
 )
 def up(**values: Any) -> None:
     """Run a cluster on this machine until Ctrl-C."""
-    from app.edge.keys import Keys, check_open
+    from app.http.keys import Keys, check_open
     from app.local.cluster import Cluster
     from app.local.interrupts import INTERRUPTS, heed_interrupts
 

@@ -217,8 +217,11 @@ CHAINS = [
         Boundary("workers.bridge", WEB | {"torch"}),
         Boundary("workers.agent", WEB | {"torch"}),
         Boundary("workers", WEB, without=SERVED | {"workers.main"}),
-        Boundary("workers", frozenset({"fastapi"}), without=SERVED),
-        Boundary("workers", beyond("core", "state", "http", "tokens", "simulation") - {"workers"}),
+        Boundary(
+            "workers",
+            frozenset({"fastapi"})
+            | (beyond("core", "state", "http", "tokens", "simulation") - {"workers"}),
+        ),
     ],
     [Boundary("workers", frozenset({"torch"}), without=NEEDS_TORCH)],
     [

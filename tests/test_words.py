@@ -44,7 +44,7 @@ CONCEPTS = {
     "upstream": "app/door/upstream.py",
     "tokens": "app/tokens/encoder.py",
     "templates": "app/tokens/templates.py",
-    "auth: keys": "app/edge/keys.py",
+    "auth: keys": "app/http/keys.py",
     "waiting": "app/router/waiting.py",
     "tiers": "workers/engines/torch/tiers.py",
     "planner's process: main": "app/planner/main.py",

@@ -22,8 +22,9 @@ from app.core.settings.router import RouterSettings
 from app.core.settings.worker import MemberSettings, WorkerSettings
 from app.door.access_log import FIELDS, OF_THE_LINE
 from app.edge.app import create_app
-from app.edge.errors import ERRORS, FRAMEWORK_ERRORS, MAX_RETRY_AFTER_S, RETRIED
+from app.edge.errors import ERRORS, FRAMEWORK_ERRORS
 from app.edge.live import LIVE
+from app.http.errors import MAX_RETRY_AFTER_S, RETRIED
 
 DOCS = Path(__file__).parents[1] / "docs"
 WRITTEN_BY = "<!-- Written by `python -m tools.reference`: do not edit. -->"

@@ -68,9 +68,9 @@ async def serve(settings: WorkerSettings) -> None:
 async def _serve_with_agent(
     settings: WorkerSettings, keyspace: Keyspace, hosted: HostedEngine, listening: socket.socket
 ) -> None:
-    # Only the modules imported so load FastAPI.
+    # Only the modules imported so load Starlette.
     from workers.server.chat_paths import add_chat
-    from workers.server.paths import create_app
+    from workers.server.paths import WorkerApp
 
     async with AsyncExitStack() as opened:
         redis = await opened.enter_async_context(connected(settings.redis_url, REDIS_TIMEOUT_S))
@@ -87,7 +87,7 @@ async def _serve_with_agent(
         engine = hosted.start(agent)
         names = settings.model_names(hosted.model)
         served = ServedEngine(engine, names, hosted.tokenizer, hosted.invents)
-        app = create_app(served, key=settings.worker_key, metrics_key=settings.metrics_key)
+        app = WorkerApp(served, key=settings.worker_key, metrics_key=settings.metrics_key)
         add_chat(app, served, hosted.tokenizer_source)
         async with asyncio.TaskGroup() as tasks:
             running_agent = tasks.create_task(_run(agent))

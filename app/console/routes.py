@@ -16,10 +16,11 @@ from app.console.page import SAFE, page, redirect
 from app.console.tail import DecisionFilter
 from app.core.errors import cut
 from app.door.client import Headers
-from app.edge.client import JSON, Client
+from app.edge.client import Client
 from app.edge.dry_run import dry_run
 from app.edge.origins import check_asked
 from app.edge.routes import REQUEST_ID, Route, body_of, in_path, parameters_of
+from app.http.client import JSON
 from app.policy.cost import POLICIES
 
 MAX_BODY_BYTES = 16 * 1024 * 1024

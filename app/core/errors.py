@@ -7,6 +7,7 @@ KvrouteError
 ├── BodyTooLarge          a request body exceeds the configured size
 ├── BodyTimeout           a request body is not complete in time
 ├── BodiesTooLarge        all request bodies together have as many bytes as may be held
+├── Unauthorized          a request carries no valid key
 ├── Crowded               too many wait for one of a few places, and this caller more than others
 ├── RedisUnavailable      Redis cannot be reached, or missed its deadline
 │   ├── RedisFull         Redis has no memory left for a write; none of it was written
@@ -95,6 +96,10 @@ class InvalidRequest(KvrouteError):
 
 class BodyTooLarge(KvrouteError):
     """A request body exceeds the configured size."""
+
+
+class Unauthorized(KvrouteError):
+    """A request carries no valid key."""
 
 
 class Crowded(KvrouteError):

@@ -69,11 +69,3 @@ class Stopping(KvrouteError):
 
     def __init__(self) -> None:
         super().__init__("the router is stopping")
-
-
-class ClientStalled(KvrouteError):
-    """The client has taken nothing of its answer for too long."""
-
-
-class Unauthorized(KvrouteError):
-    """A request carries no valid key."""

@@ -32,15 +32,15 @@ from app.door.upstream import Upstream
 from app.edge import docs, front_page, health, metrics, openai, route
 from app.edge.client import Client
 from app.edge.comments import comment_each
-from app.edge.keys import CONSOLE_DATA, check_open
 from app.edge.large import BodyReader
 from app.edge.live import LiveSettings
 from app.edge.origins import check_origin, may_be_shared
-from app.edge.routes import CLIENT
 from app.edge.services import Services, check
 from app.edge.tls import certificate_of
 from app.edge.watched_files import WatchedFiles, written
 from app.http.held import HeldBodies
+from app.http.keys import CONSOLE_DATA, check_open
+from app.http.route import routed
 from app.http.server import serve
 from app.http.supervisor import supervised
 from app.router.fleet import Fleet
@@ -276,8 +276,7 @@ class Application(FastAPI):
             if answer is not None:
                 await answer(client)
             else:
-                scope[CLIENT] = client
-                await self.router(scope, receive, client.say)
+                await routed(self.router, client)
         except ClientDisconnect as error:
             ended_by = error
         except Exception as error:

@@ -1,32 +1,28 @@
-"""Who sent a request, and how its answer goes: the one argument of every endpoint."""
+"""A client of a replica: what is told of its request, comments while it waits, and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 
-import orjson
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from app.core.errors import KvrouteError, cut
 from app.core.outcomes import UNFIT
 from app.core.worker_report import WorkerInfo
-from app.door.client import Headers
-from app.door.errors import ClientStalled, ModelUnavailable, WorkerFailed
+from app.door.errors import ModelUnavailable, WorkerFailed
 from app.door.record import RequestRecord
 from app.edge.as_events import as_events
 from app.edge.comments import COMMENT, HEADERS
 from app.edge.engine_errors import told
 from app.edge.errors import (
     GONE,
-    INVALID,
+    INVALID_STATUSES,
     UNSERVED_STATUS,
     answer_to,
     ending_of,
@@ -39,53 +35,32 @@ from app.edge.errors import (
     unserved,
 )
 from app.edge.services import Services
-from app.http.body import read_body, resumed
-from app.http.held import HELD
-from app.http.protocol import CUT, UNTIL_TAKEN
-from app.http.watch import watched
+from app.http import client as http
+from app.http.client import JSON, ClientStalled, Headers
 
 log = logging.getLogger(__name__)
 
-JSON = (b"content-type", b"application/json")
 SHOWN = b"x-kvroute-"
 """Headers that say where an answer comes from begin so."""
 
 
-class Client(Request):
-    """A request, and the client that waits for its answer.
-
-    about: headers of every answer. key_name: of the key that opened the replica; "": it needs none.
-    status: of the answer; 0: none has begun.
-    """
+class Client(http.Client):
+    """A request to a replica, and the client that waits for its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, replica: Services) -> None:
         super().__init__(scope, receive, send)
         self.replica = replica
-        self.about: Headers = ()
-        self.key_name = ""
-        self.status = 0
         self._began_s = time.monotonic()
-        self._has_ended = False
-        self._answer_headers: Headers = ()
-        """Of its answer, as far as it has begun."""
         self._waits_since_s = 0.0
         """For a stream that has not begun; 0.0: for none."""
         self._saying: asyncio.Task[None] | None = None
-        self._watched: watched | None = None
         self._task = asyncio.current_task()
         self.ended_by: Exception | None = None
         """Why what is done for the client was cut short, if it was."""
 
     @property
-    def holder(self) -> str:
-        """Who has a share of what all share: a key, or else an address."""
-        peer = self.scope.get("client")
-        return self.key_name or (peer[0] if peer else "")
-
-    @cached_property
-    def raw_headers(self) -> Mapping[bytes, bytes]:
-        """Of those that come twice, the last."""
-        return dict(self.scope["headers"])
+    def stalled_s(self) -> float:
+        return self.replica.settings.stalled_s
 
     @cached_property
     def record(self) -> RequestRecord:
@@ -95,17 +70,6 @@ class Client(Request):
         return RequestRecord(
             cut(self.scope["path"]), peer[0] if peer else "", cut(forwarded_for), self._began_s
         )
-
-    async def read(self, limit: int) -> bytes:
-        """The body. Raises as `read_body`."""
-        if (held := self.scope.get(HELD)) is not None:
-            held.belong_to(self.holder)
-        return await read_body(self, limit)
-
-    def watched(self) -> watched:
-        """Cancels what is done within it once the client is gone."""
-        self._watched = watched(self.scope)
-        return self._watched
 
     def cut_short(self, error: Exception) -> None:
         """End what is done for the client, in whose task this was made, as if it raised `error`."""
@@ -127,7 +91,7 @@ class Client(Request):
     async def _comment(self) -> None:
         with suppress(ClientStalled, OSError):  # which is found out where its answer is sent
             if not self.status:
-                await self._begin(200, HEADERS)
+                await super().start(200, HEADERS)
             await self.send(COMMENT)
 
     async def _end_comments(self) -> None:
@@ -137,12 +101,11 @@ class Client(Request):
             await asyncio.wait([self._saying])
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Raises ClientStalled, like `send` and `say`, if it takes nothing for too long; and
-        WorkerFailed if comments have begun a stream, and this is none."""
+        """Also raises WorkerFailed, if comments have begun a stream, and this is none."""
         if self._waits_since_s:
             await self._end_comments()
         if not self.status:
-            await self._begin(status, headers)
+            await super().start(status, headers)
         elif _are_of_stream(headers):
             await self._show(headers)
         else:
@@ -167,25 +130,6 @@ class Client(Request):
         if shown:
             await self.send(b"".join((*shown, b"\n")))
 
-    async def _begin(self, status: int, headers: Headers) -> None:
-        self._answer_headers = [*headers, *self.about]
-        await self.say(
-            {"type": "http.response.start", "status": status, "headers": self._answer_headers}
-        )
-
-    async def send(self, piece: bytes, *, last: bool = False) -> None:
-        """A piece of the answer's body."""
-        await self.say({"type": "http.response.body", "body": piece, "more_body": not last})
-
-    async def answer(self, content: object, status: int = 200) -> None:
-        """In JSON."""
-        await self.answer_whole(orjson.dumps(content), status, JSON)
-
-    async def answer_whole(self, body: bytes, status: int, *headers: tuple[bytes, bytes]) -> None:
-        """An answer whose body is known."""
-        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
-        await self.send(body, last=True)
-
     async def refuse(self, status: int, headers: Headers, body: bytes, by: WorkerInfo) -> None:
         """Answer as an engine does that refuses a request, in the form of the path."""
         path = self.scope["path"]
@@ -197,28 +141,6 @@ class Client(Request):
         kept = [each for each in headers if each[0].lower() != b"content-type"]
         await self.answer_whole(body, status, JSON, *kept)
 
-    async def say(self, message: Message) -> None:
-        """As ASGI's `send`."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        else:
-            self._has_ended = not message.get("more_body", False)
-        sending = self._send(message).__await__()
-        stalled_s = self.replica.settings.stalled_s
-        try:
-            # Only a client that is behind is waited for, and a deadline for each part would cost.
-            try:
-                waits_for = next(sending)
-            except StopIteration:
-                pass
-            else:
-                async with asyncio.timeout(stalled_s):
-                    await resumed(sending, waits_for)
-            if self._has_ended and (until_taken := self.scope.get(UNTIL_TAKEN)) is not None:
-                await until_taken(stalled_s)
-        except TimeoutError:
-            raise ClientStalled(f"took nothing for {stalled_s:g} s") from None
-
     def report(self, error: BaseException | None) -> None:
         """The request has ended; tell what became of it. error: by which, if by one."""
         record = self.record
@@ -227,8 +149,7 @@ class Client(Request):
             record.error = reason_of(error)
         if isinstance(error, ModelUnavailable):
             record.unavailable = error.model
-        is_gone = self._watched is not None and self._watched.is_gone
-        if error is not None or is_gone or not self.status:
+        if error is not None or self.is_gone or not self.status:
             ending = GONE if error is None else ending_of(error)
             record.status = self.status or ending.status
             if not record.end(ending.outcome, ended_by=ending.ended_by):
@@ -239,32 +160,27 @@ class Client(Request):
             record.end("ok" if is_ok else UNFIT, ended_by="" if is_ok else "worker")
         self.replica.door.ended(record)
 
-    def _cut(self) -> None:
-        if (cut := self.scope.get(CUT)) is not None:
-            cut()
-
     async def fail(self, error: Exception) -> None:
         """Answer with an error; in the midst of an answer, end that with one."""
         path = self.scope["path"]
         await self._end_comments()
         if isinstance(error, ClientStalled):
-            self._cut()
+            self.cut()
             return
         if isinstance(error, ValidationError):
             error = refusal_of(error)
         status, code, _ = meaning_of(error)
-        if status in INVALID:
+        if status in INVALID_STATUSES:
             self.replica.routers.own.telemetry.refusals.labels(code).inc()
         if not isinstance(error, KvrouteError | HTTPException):
             log.error("%s failed", path, exc_info=error)
-        if self._has_ended:
+        if self.has_ended:
             return
         if self.status and _are_of_stream(self._answer_headers):
             await self.send(event_of(error, path), last=True)
             return
         if self.status:
-            # To end it in order would be to say that this is all.
-            self._cut()
+            self.cut()
             return
         answer = answer_to(error, path)
         asks = self.raw_headers.get(UNSERVED_STATUS) == b"425"

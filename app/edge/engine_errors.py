@@ -7,7 +7,8 @@ import re
 from app.core.worker_report import WorkerInfo
 from app.door.blame import is_path_missing
 from app.door.engine_words import Cause, cause_in
-from app.edge.errors import Meaning, body_of, dialect_of, kind_of
+from app.edge.errors import dialect_of
+from app.http.errors import Meaning, body_of, kind_of
 
 _TAKES_NO_KEY = "does not take this router's key: see --worker-key"
 _OF_WORKER = {

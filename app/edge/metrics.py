@@ -10,9 +10,9 @@ from starlette.responses import PlainTextResponse
 
 from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
 from app.edge.client import Client
-from app.edge.keys import Keys
 from app.edge.routes import Route
 from app.edge.watched_files import WatchedFiles
+from app.http.keys import Keys
 from app.http.metrics import Family, Sampled, ScrapeCollector
 from app.policy.view import load_statistics
 from app.router.metrics import text_of

@@ -8,13 +8,11 @@ from typing import Any
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.convertors import PathConvertor, register_url_convertor
-from starlette.types import Receive, Scope, Send
 
 from app.edge import schemas
 from app.edge.client import Client
+from app.http.route import through_client
 
-CLIENT = "kvroute.client"
-"""In a request's scope: its Client."""
 REQUEST_ID = "{request_id:any_text}"
 
 
@@ -46,11 +44,7 @@ class Route(APIRoute):
         super().__init__(path, endpoint, methods=[method], **options)
 
         self.answer = endpoint
-
-        async def app(scope: Scope, _: Receive, __: Send) -> None:
-            await endpoint(scope[CLIENT])
-
-        self.app = app
+        self.app = through_client(endpoint)
 
 
 def in_path(name: str) -> list[dict[str, Any]]:

@@ -12,10 +12,10 @@ from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.door.errors import Stopping
 from app.door.front import FrontDoor
-from app.edge.keys import Keys, check_open
 from app.edge.large import BodyReader
 from app.edge.tls import certificate_of
 from app.edge.watched_files import WatchedFiles
+from app.http.keys import Keys, check_open
 from app.router.router import Router
 from app.router.routers import Routers
 

@@ -15,13 +15,13 @@ from app.core.errors import ConfigError
 from app.core.settings.picker import PickerSettings
 from app.door.asked import is_of_door
 from app.edge.app import Application
-from app.edge.client import JSON
 from app.edge.errors import answer_to
 from app.edge.tls import certificate_of
 from app.gateway import ext_proc, messages
 from app.gateway.endpoints import Endpoints
 from app.gateway.gateway_request import GatewayRequest
 from app.gateway.picker import GatewayCarriage
+from app.http.client import JSON
 from app.http.held import HeldBodies
 from app.http.protocol import HEAD_TIMEOUT_S
 

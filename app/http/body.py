@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from types import coroutine
 from typing import Any, TypeVar
 
-import orjson
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.types import Message
 
 from app.core.errors import BodyTimeout, BodyTooLarge
@@ -19,23 +16,12 @@ from app.http.held import HELD, HeldBody
 T = TypeVar("T")
 
 BODY_TIMEOUT_S = 30.0
-CLOSE = {"Connection": "close"}
-"""Header of an answer to a request whose rest is not waited for."""
-
-
-def header(request: Request, name: bytes) -> str | None:
-    """The header `name`, without making an object of all headers as request.headers does."""
-    for key, value in request.scope["headers"]:
-        if key == name:
-            return str(value, "latin-1")
-    return None
 
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body. Raises BodyTooLarge and BodiesTooLarge, as soon as that is known, BodyTimeout and
     ClientDisconnect."""
-    announced = header(request, b"content-length") or ""
-    size = int(announced) if announced.isdecimal() else 0
+    size = _announced(request)
     held: HeldBody | None = request.scope.get(HELD)  # servers of other makes, in tests, have none
     if held is not None and size <= limit:
         held.check(size)
@@ -71,6 +57,14 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
+def _announced(request: Request) -> int:
+    """Without making an object of all headers, as request.headers does."""
+    for name, value in request.scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() else 0
+    return 0
+
+
 @coroutine
 def resumed(started: Generator[Any, None, T], waits_for: Any) -> Generator[Any, None, T]:
     """Awaits the rest of what has been started and came to wait for something."""
@@ -81,19 +75,6 @@ def resumed(started: Generator[Any, None, T], waits_for: Any) -> Generator[Any, 
         started.close()
 
 
-def json_response(
-    content: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    return Response(orjson.dumps(content), status, headers, media_type="application/json")
-
-
 def error_body(code: str, message: str, field: str | None = None) -> dict[str, object]:
     """The one shape of every error. code: stable, part of the interface."""
     return {"error": {"code": code, "message": message, "field": field}}
-
-
-async def http_error(_: Request, error: Exception) -> Response:
-    """Answers errors that the framework itself raises: no such path, no such method."""
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    return json_response(error_body(code, error.detail), error.status_code, error.headers)

@@ -9,11 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.core.errors import ConfigError
-from app.door.errors import Unauthorized
+from app.core.errors import ConfigError, Unauthorized
 from app.edge import watched_files
-from app.edge.keys import Keys, check_open
 from app.edge.watched_files import WatchedFiles
+from app.http.keys import Keys, check_open
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import Process
 from tests.edge.conftest import StartReplica

@@ -12,9 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, Unauthorized
 from app.core.settings.router import RouterSettings
-from app.door.errors import Unauthorized
 from app.edge import watched_files
 from app.edge.app import create_app
 from app.edge.live import LIVE, LiveSettings

@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from app.core.errors import BodiesTooLarge
-from app.http.body import CLOSE, json_response, read_body
+from app.http.body import read_body
 from app.http.held import HELD, MAX_HELD_BYTES, SMALL_BYTES, HeldBodies, HeldBody
 from app.http.server import listen, serve
 from tests.eventually import eventually
@@ -94,7 +95,7 @@ async def serving(held: HeldBodies) -> AsyncIterator[tuple[str, int]]:
         try:
             return len(await read_body(request, 10 * LARGE))
         except BodiesTooLarge as error:
-            return json_response(str(error), 503, CLOSE)
+            return JSONResponse(str(error), 503, {"connection": "close"})
 
     with listen("127.0.0.1", 0) as socket:
         task = asyncio.create_task(serve(app, socket, held=held))

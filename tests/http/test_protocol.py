@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from app.http import protocol
-from app.http.body import CLOSE, json_response
 from app.http.protocol import MAX_HEAD_BYTES, Connections
 from app.http.server import listen, serve
 from app.http.watch import watched
@@ -38,7 +38,7 @@ async def serving(
 
     @app.post("/refused")
     async def refused() -> Any:
-        return json_response("refused", 413, CLOSE)
+        return JSONResponse("refused", 413, {"connection": "close"})
 
     with listen("127.0.0.1", 0) as socket:
         task = asyncio.create_task(serve(app, socket, on_refused=on_refused))

@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
 
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import token_bytes
 from app.core.types import new_id
-from app.http.body import header, json_response, read_body
+from app.http.client import Client
 from app.http.json_body import JsonBody
 from app.simulation.steps import PromptTooLargeError
 from app.tokens import Overloaded, Renderer, TooManyTokens, Unrenderable, load
@@ -31,7 +29,7 @@ from workers.server.completions import ChatForm
 from workers.server.embeddings import EmbeddingForm
 from workers.server.members import GenerationOptions, generated
 from workers.server.messages import MessageForm
-from workers.server.paths import handed_on, ids_of, respond, respond_whole, texts_of
+from workers.server.paths import WorkerApp, hand_on, ids_of, respond, respond_whole, texts_of
 from workers.server.responses import ResponseForm
 from workers.server.scripts import Script, check_unscripted, script_of
 from workers.server.texts import apart, decoded, encoded
@@ -46,25 +44,24 @@ DEFAULT_MAX_TOKENS = 128
 FormOf = Callable[[str, GenerationOptions, Script | None], Form]
 
 
-def add_chat(app: FastAPI, served: ServedEngine, source: str) -> None:
+def add_chat(app: WorkerApp, served: ServedEngine, source: str) -> None:
     """Add the paths of chats, embeddings, models and tokens to `app`.
 
     source: the folder of the model's tokenizer and chat template; "": there is none, and chats come
     as token ids. Raises TokenizerUnavailable.
     """
     chats = _Chats(served, load(source) if source else None)
-    app.post("/v1/chat/completions")(chats.complete)
-    app.post("/v1/messages")(chats.message)
-    app.post("/v1/messages/count_tokens")(chats.count)
-    app.post("/v1/responses")(chats.response)
-    app.post("/tokenize")(chats.tokenize)
-    app.post("/detokenize")(chats.detokenize)
+    app.add("POST", "/v1/chat/completions", chats.complete)
+    app.add("POST", "/v1/messages", chats.message)
+    app.add("POST", "/v1/messages/count_tokens", chats.count)
+    app.add("POST", "/v1/responses", chats.response)
+    app.add("POST", "/tokenize", chats.tokenize)
+    app.add("POST", "/detokenize", chats.detokenize)
     if served.invents:
-        app.post("/v1/embeddings")(chats.embed)
+        app.add("POST", "/v1/embeddings", chats.embed)
     created = now_s()
 
-    @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(client: Client) -> None:
         cards = [
             {
                 "id": name,
@@ -77,7 +74,9 @@ def add_chat(app: FastAPI, served: ServedEngine, source: str) -> None:
             }
             for name in served.names
         ]
-        return json_response({"object": "list", "data": cards})
+        await client.answer({"object": "list", "data": cards})
+
+    app.add("GET", "/v1/models", models)
 
 
 class _Chats:
@@ -87,8 +86,8 @@ class _Chats:
         self._served = served
         self._renderer = renderer
 
-    async def complete(self, request: Request) -> Response:
-        fields = await self._fields(request)
+    async def complete(self, client: Client) -> None:
+        fields = await self._fields(client)
 
         def form(request_id: str, asked: GenerationOptions, script: Script | None) -> ChatForm:
             return ChatForm(
@@ -100,10 +99,10 @@ class _Chats:
             )
 
         names = {"prompt": "messages"}
-        return await self._answer(request, fields, chat_of, form, names)
+        await self._answer(client, fields, chat_of, form, names)
 
-    async def message(self, request: Request) -> Response:
-        fields = await self._fields(request)
+    async def message(self, client: Client) -> None:
+        fields = await self._fields(client)
         if fields.get("max_tokens") is None:
             raise InvalidRequest("max_tokens", "is missing")
 
@@ -111,10 +110,10 @@ class _Chats:
             return MessageForm(request_id, fields["model"], call=script.call if script else None)
 
         names = {"prompt": "messages"}
-        return await self._answer(request, fields, self._chat_of_message, form, names)
+        await self._answer(client, fields, self._chat_of_message, form, names)
 
-    async def response(self, request: Request) -> Response:
-        fields = await self._fields(request)
+    async def response(self, client: Client) -> None:
+        fields = await self._fields(client)
 
         def form(request_id: str, _: GenerationOptions, script: Script | None) -> ResponseForm:
             return ResponseForm(
@@ -122,21 +121,21 @@ class _Chats:
             )
 
         names = {"prompt": "input", "max_tokens": "max_output_tokens"}
-        return await self._answer(request, fields, chat_of_input, form, names)
+        await self._answer(client, fields, chat_of_input, form, names)
 
     async def _answer(
         self,
-        request: Request,
+        client: Client,
         fields: dict[str, Any],
         chat_of: Callable[[Mapping[str, Any]], dict[str, Any]],
         form_of: FormOf,
         names: Mapping[str, str],
-    ) -> Response:
+    ) -> None:
         """names: of members, where they are called otherwise than in completions."""
-        request_id = header(request, b"x-request-id")
-        if request_id is not None:
-            fields.setdefault("request_id", request_id)
-        chat = await self._converted(request, fields, chat_of)
+        named = client.raw_headers.get(b"x-request-id")
+        if named is not None:
+            fields.setdefault("request_id", named.decode("latin-1"))
+        chat = await self._converted(client, fields, chat_of)
         asked = generated(chat)
         served = self._served
         script = script_of(chat) if served.invents else None
@@ -148,7 +147,8 @@ class _Chats:
         if not prompt:
             raise InvalidRequest(names["prompt"], "is empty")
         if asked.travels.held_only:
-            return await handed_on(served, [prompt], asked)
+            await hand_on(client, served, [prompt], asked)
+            return
         request_id = asked.request_id or new_id()
         form = form_of(request_id, asked, script)
         try:
@@ -165,30 +165,30 @@ class _Chats:
             error.field = names.get(error.field, error.field)
             raise
         answer = AnswerChoices(writers, form, per_prompt=asked.choices)
-        return await respond(request, answer, streams=asked.stream)
+        await respond(client, answer, streams=asked.stream)
 
-    async def embed(self, request: Request) -> Response:
-        fields = await self._fields(request)
+    async def embed(self, client: Client) -> None:
+        fields = await self._fields(client)
         inputs = texts_of(fields, "input")
         prompts = [await ids_of(each, self._served, "input") for each in inputs]
         form = EmbeddingForm(fields, prompts)
         asked = generated({"cache_salt": fields.get("cache_salt")})
         writers = written(self._served, prompts, asked, new_id(), limit=1)
-        return await respond_whole(request, AnswerChoices(writers, form))
+        await respond_whole(client, AnswerChoices(writers, form))
 
-    async def count(self, request: Request) -> Response:
-        fields = await self._fields(request)
-        chat = await self._converted(request, fields, self._chat_of_message)
+    async def count(self, client: Client) -> None:
+        fields = await self._fields(client)
+        chat = await self._converted(client, fields, self._chat_of_message)
         prompt = await self._rendered(chat)
         count = len(prompt) // 4
-        return json_response(
+        await client.answer(
             {"input_tokens": count, "context_management": {"original_input_tokens": count}}
         )
 
-    async def tokenize(self, request: Request) -> Response:
-        fields = await self._fields(request)
+    async def tokenize(self, client: Client) -> None:
+        fields = await self._fields(client)
         if "messages" in fields:
-            chat = await self._converted(request, fields, dict)
+            chat = await self._converted(client, fields, dict)
             ids = np.frombuffer(await self._rendered(chat), "<u4").tolist()
         else:
             text = fields.get("prompt")
@@ -196,19 +196,20 @@ class _Chats:
                 raise InvalidRequest("prompt", f"needs text, got {shown(text)}")
             ids = (await encoded(self._tokenizer("prompt"), text, "prompt")).tolist()
         limit = self._served.engine.max_context_tokens
-        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
+        await client.answer({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
-    async def detokenize(self, request: Request) -> Response:
-        fields = await self._fields(request)
+    async def detokenize(self, client: Client) -> None:
+        fields = await self._fields(client)
         ids, tokenizer = fields.get("tokens"), self._tokenizer("tokens")
         if isinstance(ids, list) and not ids:
-            return json_response({"prompt": ""})
+            await client.answer({"prompt": ""})
+            return
         most = self._served.engine.max_context_tokens
         if not isinstance(ids, np.ndarray) or ids.max() >= 1 << 32:
             raise InvalidRequest("tokens", f"needs token ids, got {shown(ids)}")
         if len(ids) > most:
             raise InvalidRequest("tokens", f"has {len(ids)} token ids, over {most}")
-        return json_response({"prompt": await decoded(tokenizer, ids.tolist())})
+        await client.answer({"prompt": await decoded(tokenizer, ids.tolist())})
 
     def _tokenizer(self, field: str) -> Tokenizer:
         """Raises InvalidRequest."""
@@ -216,11 +217,11 @@ class _Chats:
             raise InvalidRequest(field, "this worker has no tokenizer")
         return self._served.tokenizer
 
-    async def _fields(self, request: Request) -> dict[str, Any]:
+    async def _fields(self, client: Client) -> dict[str, Any]:
         """Raises InvalidRequest."""
         names = self._served.names
-        raw = await read_body(request, MAX_BODY_BYTES)
-        request.state.size = len(raw)
+        raw = await client.read(MAX_BODY_BYTES)
+        client.state.size = len(raw)
         fields = dict((await JsonBody.read(raw)).fields)
         if fields.get("model") is None:
             fields["model"] = names[0]
@@ -235,14 +236,14 @@ class _Chats:
 
     async def _converted(
         self,
-        request: Request,
+        client: Client,
         fields: dict[str, Any],
         chat_of: Callable[[Mapping[str, Any]], dict[str, Any]],
     ) -> dict[str, Any]:
         """As a chat. What of it is large keeps no other request waiting. Raises InvalidRequest,
         QueueFullError."""
         check_numbers_of_messages(fields)
-        size = request.state.size
+        size = client.state.size
         if size <= AT_ONCE_BYTES:
             return chat_of(self._seen(fields))
         return await apart(size, lambda: chat_of(self._seen(fields)))

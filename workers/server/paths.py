@@ -9,25 +9,32 @@ fits could need is not read to its end. A client that disconnects cancels its re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
 import orjson
-from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
-from app.core.errors import BodiesTooLarge, BodyTimeout, BodyTooLarge, InvalidRequest, shown
+from app.core.errors import InvalidRequest, PromptTooLarge, Unauthorized, shown
 from app.core.hashing import token_bytes
 from app.core.types import new_id
-from app.http.bearer import authorization_in, digest_of, name_of
-from app.http.body import CLOSE, error_body, header, http_error, json_response, read_body
+from app.http.client import EVENTS, JSON, Client, ClientStalled
+from app.http.errors import (
+    INTERNAL,
+    OF_ALL_SERVERS,
+    OVERLOADED,
+    Dialect,
+    ErrorTable,
+    Meaning,
+)
 from app.http.json_body import JsonBody
-from app.http.watch import watched
+from app.http.keys import METRICS, Keys
+from app.http.route import Route, routed
 from app.simulation.steps import PromptTooLargeError
 from workers.engines.base import EngineStoppedError, QueueFullError
 from workers.metrics import registry_of
@@ -44,11 +51,12 @@ from workers.server.texts import encoded
 from workers.server.transfer import KEEP_S, PARAMS, params_of
 from workers.server.writers import ServedEngine, check_travels, written
 
+log = logging.getLogger(__name__)
+
 DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API assumes when a request does not say."""
 
-RETRY_AFTER_S = 1
-RAW_TOKENS = "application/octet-stream"
+RAW_TOKENS = b"application/octet-stream"
 RAW_TOKEN_BYTES = 4
 JSON_TOKEN_BYTES = 12
 """Ten digits, a comma and a space."""
@@ -57,95 +65,126 @@ TEXT_TOKEN_BYTES = 32
 ROOM_BYTES = 65_536
 """Room in a body for everything but the prompt."""
 _COMPLETION = GENERATION | {"prompt"}
-_REFUSED = (
-    *(InvalidRequest, BodyTooLarge, BodyTimeout, BodiesTooLarge, PromptTooLargeError),
-    *(QueueFullError, EngineStoppedError, ClientDisconnect),
+ERRORS = ErrorTable(
+    {
+        **OF_ALL_SERVERS,
+        Unauthorized: Meaning(401, "unauthorized", "authentication_error"),
+        PromptTooLargeError: OF_ALL_SERVERS[PromptTooLarge],
+        QueueFullError: Meaning(429, "queue_full", OVERLOADED),
+        EngineStoppedError: Meaning(503, STOPPING, OVERLOADED),
+    },
+    "worker",
+    lasting=(EngineStoppedError,),
 )
 
 
-def create_app(
-    served: ServedEngine,
-    *,
-    registry: CollectorRegistry | None = None,
-    key: str = "",
-    metrics_key: str = "",
-) -> FastAPI:
+class WorkerApp:
     """The HTTP interface of an engine; the caller runs it.
 
     registry: of the metrics; None: the engine's. key: that requests must carry, but for /health.
     metrics_key: that opens /metrics alone. "": none.
     """
-    engine = served.engine
-    app = FastAPI(title="kvroute worker", openapi_url=None, redirect_slashes=False)
-    for kind in _REFUSED:
-        app.add_exception_handler(kind, _refuse)
-    app.add_exception_handler(HTTPException, http_error)
-    if key or metrics_key:
-        app.add_middleware(_Guard, key=key, metrics_key=metrics_key)
-    collected = registry_of(engine, registry)
 
-    @app.get("/health")
-    async def health() -> Response:
-        if engine.running:
-            return json_response({"status": "ok"})
-        return json_response({"status": "the engine is not running"}, 503)
+    def __init__(
+        self,
+        served: ServedEngine,
+        *,
+        registry: CollectorRegistry | None = None,
+        key: str = "",
+        metrics_key: str = "",
+    ) -> None:
+        self._served = served
+        self._collected = registry_of(served.engine, registry)
+        self._keys = Keys(key, metrics_key=metrics_key)
+        self._router = Router(redirect_slashes=False)
+        self.add("GET", "/health", self._health)
+        self.add("GET", METRICS, self._metrics)
+        self.add("POST", "/v1/completions", self._complete)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(collected), media_type=CONTENT_TYPE_LATEST)
+    def add(self, method: str, path: str, endpoint: Callable[[Client], Awaitable[None]]) -> None:
+        self._router.routes.append(Route(method, path, endpoint))
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        fields, prompts = await _read(request, served)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._router(scope, receive, send)
+            return
+        scope["app"] = self  # so that the router raises where it has no path
+        client = Client(scope, receive, send)
+        try:
+            client.key_name = self._keys.check(scope["path"], scope["headers"])
+            await routed(self._router, client)
+        except (ClientDisconnect, ClientStalled):
+            client.cut()
+        except Exception as error:
+            await self._fail(client, error)
+
+    async def _fail(self, client: Client, error: Exception) -> None:
+        if ERRORS.meaning_of(error) is INTERNAL:
+            log.error("%s failed", client.scope["path"], exc_info=error)
+        if client.status:
+            client.cut()
+            return
+        status, headers, body = ERRORS.answer_to(error, Dialect.OURS)
+        await client.answer_whole(body, status, JSON, *headers)
+
+    async def _health(self, client: Client) -> None:
+        if self._served.engine.running:
+            await client.answer({"status": "ok"})
+        else:
+            await client.answer({"status": "the engine is not running"}, 503)
+
+    async def _metrics(self, client: Client) -> None:
+        kind = (b"content-type", CONTENT_TYPE_LATEST.encode())
+        await client.answer_whole(generate_latest(self._collected), 200, kind)
+
+    async def _complete(self, client: Client) -> None:
+        served = self._served
+        fields, prompts = await _read(client, served)
         check_members(fields, _COMPLETION)
         asked = generated(fields)
         if asked.travels.held_only:
-            return await handed_on(served, prompts, asked)
-        return await respond(request, _completion(served, prompts, asked), streams=asked.stream)
-
-    return app
-
-
-class _Guard:
-    """Lets only requests with a key pass that opens their path, but for /health."""
-
-    def __init__(self, app: ASGIApp, key: str, metrics_key: str) -> None:
-        self._app = app
-        self._digests = [("worker", digest_of(key.encode()))] if key else []
-        self._readers = [*self._digests]
-        if metrics_key:
-            self._readers.append(("metrics", digest_of(metrics_key.encode())))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            allowed = self._readers if scope["path"] == "/metrics" else self._digests
-            try:
-                name = name_of(authorization_in(scope["headers"]), allowed) if allowed else ""
-            except InvalidRequest:
-                name = None
-            if name is None:
-                body = error_body("unauthorized", "Authorization: Bearer KEY is missing or wrong")
-                answer = json_response(body, 401, {"WWW-Authenticate": "Bearer"})
-                await answer(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+            await hand_on(client, served, prompts, asked)
+        else:
+            await respond(client, _completion(served, prompts, asked), streams=asked.stream)
 
 
-async def respond(request: Request, answer: AnswerChoices[Form], *, streams: bool) -> Response:
-    """The answer, streamed if that is asked for.
+async def respond(client: Client, answer: AnswerChoices[Form], *, streams: bool) -> None:
+    """Send the answer, as a stream if that is asked for.
 
     Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
     """
-    return _Stream(answer) if streams else await respond_whole(request, answer)
+    if not streams:
+        await respond_whole(client, answer)
+        return
+    try:
+        async with client.watched():
+            await client.start(200, [EVENTS])
+            async for events in answer.events():
+                await client.send(events)
+            await client.send(b"", last=True)
+    finally:
+        answer.cancel()
 
 
-async def handed_on(
-    served: ServedEngine, prompts: Sequence[bytes], asked: GenerationOptions
-) -> Response:
-    """Keeps what is held of a prompt for another worker, and says where. Raises InvalidRequest."""
+async def respond_whole(client: Client, answer: AnswerChoices[WholeForm]) -> None:
+    """Computed before anything is sent, so that the status reflects the outcome."""
+    try:
+        async with client.watched():
+            body = await answer.whole()
+    finally:
+        answer.cancel()
+    if client.is_gone:
+        raise ClientDisconnect
+    await client.answer_whole(body, 200, JSON)
+
+
+async def hand_on(
+    client: Client, served: ServedEngine, prompts: Sequence[bytes], asked: GenerationOptions
+) -> None:
+    """Keep what is held of a prompt for another worker, and say where. Raises InvalidRequest."""
     check_travels(served, asked, len(prompts))
     kept = await served.engine.hand_on(prompts[0], KEEP_S, asked.salt)
-    return json_response({PARAMS: params_of(kept, kept.num_tokens)} if kept else {})
+    await client.answer({PARAMS: params_of(kept, kept.num_tokens)} if kept else {})
 
 
 def _completion(
@@ -159,19 +198,19 @@ def _completion(
     return AnswerChoices(writers, form, per_prompt=asked.choices)
 
 
-async def _read(request: Request, served: ServedEngine) -> tuple[Mapping[str, object], list[bytes]]:
+async def _read(client: Client, served: ServedEngine) -> tuple[Mapping[str, object], list[bytes]]:
     """The members of a body, and the prompts in it."""
-    is_raw = (header(request, b"content-type") or "").lower().startswith(RAW_TOKENS)
+    is_raw = client.raw_headers.get(b"content-type", b"").lower().startswith(RAW_TOKENS)
     if is_raw:
         token_size = RAW_TOKEN_BYTES
     else:
         token_size = JSON_TOKEN_BYTES if served.tokenizer is None else TEXT_TOKEN_BYTES
     limit = served.engine.max_context_tokens * token_size + ROOM_BYTES
-    body = await read_body(request, limit)
+    body = await client.read(limit)
     if is_raw:
         if len(body) % 4:
             raise InvalidRequest("prompt", f"{len(body)} bytes are not a whole number of u32")
-        return _query_fields(request.query_params), [_not_empty(body)]
+        return _query_fields(client.query_params), [_not_empty(body)]
     fields = dict((await JsonBody.read(body)).fields)
     return fields, [await ids_of(each, served) for each in texts_of(fields, "prompt")]
 
@@ -224,52 +263,3 @@ def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
         with suppress(orjson.JSONDecodeError):
             fields[name] = orjson.loads(query[name])
     return fields
-
-
-class _Stream(StreamingResponse):
-    """Cancels the request however the exchange with the client ends."""
-
-    def __init__(self, answer: AnswerChoices[Form]) -> None:
-        super().__init__(answer.events(), media_type="text/event-stream")
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answer.cancel()
-
-
-async def respond_whole(request: Request, answer: AnswerChoices[WholeForm]) -> Response:
-    """Computed before anything is sent, so that the status reflects the outcome."""
-    try:
-        async with watched(request.scope):
-            return Response(await answer.whole(), media_type="application/json")
-    finally:
-        answer.cancel()
-    raise ClientDisconnect
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    status, code, field = 422, "invalid_request", None
-    headers: Mapping[str, str] = {}
-    match error:
-        case InvalidRequest():
-            field = error.field
-        case BodyTooLarge():
-            status, code = 413, "body_too_large"
-        case BodyTimeout():
-            status, code, headers = 408, "body_timeout", CLOSE
-        case BodiesTooLarge():
-            status, code = 503, "bodies_too_large"
-            headers = {"Retry-After": str(RETRY_AFTER_S), **CLOSE}
-        case PromptTooLargeError():
-            code, field = "prompt_too_large", error.field
-        case QueueFullError():
-            status, code = 429, "queue_full"
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-        case EngineStoppedError():
-            status, code = 503, STOPPING
-        case ClientDisconnect():
-            status, code = 499, "caller_gone"
-    return json_response(error_body(code, str(error), field), status, headers)

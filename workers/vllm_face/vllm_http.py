@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from fastapi import FastAPI
-from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from app.core.settings.worker import WorkerSettings
 from app.core.types import Tier
-from app.http.body import json_response
+from app.http.client import Client
 from workers.engines.base import Engine, HostedEngine
 from workers.server.chat_paths import add_chat
-from workers.server.paths import create_app
+from workers.server.paths import WorkerApp
 from workers.server.writers import ServedEngine
 from workers.vllm_face.event_socket import EventSocket
 from workers.vllm_face.request_metrics import LoadCollector
@@ -33,8 +31,8 @@ def create_vllm_app(
     hosted: HostedEngine,
     events: EventSocket,
     registry: CollectorRegistry,
-) -> FastAPI:
-    """See `create_app` and `add_chat`; besides, /version, /kv_event_sources, /reset_prefix_cache
+) -> WorkerApp:
+    """See `WorkerApp` and `add_chat`; besides, /version, /kv_event_sources, /reset_prefix_cache
     and, among the metrics, vLLM's. registry: has those of requests."""
     registry.register(
         LoadCollector(engine.metrics, labels_of(settings, hosted), _cache_config(settings, hosted))
@@ -42,23 +40,23 @@ def create_vllm_app(
     ProcessCollector(registry=registry)
     names = settings.model_names(hosted.model)
     served = ServedEngine(engine, names, hosted.tokenizer, hosted.invents, salts=False)
-    app = create_app(
+    app = WorkerApp(
         served, registry=registry, key=settings.worker_key, metrics_key=settings.metrics_key
     )
     add_chat(app, served, hosted.tokenizer_source)
 
-    @app.get("/version")
-    async def show_version() -> Response:
-        return json_response({"version": f"{SPOKEN_VERSION}+kvroute.{version('kvroute')}"})
+    async def show_version(client: Client) -> None:
+        await client.answer({"version": f"{SPOKEN_VERSION}+kvroute.{version('kvroute')}"})
 
-    @app.get("/kv_event_sources")
-    async def kv_event_sources() -> Response:
-        return json_response(events.sources() if settings.publish_events == "vllm" else {})
+    async def kv_event_sources(client: Client) -> None:
+        await client.answer(events.sources() if settings.publish_events == "vllm" else {})
 
-    @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        return json_response({"success": engine.running and engine.reset_cache()})
+    async def reset_prefix_cache(client: Client) -> None:
+        await client.answer({"success": engine.running and engine.reset_cache()})
 
+    app.add("GET", "/version", show_version)
+    app.add("GET", "/kv_event_sources", kv_event_sources)
+    app.add("POST", "/reset_prefix_cache", reset_prefix_cache)
     return app
 
 

@@ -17,7 +17,7 @@ from tests.workers.server.test_paths import events_of, served_by
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
 from workers.server.chat_paths import add_chat
-from workers.server.paths import create_app
+from workers.server.paths import WorkerApp
 from workers.server.writers import ServedEngine
 
 USER = {"role": "user", "content": "hello"}
@@ -33,7 +33,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     runner = EngineRunner(engine, speedup=1e5)
     served = ServedEngine(runner, ["m"], SimTokenizer(), invents=True)
-    app = create_app(served)
+    app = WorkerApp(served)
     add_chat(app, served, str(FOLDER))
     async with served_by(runner, app) as client:
         yield client
@@ -45,7 +45,7 @@ async def plain() -> AsyncIterator[httpx.AsyncClient]:
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     runner = EngineRunner(engine, speedup=1e5)
     served = ServedEngine(runner, ["m"], SimTokenizer())
-    app = create_app(served)
+    app = WorkerApp(served)
     add_chat(app, served, str(FOLDER))
     async with served_by(runner, app) as client:
         yield client
@@ -537,7 +537,7 @@ async def test_a_worker_without_a_tokenizer_says_so() -> None:
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     runner = EngineRunner(engine, speedup=1e5)
     served = ServedEngine(runner, ["m"])
-    app = create_app(served)
+    app = WorkerApp(served)
     add_chat(app, served, "")
     async with served_by(runner, app) as client:
         for path, fields in (

@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.worker_report import DEFAULT_SPEED
-from app.http import body
+from app.http import body, client
 from app.http.json_body import MAX_VALUES
+from app.http.protocol import CUT
 from app.http.server import serve
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import Profile
@@ -28,7 +28,7 @@ from app.simulation.steps import SimRequest
 from tests.eventually import eventually
 from workers.engines.base import EngineStoppedError, Generation, Output, TextStream, Tokenizer
 from workers.engines.sim.runner import EngineRunner
-from workers.server.paths import create_app
+from workers.server.paths import WorkerApp
 from workers.server.writers import ServedEngine
 
 # A prefill step of n tokens takes 1 + n engine seconds, a decode step of n requests 1 + n.
@@ -115,13 +115,13 @@ async def serving(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Run `runner` and serve it on a free port; yields a client."""
     async with served_by(
-        runner, create_app(ServedEngine(runner, ["simulated"], tokenizer))
+        runner, WorkerApp(ServedEngine(runner, ["simulated"], tokenizer))
     ) as client:
         yield client
 
 
 @asynccontextmanager
-async def served_by(runner: EngineRunner, app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+async def served_by(runner: EngineRunner, app: WorkerApp) -> AsyncIterator[httpx.AsyncClient]:
     """Run `runner` and serve `app` on a free port; yields a client."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -392,7 +392,7 @@ async def test_metrics_show_the_engines_requests_and_blocks() -> None:
 @pytest.mark.parametrize("key", ["inner", ""])
 async def test_a_key_of_metrics_opens_nothing_else(key: str) -> None:
     runner = runner_of()
-    app = create_app(ServedEngine(runner, ["simulated"], None), key=key, metrics_key="scraper")
+    app = WorkerApp(ServedEngine(runner, ["simulated"], None), key=key, metrics_key="scraper")
     async with served_by(runner, app) as client:
 
         async def asked(path: str, given: str) -> int:
@@ -820,6 +820,8 @@ async def test_an_engine_that_stops_during_a_request_is_reported_by_the_status(
         "message": "the engine stopped request r after 0 tokens",
         "field": None,
     }
+    # A router would take it for a moment's overload, and come again.
+    assert "retry-after" not in response.headers
     assert caplog.messages == []
 
 
@@ -848,6 +850,24 @@ async def test_an_engine_that_stops_in_mid_stream_is_reported_in_the_last_chunk(
         }
     }
     assert caplog.messages == []
+
+
+async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "STALLED_S", 0.01)
+    cuts: list[str] = []
+
+    async def never(_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def nothing() -> dict[str, object]:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    app = WorkerApp(ServedEngine(fast(), ["simulated"], None))
+    async with asyncio.timeout(10):
+        await app(scope | {CUT: lambda: cuts.append("cut")}, nothing, never)
+
+    assert cuts == ["cut"]
 
 
 async def test_health_reports_whether_the_engine_runs() -> None:

@@ -1,4 +1,4 @@
-"""Who may send requests: the keys that open a replica."""
+"""Who may send requests: the keys that open a server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from app.core.errors import ConfigError
-from app.door.errors import Unauthorized
+from app.core.errors import ConfigError, Unauthorized
 from app.http.bearer import authorization_in, digest_of, name_of
 
 log = logging.getLogger(__name__)

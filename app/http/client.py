@@ -1,0 +1,125 @@
+"""Who sent a request, and how its answer goes: the one argument of every endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import orjson
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from app.core.errors import KvrouteError
+from app.http.body import read_body, resumed
+from app.http.held import HELD
+from app.http.protocol import CUT, UNTIL_TAKEN
+from app.http.watch import watched
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+JSON = (b"content-type", b"application/json")
+EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+STALLED_S = 300.0
+"""Longer than a router waits for its own clients, as it takes what they take."""
+
+
+class ClientStalled(KvrouteError):
+    """The client has taken nothing of its answer for too long."""
+
+
+class Client(Request):
+    """A request, and the client that waits for its answer.
+
+    about: headers of every answer. key_name: of the key that opened the server; "": it needs none.
+    status: of the answer; 0: none has begun.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
+        self.about: Headers = ()
+        self.key_name = ""
+        self.status = 0
+        self.has_ended = False
+        self._answer_headers: Headers = ()
+        """Of its answer, as far as it has begun."""
+        self._watched: watched | None = None
+
+    @property
+    def stalled_s(self) -> float:
+        """How long it may take nothing."""
+        return STALLED_S
+
+    @property
+    def holder(self) -> str:
+        """Who has a share of what all share: a key, or else an address."""
+        peer = self.scope.get("client")
+        return self.key_name or (peer[0] if peer else "")
+
+    @cached_property
+    def raw_headers(self) -> Mapping[bytes, bytes]:
+        """Of those that come twice, the last."""
+        return dict(self.scope["headers"])
+
+    async def read(self, limit: int) -> bytes:
+        """The body. Raises as `read_body`."""
+        if (held := self.scope.get(HELD)) is not None:
+            held.belong_to(self.holder)
+        return await read_body(self, limit)
+
+    def watched(self) -> watched:
+        """Cancels what is done within it once the client is gone."""
+        self._watched = watched(self.scope)
+        return self._watched
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was while it was watched."""
+        return self._watched is not None and self._watched.is_gone
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Raises ClientStalled, like `send` and `say`, if it takes nothing for too long."""
+        self._answer_headers = [*headers, *self.about]
+        await self.say(
+            {"type": "http.response.start", "status": status, "headers": self._answer_headers}
+        )
+
+    async def send(self, piece: bytes, *, last: bool = False) -> None:
+        """A piece of the answer's body."""
+        await self.say({"type": "http.response.body", "body": piece, "more_body": not last})
+
+    async def answer(self, content: object, status: int = 200) -> None:
+        """In JSON."""
+        await self.answer_whole(orjson.dumps(content), status, JSON)
+
+    async def answer_whole(self, body: bytes, status: int, *headers: tuple[bytes, bytes]) -> None:
+        """An answer whose body is known."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.send(body, last=True)
+
+    async def say(self, message: Message) -> None:
+        """As ASGI's `send`."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.has_ended = not message.get("more_body", False)
+        sending = self._send(message).__await__()
+        stalled_s = self.stalled_s
+        try:
+            # Only a client that is behind is waited for, and a deadline for each part would cost.
+            try:
+                waits_for = next(sending)
+            except StopIteration:
+                pass
+            else:
+                async with asyncio.timeout(stalled_s):
+                    await resumed(sending, waits_for)
+            if self.has_ended and (until_taken := self.scope.get(UNTIL_TAKEN)) is not None:
+                await until_taken(stalled_s)
+        except TimeoutError:
+            raise ClientStalled(f"took nothing for {stalled_s:g} s") from None
+
+    def cut(self) -> None:
+        """End the answer in its midst: to end it in order would be to say that this is all."""
+        if (cut := self.scope.get(CUT)) is not None:
+            cut()

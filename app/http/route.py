@@ -1,0 +1,38 @@
+"""Paths whose endpoints read their request, and send its answer, through a Client."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette import routing
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.http.client import Client
+
+_CLIENT = "kvroute.client"
+"""In a request's scope: its Client."""
+
+
+def through_client(endpoint: Callable[[Any], Awaitable[None]]) -> ASGIApp:
+    """The endpoint as a route calls it: see `routed`."""
+
+    async def app(scope: Scope, _: Receive, __: Send) -> None:
+        await endpoint(scope[_CLIENT])
+
+    return app
+
+
+class Route(routing.Route):
+    """A path with one method."""
+
+    def __init__(self, method: str, path: str, endpoint: Callable[[Any], Awaitable[None]]) -> None:
+        super().__init__(path, endpoint)
+        self.methods = {method}
+        self.app = through_client(endpoint)
+
+
+async def routed(router: ASGIApp, client: Client) -> None:
+    """Have the route of its path answer. Raises HTTPException if there is none."""
+    client.scope[_CLIENT] = client
+    await router(client.scope, client.receive, client.say)
