@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from app.core.chains import parse_owners
-from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
+from app.core.errors import NoWorkers, RedisUnavailable, RoutingError, WrongVersion
 from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
@@ -144,7 +144,8 @@ class World:
                 if len(self.in_flight) > 12:
                     self.end(self.rng.choice(self.in_flight))
                 await self.release_ended()
-            except (RoutingError, RedisUnavailable):
+            # Where what says the version is damaged, a reset has not come yet.
+            except (RoutingError, RedisUnavailable, WrongVersion):
                 pass
             # Ten times the real traffic of three workers, with time left for everything else.
             await asyncio.sleep(0.002)
