@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from app.core.outcomes import NEVER_CAME, matching
+from app.ops.checks import DISCOVERY_S
 from app.ops.conditions import CONDITIONS, ELSEWHERE
 from tests.redis_servers import require_binary
 
@@ -138,6 +139,9 @@ CASES = {
     "KvrouteKvTransfersFail": on_and_off("worker_kv_transfers_failed", RISES, STANDS, worker="a:0"),
     "KvrouteKvFetchedLate": on_and_off("worker_kv_fetched_late", RISES, STANDS, worker="a:0"),
     "KvrouteAgentHearsNothing": on_and_off("agent_events_silent", "1x40", "0x40", instance="a"),
+    "KvrouteDiscoveryStale": on_and_off(
+        "agent_discovery_age_seconds", "0+60x40", "60x40", instance="a"
+    ),
     "KvrouteCopiesFail": Case(
         {counter("engine_kv_block_events_total", instance="w", event="failed"): RISES},
         {
@@ -246,6 +250,7 @@ def test_the_console_and_the_doctor_go_by_the_same_thresholds() -> None:
         assert float(above[1]) == one.threshold, one.name
         assert one.remedy
     assert f'outcome=~"{matching(*NEVER_CAME)}"' in alerts["KvrouteSlowFirstTokens"]
+    assert alerts["KvrouteDiscoveryStale"].endswith(f"> {DISCOVERY_S:g}")
     text = (ROOT / "app/ops/checks.py").read_text()
     assert all(f'"{check}"' in text for check in ELSEWHERE.values())
     # What only Prometheus can see of a replica or an engine is told there by its own log.

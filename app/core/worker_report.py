@@ -193,6 +193,11 @@ class ForwardPassMetrics:
         None,
         answer="",
     )
+    discovery_age_s: float | None = said(
+        "for so long its agent has not been told which engines there are, of which it finds some",
+        None,
+        answer="",
+    )
     late_s: float = said(
         "for so long its engine keeps others waiting, for a sign of life or a token",
         0.0,

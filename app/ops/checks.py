@@ -41,6 +41,8 @@ SLOW_S = 0.005
 CLOCK_S = 5.0
 FRESH_S = 2.0
 NEARLY_FULL = 0.9
+DISCOVERY_S = 90.0
+"""Agents look more often, and a watch that is dead is noticed after 70 s."""
 MAX_EVENTS, TRAFFIC_MS = 100, 900_000
 """That are looked through."""
 LOST_MS = 600_000
@@ -202,6 +204,14 @@ def of_workers(
         lambda w: f"its engine has computed for {w.events_silent_s:.0f} s, and no event was heard",
         "agents hear those of their engines",
         "does the agent listen where the engine publishes? Check with --engine-url and --probe",
+    )
+    yield _all_of(
+        live,
+        "discovery",
+        lambda w: (w.discovery_age_s or 0.0) > DISCOVERY_S,
+        lambda w: f"its agent was last told {w.discovery_age_s:.0f} s ago which engines there are",
+        "agents know which engines there are",
+        "does the name server, Kubernetes or the file fail? The agents' logs say how; engines stay",
     )
 
 

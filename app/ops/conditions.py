@@ -265,6 +265,7 @@ ELSEWHERE = {
     "KvrouteNoWorkers": "workers",
     "KvrouteWorkerStale": "metrics",
     "KvrouteAgentHearsNothing": "events",
+    "KvrouteDiscoveryStale": "discovery",
     "KvrouteAgentsAway": "agents",
     "KvrouteWorkerTainted": "tainted workers",
     "KvrouteReplicaDown": "replicas",

@@ -34,8 +34,8 @@ LATEST_MS = 1e15
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
-    its newest entry in the metrics stream, which gpu, cache_usage, hit_rate (0-1) and
-    events_silent_s are of. away_s: for how long its agent has been away; None: it is not."""
+    its newest entry in the metrics stream, which gpu, cache_usage, hit_rate (0-1), events_silent_s
+    and discovery_age_s are of. away_s: for how long its agent has been away; None: it is not."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -51,6 +51,7 @@ class WorkerStatus:
     cache_usage: float = 0.0
     hit_rate: float = 0.0
     events_silent_s: float | None = None
+    discovery_age_s: float | None = None
 
     @property
     def state(self) -> str:
@@ -134,6 +135,7 @@ async def with_blocks(
                 cache_usage=measured.gpu_cache_usage_perc,
                 hit_rate=measured.gpu_prefix_cache_hit_rate,
                 events_silent_s=measured.events_silent_s,
+                discovery_age_s=measured.discovery_age_s,
             )
         )
     return counted

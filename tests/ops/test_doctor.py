@@ -88,6 +88,7 @@ def test_nothing_is_wrong_with_workers_that_are_alike(url: str, raw: Redis) -> N
         "metrics",
         "blocks",
         "events",
+        "discovery",
         "cache hits",
         "routers",
     ]
@@ -201,6 +202,17 @@ def test_an_agent_that_hears_nothing_is_told(url: str, raw: Redis) -> None:
     found = examined(url)
     assert bad(found) == {"events"}
     assert "w1:0: its engine has computed for 7 s" in found["events"]["found"]
+
+
+def test_an_agent_that_no_longer_hears_which_engines_there_are_is_told(
+    url: str, raw: Redis
+) -> None:
+    measured(raw, discovery_age_s="90")
+    assert not bad(examined(url))
+    measured(raw, discovery_age_s="91")
+    found = examined(url)
+    assert bad(found) == {"discovery"}
+    assert "w1:0: its agent was last told 91 s ago" in found["discovery"]["found"]
 
 
 def test_workers_whose_agents_are_away_are_told_and_take_requests(url: str, raw: Redis) -> None:

@@ -85,6 +85,8 @@ class EngineFollower:
         """What routers had reserved on each rank before that, and after."""
         self.speeds: dict[int, EngineSpeed] = {}
         """Outlive the engine, which as a rule comes back as it was."""
+        self.discovery_age_s: Callable[[], float | None] = lambda: None
+        """How long ago it was last heard which engines there are; None: this one was given."""
         self._state: State = "unavailable"
         self._unfit = ""
         """Why it cannot be followed, or not by what it says now; "": it can."""
@@ -415,6 +417,7 @@ class EngineFollower:
             max_requests=self._settings.max_requests,
             total_blocks=served.info.kv_total_blocks,
             events_silent_s=None if silent_since is None else now - silent_since,
+            discovery_age_s=self.discovery_age_s(),
             late_s=self._healths[rank].verdict(now).late_s,
             read_s_ago=now - self.read_s,
         )

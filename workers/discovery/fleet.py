@@ -79,7 +79,7 @@ class Fleet:
     ) -> None:
         self.engines: Engines | None = None
         """None: the source has not told yet."""
-        self.heard_s = -math.inf
+        self._heard_s = -math.inf
         """When it last told, by the loop's clock."""
         self._source, self._claims, self._begin = source, claims, begin
         self._absences = Absences(gone_s)
@@ -92,6 +92,10 @@ class Fleet:
     def followers(self) -> Mapping[str, EngineFollower]:
         """By the key of the engine."""
         return {key: one.follower for key, one in self._followed.items()}
+
+    def age_s(self) -> float:
+        """How long ago the source last told."""
+        return asyncio.get_running_loop().time() - self._heard_s
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -120,8 +124,8 @@ class Fleet:
         await self._claims.leave(self.engines or {})
 
     def _tell(self, engines: Engines) -> None:
-        self.heard_s = asyncio.get_running_loop().time()
-        some_lack = self._absences.note(self._followed, engines, self.heard_s)
+        self._heard_s = asyncio.get_running_loop().time()
+        some_lack = self._absences.note(self._followed, engines, self._heard_s)
         if some_lack or engines != self.engines:
             self.engines = engines
             self._changed.set()
@@ -152,7 +156,9 @@ class Fleet:
         for key in todo.begin:
             engine = engines[key]
             log.info("%s at %s joins", engine.settings.worker_id, engine.settings.engine_url)
-            self._followed[key] = Following(engine, self._begin(engine.settings))
+            follower = self._begin(engine.settings)
+            follower.discovery_age_s = self.age_s
+            self._followed[key] = Following(engine, follower)
             self._running[key] = tasks.create_task(self._follow(key))
         if todo.drain:
             await self._claims.drain({engines[key].settings.worker_id for key in todo.drain})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from functools import partial
 
@@ -29,7 +28,7 @@ FAMILIES = (ENGINES, AGE)
 def _samples(fleet: Fleet) -> Iterator[Sampled]:
     yield ENGINES, ("seen",), len(fleet.engines or ())
     yield ENGINES, ("followed",), len(fleet.followers)
-    yield AGE, (), asyncio.get_running_loop().time() - fleet.heard_s
+    yield AGE, (), fleet.age_s()
 
 
 def registry_of_fleet(fleet: Fleet) -> CollectorRegistry:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
+from app.ops.workers import everyone
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.redis_servers import stopped
-from tests.workers.discovery.fleets import LONG_S, Told, engine, engines, running, until_live
+from tests.workers.discovery.fleets import KEYS, LONG_S, Told, engine, engines, running, until_live
 from workers.discovery.absences import ANSWERS
 from workers.discovery.engine import Engines
 from workers.discovery.fleet import Fleet, Plan, plan
@@ -157,6 +159,28 @@ async def test_a_process_that_ends_leaves_its_engines_in_service(
         await fleet.stop()
         assert fleet.followers == {}
         await until_live(redis, "a", "b")
+
+
+async def test_an_agent_says_how_long_it_has_not_been_told_of_engines(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source = Told()
+    client: Any = redis
+    async with engines(1) as (a,), running(redis, tmp_path, source):
+        source.tell({"1": engine("a", a.url)})
+        await until_live(redis, "a")
+
+        async def age_s() -> float:
+            [worker] = await everyone(client, KEYS)
+            return worker.discovery_age_s or 0.0
+
+        await eventually(age_s, lambda seen: seen > 0.3)
+
+        async def age_when_told_s() -> float:
+            source.tell(source.engines)
+            return await age_s()
+
+        await eventually(age_when_told_s, lambda seen: 0.0 < seen < 0.3)
 
 
 async def shared(one: Fleet, other: Fleet, number: int) -> None:
