@@ -63,7 +63,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     ports, console = ROWS["worker, KV"], ROWS["router `/console/api/`"]
     assert f"{tcp.MAX_FRAME_BYTES >> 10} KiB in {server.ASKING_S:g} s" in ports[-1]
     assert f"{server.MAX_ASKING} connections" in ports[-1]
-    assert f"{server.MAX_SENDING} transfers" in ports[-1]
+    assert f"{tcp.MAX_SENDING} transfers" in ports[-1]
     assert f"{tcp.WHOLE_S / 60:g} minutes" in ports[-1]
     assert f"bodies of {CONSOLE_BODY_BYTES >> 20} MiB" in console[-1]
     assert f"bodies of {chat_paths.MAX_BODY_BYTES >> 20} MiB" in ROWS["worker"][-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from itertools import product
 from typing import Any
 
@@ -11,13 +13,16 @@ import torch
 
 from app.core.errors import BlockLost
 from app.http.server import listen
+from tests.eventually import eventually
 from tests.workers.kv.bad_link import Alter, bad_link, cut, flipped
+from tests.workers.kv.late_stream import LateStream
 from tests.workers.kv.pairs import KIND, SLOTS, WORD, Pair, answer_of, pair
 from tests.workers.kv.pools import ODD, SMALL, WIDE, joined, same
 from tests.workers.kv.words import chain
+from workers.kv import memory
 from workers.kv.arrival import Arrival, Event
-from workers.kv.memory import KVShape
-from workers.kv.transfer import tcp
+from workers.kv.memory import KVShape, MemoryPool
+from workers.kv.transfer import layer_groups, tcp
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.receiver import BlockReceiver
 from workers.kv.transfer.tcp import MAX_FRAME_BYTES, Source, TransferError
@@ -49,6 +54,18 @@ async def test_blocks_arrive_however_each_side_splits_their_heads(
     async with pair(shape, tp_sizes=tp_sizes) as workers:
         assert (await workers.fetch("ABCX")).num_good == 3
         assert workers.copied(3)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+async def test_what_is_written_late_is_not_lost_to_what_comes_next(
+    tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_groups, "new_stream", lambda *_: LateStream(late_s=0.05))
+    monkeypatch.setattr(memory, "GROUP_BYTES", 1)
+    shape = KVShape(num_layers=8, num_kv_heads=4, head_size=1, dtype=torch.float32, block_size=3)
+    async with pair(shape, tp_sizes=(1, tp_size)) as workers:
+        assert (await workers.fetch()).num_good == 5
+        assert workers.copied(5)
 
 
 @pytest.mark.gpu
@@ -124,6 +141,35 @@ async def test_a_source_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch)
     async with pair() as workers:
         with listen("127.0.0.1", 0) as silent:
             assert (await workers.fetch(port=silent.getsockname()[1])).num_good == 0
+
+
+async def test_a_fetch_that_is_cancelled_waits_for_no_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp, "STALL_S", 60.0)
+    arrival = Arrival(5)
+    with listen("127.0.0.1", 0) as listening:
+        source = Source("127.0.0.1", listening.getsockname()[1], "x", 0)
+        receiver = BlockReceiver(LayerGroups([MemoryPool(WIDE, 12)]), KIND)
+        fetching = asyncio.create_task(receiver.fetch(source, chain(WORD), SLOTS, arrival))
+        there, _ = await asyncio.to_thread(listening.accept)
+        with there:
+            there.sendall(tcp.offered_frame(tcp.BlocksOffer(5)))
+            await eventually(arrived_frame(receiver), bool)
+            fetching.cancel()
+            async with asyncio.timeout(30):
+                await asyncio.wait([fetching])
+    assert fetching.cancelled()
+    assert arrival.ended
+
+
+def arrived_frame(receiver: BlockReceiver) -> Callable[[], Awaitable[int]]:
+    """Asks whether a thread waits for what follows the offer."""
+
+    async def look() -> int:
+        return len(receiver._threads._threads)
+
+    return look
 
 
 async def test_a_source_that_is_gone_leaves_no_block() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,12 @@ class LayerGroups:
     def packed(self, group: int, num_blocks: int) -> Tensor:
         """Host memory for that many blocks' layers of a group, pinned beside a CUDA device."""
         return self._packed(self._shape, group, num_blocks)
+
+    def within(self, packed: Tensor, group: int) -> Tensor:
+        """What a group takes of the memory for the first one, than which none is larger."""
+        layers = self._groups[group]
+        size = len(packed), layers.stop - layers.start, self._shape.layer_words
+        return packed.view(-1)[: math.prod(size)].view(size)
 
     def read(self, group: int, block_ids: Ids) -> Tensor:
         """Those blocks' layers, packed."""

@@ -7,7 +7,9 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,14 +26,18 @@ from workers.kv.transfer.tcp import (
     Source,
     TransferError,
     connected,
+    in_thread,
     log_failure,
     read_offered,
-    receive,
+    receive_all,
     send,
     wanted_frame,
 )
 
 log = logging.getLogger(__name__)
+
+MAX_FETCHING = 32
+"""Transfers of which a group is received at once; the others wait."""
 
 
 class BlockReceiver:
@@ -42,6 +48,8 @@ class BlockReceiver:
         self.groups = groups
         self._kind = kind
         self._key = key
+        # Of its own: a source that sends nothing holds one up.
+        self._threads = ThreadPoolExecutor(MAX_FETCHING, thread_name_prefix="kv-receiver")
 
     async def fetch(
         self,
@@ -63,6 +71,8 @@ class BlockReceiver:
                 offered = await read_offered(sock, len(blocks))
                 arrival.limit(offered.num_blocks)
                 ids = np.array(block_ids[: offered.num_blocks], np.int64)
+                # One comes while the other one is taken.
+                rooms = [self.groups.packed(0, len(ids)) for _ in range(2)]
                 until_s = time.monotonic() + WHOLE_S
                 for group in range(self.groups.num_groups):
                     if not arrival.num_good:
@@ -70,7 +80,9 @@ class BlockReceiver:
                     # No timeout cuts this off: a thread may be writing to the slots.
                     if time.monotonic() > until_s:
                         raise TransferError(f"not all of it has come within {WHOLE_S:g} s")
-                    received = await self._receive(sock, group, len(ids))
+                    packed = self.groups.within(rooms[group % 2], group)
+                    receiving = partial(_received, sock, packed, written)
+                    received = await in_thread(self._threads, sock, receiving)
                     if taking is not None:
                         await taking
                     # While the next group travels.
@@ -93,13 +105,6 @@ class BlockReceiver:
                 arrival.limit(0)
             finally:
                 arrival.end()
-
-    async def _receive(self, sock: socket.socket, group: int, num_blocks: int) -> _Received:
-        stated = np.empty(num_blocks, "<u8")
-        packed = self.groups.packed(group, num_blocks)
-        await receive(sock, stated.data.cast("B"))
-        await receive(sock, content(packed))
-        return _Received(stated, packed)
 
     async def _take(
         self,
@@ -131,3 +136,13 @@ class _Received(NamedTuple):
 
     stated: NDArray[np.uint64]
     packed: Tensor
+
+
+def _received(sock: socket.socket, packed: Tensor, written: Sequence[Event]) -> _Received:
+    """A group of blocks, in that memory, once what was written from it before is in the slots."""
+    for event in written[-1:]:
+        event.synchronize()
+    stated = np.empty(len(packed), "<u8")
+    receive_all(sock, stated.data)
+    receive_all(sock, content(packed))
+    return _Received(stated, packed)

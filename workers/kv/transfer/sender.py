@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +14,15 @@ from app.core.types import SequenceHash
 from workers.kv.memory import Ids
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
-from workers.kv.transfer.tcp import BlocksOffer, TransferError, offered_frame, send
+from workers.kv.transfer.tcp import (
+    MAX_SENDING,
+    BlocksOffer,
+    TransferError,
+    in_thread,
+    offered_frame,
+    send,
+    send_all,
+)
 
 
 class BlockSender:
@@ -20,6 +30,8 @@ class BlockSender:
 
     def __init__(self, groups: LayerGroups) -> None:
         self._groups = groups
+        # Of its own: whoever takes nothing holds one up.
+        self._threads = ThreadPoolExecutor(MAX_SENDING, thread_name_prefix="kv-sender")
 
     async def offer(
         self, sock: socket.socket, table: BlockTable, wanted: Sequence[SequenceHash]
@@ -34,8 +46,7 @@ class BlockSender:
                 parts = await reading
                 if group + 1 < num_groups:  # while this one travels
                     reading = asyncio.create_task(self._read(group + 1, blocks, block_ids))
-                for part in parts:
-                    await send(sock, part)
+                await in_thread(self._threads, sock, partial(_send, sock, parts))
         finally:
             reading.cancel()
 
@@ -49,6 +60,11 @@ class BlockSender:
             return checksums(packed, blocks, group).data, content(packed)
 
         return await asyncio.to_thread(read)
+
+
+def _send(sock: socket.socket, parts: Sequence[memoryview]) -> None:
+    for part in parts:
+        send_all(sock, part)
 
 
 def _held(table: BlockTable, wanted: Sequence[SequenceHash]) -> tuple[Sequence[SequenceHash], Ids]:

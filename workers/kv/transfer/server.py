@@ -22,6 +22,7 @@ from workers.kv.transfer.complaints import Complaints
 from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.tcp import (
+    MAX_SENDING,
     STALL_S,
     WHOLE_S,
     BlocksOffer,
@@ -40,8 +41,8 @@ MAX_ASKING = 64
 is closed."""
 ASKING_S = 2.0
 """How long a connection may take to say it."""
-MAX_SENDING, MAX_TRANSFERS = 8, 64
-"""Transfers at once, and with those that wait for their turn."""
+MAX_TRANSFERS = 64
+"""Under way, or waiting for their turn."""
 TURN_S = 0.75 * STALL_S
 """How long they wait: a target that hears nothing for STALL_S is gone."""
 K = TypeVar("K")

@@ -22,10 +22,12 @@ import hashlib
 import hmac
 import logging
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -35,6 +37,7 @@ from app.core.types import SequenceHash
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 VERSION = 2
 MAX_FRAME_BYTES = 4096
 MAX_BLOCKS = 150_000
@@ -49,6 +52,8 @@ CONNECT_S = 2.0
 PIECE_BYTES = 1 << 20
 """Sent, and received, within one STALL_S."""
 DROPPED_BYTES = 64 * 1024
+MAX_SENDING = 8
+"""Transfers at once, of one source."""
 WHOLE_S = 300.0
 """A transfer that takes longer is given up, however steadily it goes on."""
 
@@ -233,6 +238,41 @@ async def receive(sock: socket.socket, into: memoryview) -> None:
                 if not count:
                     raise ConnectionResetError("the other worker closed the connection")
                 piece = piece[count:]
+
+
+async def in_thread(threads: Executor, sock: socket.socket, work: Callable[[], T]) -> T:
+    """What `work` returns, which sends or receives much. Where this is cancelled, the connection
+    ends first, and `work` with it."""
+    working = asyncio.get_running_loop().run_in_executor(threads, work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        await asyncio.wait([working])
+        raise
+
+
+def send_all(sock: socket.socket, data: memoryview) -> None:
+    """As `send`, in a thread."""
+    sock.settimeout(STALL_S)
+    view = data.cast("B")
+    for at in range(0, len(view), PIECE_BYTES):
+        sock.sendall(view[at : at + PIECE_BYTES])
+
+
+def receive_all(sock: socket.socket, into: memoryview) -> None:
+    """As `receive`, in a thread."""
+    view = into.cast("B")
+    for at in range(0, len(view), PIECE_BYTES):
+        piece = view[at : at + PIECE_BYTES]
+        until_s = time.monotonic() + STALL_S
+        while piece:
+            sock.settimeout(max(until_s - time.monotonic(), 0.001))
+            count = sock.recv_into(piece)
+            if not count:
+                raise ConnectionResetError("the other worker closed the connection")
+            piece = piece[count:]
 
 
 def _frame(fields: Mapping[str, Any]) -> bytes:
