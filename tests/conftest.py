@@ -31,8 +31,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + WAITING
 
 
-# What collecting tests makes stays to the end. Looking for garbage among it took a third of the
-# time.
+# What collecting tests makes stays to the end: looking for garbage there took a third of the time.
 gc.disable()
 
 

@@ -162,11 +162,12 @@ CHAINS = [
         ),
         Boundary(
             "app.edge",
-            frozenset({"aiohttp", "torch"})
+            frozenset({"aiohttp", "fastapi", "torch"})
             | beyond(
                 *("core", "policy", "state", "router", "http", "tokens", "door", "options", "ops"),
                 *("console", "edge"),
             ),
+            without=frozenset({"app.edge.described"}),
         ),
         Boundary(
             "app",

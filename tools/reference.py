@@ -118,7 +118,7 @@ def _setting(f: Field[Any]) -> tuple[str, ...]:
 
 def api() -> str:
     """Every endpoint of a router with its fields, the objects in answers, and all errors."""
-    description = create_app(RouterSettings()).openapi()
+    description = create_app(RouterSettings()).description
     models: Mapping[str, Any] = description["components"]["schemas"]
     lines = [
         "# A router's API",

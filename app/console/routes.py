@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from app.console import schemas as schemas
+from app.console import schemas
 from app.console.console import Console
 from app.console.kept import KEPT_S
 from app.console.page import SAFE, page, redirect
@@ -19,7 +19,7 @@ from app.door.client import Headers
 from app.edge.client import Client
 from app.edge.dry_run import dry_run
 from app.edge.origins import check_asked
-from app.edge.routes import REQUEST_ID, Route, body_of, in_path, parameters_of
+from app.edge.routes import REQUEST_ID, Route
 from app.http.client import JSON
 from app.policy.cost import POLICIES
 
@@ -203,47 +203,37 @@ async def _say(client: Client, content: object) -> None:
 def _get(
     path: str,
     endpoint: Endpoint,
-    answer: type[BaseModel],
+    answered: str,
     error: int = 503,
-    parameters: Sequence[dict[str, Any]] = (),
+    query: type[BaseModel] | None = None,
 ) -> Route:
     """A path that is asked again and again."""
-    extra = {"parameters": list(parameters)} if parameters else None
     errors = sorted({401, 403, error, 503})
-    return Route("GET", API + path, endpoint, *errors, response_model=answer, openapi_extra=extra)
+    return Route("GET", API + path, endpoint, *errors, answered=answered, query=query)
 
 
 def _post(
-    path: str, endpoint: Endpoint, asked: type[BaseModel], answer: type[BaseModel], *errors: int
+    path: str, endpoint: Endpoint, body: type[BaseModel], answered: str, *errors: int
 ) -> Route:
     statuses = sorted({401, 403, 408, 413, 415, 422, 503, *errors})
-    extra = body_of(asked)
-    return Route(
-        "POST", API + path, endpoint, *statuses, response_model=answer, openapi_extra=extra
-    )
+    return Route("POST", API + path, endpoint, *statuses, answered=answered, body=body)
 
 
 ROUTES = [
-    Route("GET", "/console", redirect, include_in_schema=False),
-    Route("GET", "/console/", page, include_in_schema=False),
-    Route("GET", "/console/static/{file:path}", page, include_in_schema=False),
-    _get("/overview", overview, schemas.Overview),
-    _get("/workers", workers, schemas.TableOf),
-    _get("/workers/{key:any_text}", worker, schemas.WorkerShown, 404, in_path("key")),
-    _get(
-        "/decisions",
-        decisions,
-        schemas.Decisions,
-        422,
-        parameters_of(schemas.DecisionsAsked),
-    ),
-    _get("/explain/" + REQUEST_ID, explain, schemas.Explanation, 404, in_path("request_id")),
-    _get("/history", history, schemas.HistoryShown, 422, parameters_of(schemas.HistoryAsked)),
-    _get("/events", events, schemas.EventsShown, 422, parameters_of(schemas.EventsAsked)),
-    _get("/funnel", reuse, schemas.ReuseShown),
-    _get("/waiting", waiting, schemas.WaitingShown),
-    _post("/prefix", prefix, schemas.PrefixAsked, schemas.PrefixShown),
-    _get("/whatif", whatif_choices, schemas.WhatIfChoices),
-    _post("/whatif", whatif, schemas.WhatIfAsked, schemas.WhatIfShown, 409),
-    _post("/drain", drain, schemas.DrainAsked, schemas.Drained, 404),
+    Route("GET", "/console", redirect, is_described=False),
+    Route("GET", "/console/", page, is_described=False),
+    Route("GET", "/console/static/{file:path}", page, is_described=False),
+    _get("/overview", overview, "Overview"),
+    _get("/workers", workers, "TableOf"),
+    _get("/workers/{key:any_text}", worker, "WorkerShown", 404),
+    _get("/decisions", decisions, "Decisions", 422, schemas.DecisionsAsked),
+    _get("/explain/" + REQUEST_ID, explain, "Explanation", 404),
+    _get("/history", history, "HistoryShown", 422, schemas.HistoryAsked),
+    _get("/events", events, "EventsShown", 422, schemas.EventsAsked),
+    _get("/funnel", reuse, "ReuseShown"),
+    _get("/waiting", waiting, "WaitingShown"),
+    _post("/prefix", prefix, schemas.PrefixAsked, "PrefixShown"),
+    _get("/whatif", whatif_choices, "WhatIfChoices"),
+    _post("/whatif", whatif, schemas.WhatIfAsked, "WhatIfShown", 409),
+    _post("/drain", drain, schemas.DrainAsked, "Drained", 404),
 ]

@@ -1,4 +1,4 @@
-"""A router replica as one FastAPI application, in which every path is a route."""
+"""A router replica as one application, in which every path is a route."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
-from typing import Protocol
+from typing import Any, Protocol
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -184,7 +184,7 @@ def _router(settings: RouterSettings, signs: Signs, namespace: str, redis: Redis
 
 
 @asynccontextmanager
-async def _running(replica: Services, _: FastAPI) -> AsyncIterator[None]:
+async def _running(replica: Services, _: Starlette) -> AsyncIterator[None]:
     """All that goes on beside requests."""
     failures = replica.router.telemetry.task_failures
     async with asyncio.TaskGroup() as tasks:
@@ -215,27 +215,22 @@ async def _running(replica: Services, _: FastAPI) -> AsyncIterator[None]:
             task.cancel()
 
 
-class Application(FastAPI):
+class Application(Starlette):
     """One check of keys, then the path's route, and one answer to whatever that raises.
 
-    There is no middleware but for pages of other origins, and then around all of it: what FastAPI's
-    would do took a fifth of a decision's CPU.
+    There is no middleware but for pages of other origins, and then around all of it: what a
+    framework's would do took a fifth of a decision's CPU.
     """
 
     def __init__(self, replica: Services) -> None:
+        super().__init__(lifespan=partial(_running, replica))
         # A redirect to the path with or without a slash would repeat the caller's Host header.
-        super().__init__(
-            title="kvroute router",
-            version=version("kvroute"),
-            lifespan=partial(_running, replica),
-            redirect_slashes=False,
-            docs_url=None,
-            redoc_url=None,
-        )
+        self.router.redirect_slashes = False
         self.replica = replica
         routes = [*route.ROUTES, *health.ROUTES, *metrics.ROUTES, *openai.ROUTES, *docs.ROUTES]
         routes += [*console_routes.ROUTES, *front_page.ROUTES]
-        self.router.routes[:0] = routes
+        self._routes = routes
+        self.router.routes[:] = routes
         self._at = {
             (method, path.path): path.answer for path in routes for method in path.methods or ()
         }
@@ -250,6 +245,13 @@ class Application(FastAPI):
                 allow_headers=("*",),
                 expose_headers=EXPOSED,
             )
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """All paths in OpenAPI. The first time takes half a second, most of it to load FastAPI."""
+        from app.edge.described import openapi
+
+        return openapi(self._routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

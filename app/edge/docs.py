@@ -1,22 +1,35 @@
-"""A plain page of all paths. FastAPI's own loads scripts from another host, which many networks
-forbid."""
+"""All paths in OpenAPI, and on a plain page. FastAPI's own loads scripts from another host, which
+many networks forbid."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
+import orjson
+
 from app.edge.client import Client
 from app.edge.routes import Route
+from app.http.client import JSON
 
 _HTML = (b"content-type", b"text/html; charset=utf-8")
 
 
+async def openapi(client: Client) -> None:
+    """Every path with its fields and errors."""
+    await client.answer_whole(orjson.dumps(await _description(client)), 200, JSON)
+
+
 async def docs(client: Client) -> None:
     """Every path with the first sentence of its description, and where the rest is."""
-    page = "\n".join(_lines(client.app.openapi()))
+    page = "\n".join(_lines(await _description(client)))
     await client.answer_whole(page.encode(), 200, _HTML)
+
+
+async def _description(client: Client) -> dict[str, Any]:
+    return await asyncio.to_thread(lambda: client.app.description)
 
 
 def _lines(description: Mapping[str, Any]) -> Iterator[str]:
@@ -32,4 +45,7 @@ def _lines(description: Mapping[str, Any]) -> Iterator[str]:
     yield "</table>"
 
 
-ROUTES = [Route("GET", "/docs", docs, include_in_schema=False)]
+ROUTES = [
+    Route("GET", "/docs", docs, is_described=False),
+    Route("GET", "/openapi.json", openapi, is_described=False),
+]

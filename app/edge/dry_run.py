@@ -29,7 +29,7 @@ FORMS = ("text", "messages", "token_ids", "local_hashes", "hashes")
 
 
 async def dry_run(replica: Services, body: PrefixAsked, holder: str) -> dict[str, Any]:
-    """As schemas.PrefixShown. holder: who asks. Raises InvalidRequest, RedisUnavailable and
+    """As answers.PrefixShown. holder: who asks. Raises InvalidRequest, RedisUnavailable and
     NamespaceMissing."""
     router = replica.router
     if replica.block_size is None:

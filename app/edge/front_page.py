@@ -30,4 +30,4 @@ async def front_page(client: Client) -> None:
     await client.answer_whole(text.encode(), 200, kind, *SAFE, (b"vary", b"accept"))
 
 
-ROUTES = [Route("GET", "/", front_page, include_in_schema=False)]
+ROUTES = [Route("GET", "/", front_page, is_described=False)]

@@ -7,7 +7,6 @@ import asyncio
 from app.console.kept import CachedAnswer
 from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
 from app.door.front import FrontDoor
-from app.edge import schemas
 from app.edge.client import Client
 from app.edge.routes import Route
 from app.policy.view import View
@@ -95,14 +94,14 @@ async def readiness(client: Client) -> None:
 
 
 ROUTES = [
-    Route("GET", "/health", health, response_model=schemas.Health),
-    Route("HEAD", "/health", health, include_in_schema=False),
+    Route("GET", "/health", health, answered="Health"),
+    Route("HEAD", "/health", health, is_described=False),
     Route(
         "GET",
         "/readiness",
         readiness,
         503,
-        error=schemas.Readiness,
-        response_model=schemas.Readiness,
+        error="Readiness",
+        answered="Readiness",
     ),
 ]

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
-from starlette.responses import PlainTextResponse
 
 from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
 from app.edge.client import Client
@@ -78,5 +77,5 @@ async def _take_stock(router: Router) -> None:
 
 
 ROUTES = [
-    Route("GET", "/metrics", metrics, 401, response_class=PlainTextResponse),
+    Route("GET", "/metrics", metrics, 401, is_text=True),
 ]

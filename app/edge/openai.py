@@ -38,11 +38,10 @@ from app.door.models import Model
 from app.door.record import Stage
 from app.door.tracing import Trace
 from app.door.transfer.sources import may_have_source
-from app.edge import schemas
 from app.edge.ask import fitting_id, request_id_in, request_of
 from app.edge.client import Client
 from app.edge.errors import ending_of, reason_of
-from app.edge.routes import Route, body_of, in_path
+from app.edge.routes import Route
 from app.http.json_body import Fields, JsonBody
 from app.policy.decision import RouteRequest
 from app.router.prompt import check_length
@@ -362,8 +361,8 @@ def _posted(path: str, endpoint: Any, *errors: int) -> Route:
         path,
         endpoint,
         *(400, 401, 404, 408, 413, *errors),
-        error=schemas.AnthropicError if is_anthropic else schemas.OpenAIError,
-        openapi_extra=body_of(schemas.Generation),
+        error="AnthropicError" if is_anthropic else "OpenAIError",
+        body="Generation",
         name=path.strip("/").replace("/", "_"),
     )
 
@@ -373,13 +372,12 @@ ROUTES = [
     *(_posted(path, answer, 409, *_FAILURES) for path in PATHS),
     _posted(COUNT_TOKENS, count_tokens, *_FAILURES),
     *(_posted(path, pass_on, 502, 503) for path in PASSED_ON),
-    Route("GET", MODELS, models, 401, error=schemas.OpenAIError),
+    Route("GET", MODELS, models, 401, error="OpenAIError"),
     Route(
         "GET",
         MODELS + "/{model:any_text}",
         one_model,
         *(401, 404, 503),
-        error=schemas.OpenAIError,
-        openapi_extra={"parameters": in_path("model")},
+        error="OpenAIError",
     ),
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from app.core.errors import InvalidRequest, NamespaceMissing, shown
 from app.core.failures import REPORTED
 from app.core.keys import Keyspace
@@ -11,7 +9,7 @@ from app.core.types import checked_reservation_id
 from app.core.worker_report import MAX_CONTEXT
 from app.edge import ask, schemas, views
 from app.edge.client import Client
-from app.edge.routes import REQUEST_ID, Route, body_of, in_path, parameters_of
+from app.edge.routes import REQUEST_ID, Route
 from app.policy.view import load_statistics
 from app.state import planner
 from app.state.endings import Ending
@@ -135,60 +133,42 @@ async def workers(client: Client) -> None:
     await client.answer(views.workers(view, *load_statistics(view), values))
 
 
-def _tokens_or_json() -> dict[str, Any]:
-    extra = body_of(schemas.RouteBody)
-    extra["requestBody"]["content"][RAW_TOKENS.decode()] = {
-        "schema": {
-            "type": "string",
-            "format": "binary",
-            "description": "token ids as little-endian u32; the other fields go in the query",
-        }
-    }
-    return extra | {"parameters": parameters_of(schemas.RouteOptions)}
-
-
-_ID = in_path("request_id")
-_OF_RELEASE = {"parameters": [*_ID, *parameters_of(schemas.ReleaseOptions)]}
+_RAW = {
+    "type": "string",
+    "format": "binary",
+    "description": "token ids as little-endian u32; the other fields go in the query",
+}
+_OF_REQUEST = f"/v1/requests/{REQUEST_ID}"
 ROUTES = [
     Route(
         "POST",
         "/v1/route",
         route,
         *(401, 408, 409, 413, 422, 429, 503),
-        response_model=schemas.Routed,
-        openapi_extra=_tokens_or_json(),
+        answered="Routed",
+        body=schemas.RouteBody,
+        other_bodies={RAW_TOKENS.decode(): {"schema": _RAW}},
+        query=schemas.RouteOptions,
     ),
     Route(
         "DELETE",
-        f"/v1/requests/{REQUEST_ID}",
+        _OF_REQUEST,
         release,
         *(401, 422, 503),
-        response_model=schemas.RequestState,
-        openapi_extra=_OF_RELEASE,
+        answered="RequestState",
+        query=schemas.ReleaseOptions,
     ),
-    Route(
-        "POST",
-        f"/v1/requests/{REQUEST_ID}/prefill_complete",
-        prefill_complete,
-        *(401, 422, 503),
-        response_model=schemas.RequestState,
-        openapi_extra={"parameters": _ID},
-    ),
-    Route(
-        "POST",
-        f"/v1/requests/{REQUEST_ID}/source_complete",
-        source_complete,
-        *(401, 422, 503),
-        response_model=schemas.RequestState,
-        openapi_extra={"parameters": _ID},
+    *(
+        Route("POST", f"{_OF_REQUEST}/{end.__name__}", end, 401, 422, 503, answered="RequestState")
+        for end in (prefill_complete, source_complete)
     ),
     Route(
         "POST",
         "/find_best_worker",
         find_best_worker,
         *(401, 408, 413, 422, 429, 503),
-        response_model=schemas.BestWorker,
-        openapi_extra=body_of(schemas.FindBestWorker),
+        answered="BestWorker",
+        body=schemas.FindBestWorker,
     ),
-    Route("GET", "/v1/workers", workers, 401, 503, response_model=schemas.Workers),
+    Route("GET", "/v1/workers", workers, 401, 503, answered="Workers"),
 ]

@@ -1,17 +1,15 @@
-"""How a path is declared: FastAPI finds its endpoint and documents it, and does nothing else."""
+"""How a path is declared: Starlette finds its endpoint, app/edge/described.py documents it."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from app.edge import schemas
 from app.edge.client import Client
-from app.http.route import through_client
+from app.http import route
 
 REQUEST_ID = "{request_id:any_text}"
 
@@ -26,8 +24,12 @@ class AnyText(PathConvertor):
 register_url_convertor("any_text", AnyText())
 
 
-class Route(APIRoute):
-    """A path whose endpoint reads its request and sends its answer through a Client."""
+class Route(route.Route):
+    """A path whose endpoint reads its request and sends its answer through a Client.
+
+    What only documents is named, and loaded when somebody asks for it: that takes half of the time
+    in which a router starts.
+    """
 
     def __init__(
         self,
@@ -35,32 +37,25 @@ class Route(APIRoute):
         path: str,
         endpoint: Callable[[Client], Awaitable[None]],
         *errors: int,
-        error: type[BaseModel] = schemas.ErrorBody,
-        **options: Any,
+        answered: str | None = None,
+        error: str = "ErrorBody",
+        body: type[BaseModel] | str | None = None,
+        other_bodies: dict[str, Any] | None = None,
+        query: type[BaseModel] | None = None,
+        is_text: bool = False,
+        name: str | None = None,
+        is_described: bool = True,
     ) -> None:
-        """errors: statuses that the path has besides 200, all with `error` as their body."""
-        responses = {status: {"model": error} for status in errors}
-        options["responses"] = responses | options.get("responses", {})
-        super().__init__(path, endpoint, methods=[method], **options)
+        """errors: statuses that the path has besides 200, all with `error` as their body.
 
+        answered: the model of the answer. Models are named that only app.edge.answers or
+        app.console.answers has. other_bodies: schemas of bodies but JSON, by content type. is_text:
+        the answer is.
+        """
+        super().__init__(method, path, endpoint)
         self.answer = endpoint
-        self.app = through_client(endpoint)
-
-
-def in_path(name: str) -> list[dict[str, Any]]:
-    """The description of a text in a path."""
-    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
-
-
-def parameters_of(model: type[BaseModel]) -> list[dict[str, Any]]:
-    """The fields of `model` as the description of a query."""
-    return [
-        {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in model.model_json_schema()["properties"].items()
-    ]
-
-
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The description of a request whose body is that in JSON."""
-    content: dict[str, Any] = {"application/json": {"schema": model.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+        self.name = name or self.name
+        self.include_in_schema = is_described
+        self.errors, self.error, self.answered = errors, error, answered
+        self.body, self.other_bodies, self.query = body, other_bodies or {}, query
+        self.is_text = is_text

@@ -1,4 +1,4 @@
-"""Answers: what a router knows, as the JSON that endpoints send. See schemas for their fields."""
+"""Answers: what a router knows, as the JSON that endpoints send. See answers for their fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.policy.view import View
 
 
 def best_worker(decision: Decision) -> dict[str, Any]:
-    """As schemas.BestWorker."""
+    """As answers.BestWorker."""
     return {
         **_worker(decision),
         "overlap_blocks": decision.overlap.total,
@@ -26,7 +26,7 @@ def best_worker(decision: Decision) -> dict[str, Any]:
 
 
 def routed(decision: Decision) -> dict[str, Any]:
-    """As schemas.Routed."""
+    """As answers.Routed."""
     answer = {
         "request_id": decision.request_id,
         **_worker(decision),
@@ -90,7 +90,7 @@ def _candidate(c: Candidate) -> dict[str, Any]:
 def workers(
     view: View, load_avg: float, load_std: float, values: Mapping[str, float]
 ) -> dict[str, Any]:
-    """As schemas.Workers. load_avg, load_std: see `load_statistics`. values: of worker ids."""
+    """As answers.Workers. load_avg, load_std: see `load_statistics`. values: of worker ids."""
     live = [
         {
             **_key(info.key),
@@ -141,7 +141,7 @@ def _failures(view: View, inc: Incarnation) -> dict[str, object]:
 
 
 NO_WORKERS = {"workers": [], "paused": [], "load_avg": 0.0, "load_std": 0.0}
-"""As schemas.Workers, of a namespace that does not exist."""
+"""As answers.Workers, of a namespace that does not exist."""
 
 
 def _reported(items: Iterable[Item], report: object) -> dict[str, Any]:

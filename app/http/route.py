@@ -14,22 +14,17 @@ _CLIENT = "kvroute.client"
 """In a request's scope: its Client."""
 
 
-def through_client(endpoint: Callable[[Any], Awaitable[None]]) -> ASGIApp:
-    """The endpoint as a route calls it: see `routed`."""
-
-    async def app(scope: Scope, _: Receive, __: Send) -> None:
-        await endpoint(scope[_CLIENT])
-
-    return app
-
-
 class Route(routing.Route):
     """A path with one method."""
 
     def __init__(self, method: str, path: str, endpoint: Callable[[Any], Awaitable[None]]) -> None:
         super().__init__(path, endpoint)
-        self.methods = {method}
-        self.app = through_client(endpoint)
+        self.methods = {method}  # of Starlette's own, a GET would answer HEAD as well
+
+        async def app(scope: Scope, _: Receive, __: Send) -> None:
+            await endpoint(scope[_CLIENT])
+
+        self.app = app
 
 
 async def routed(router: ASGIApp, client: Client) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from app.core.loads import Snapshot
 from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
-from app.edge import schemas
+from app.edge import answers
 from app.http import body
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet, View
@@ -361,14 +361,14 @@ async def test_answers_are_as_they_are_documented(
     client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:
     for model, answer in (
-        (schemas.Routed, await client.post("/v1/route", json=TOKENS | {"explain": True})),
-        (schemas.BestWorker, await client.post("/find_best_worker", json=HASHES)),
-        (schemas.RequestState, await client.delete("/v1/requests/r1")),
-        (schemas.Workers, await client.get("/v1/workers")),
-        (schemas.Readiness, await client.get("/readiness")),
-        (schemas.Health, await client.get("/health")),
-        (schemas.OpenAIError, await client.post("/v1/chat/completions", json={"model": "x"})),
-        (schemas.AnthropicError, await client.post("/v1/messages", json={"model": "x"})),
+        (answers.Routed, await client.post("/v1/route", json=TOKENS | {"explain": True})),
+        (answers.BestWorker, await client.post("/find_best_worker", json=HASHES)),
+        (answers.RequestState, await client.delete("/v1/requests/r1")),
+        (answers.Workers, await client.get("/v1/workers")),
+        (answers.Readiness, await client.get("/readiness")),
+        (answers.Health, await client.get("/health")),
+        (answers.OpenAIError, await client.post("/v1/chat/completions", json={"model": "x"})),
+        (answers.AnthropicError, await client.post("/v1/messages", json={"model": "x"})),
     ):
         found = model.model_validate_json(answer.content)
         assert found.model_dump(mode="json", exclude_unset=True) == answer.json()
