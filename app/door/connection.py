@@ -61,9 +61,10 @@ class EngineAnswer:
         self.status = 0
         self.headers: Headers = []
         """Names in lower case."""
+        self.unread: list[bytes] = []
+        """What the connection has brought since it was read last."""
+        self.unread_bytes = 0
         self._connection = connection
-        self._unread: list[bytes] = []
-        self._unread_bytes = 0
         self._has_ended = False
         self._failure = ""
         self._changed: asyncio.Future[None] | None = None
@@ -71,7 +72,7 @@ class EngineAnswer:
     async def read(self, between_s: float | None = None) -> bytes:
         """What has come since; b"" at the end. Raises UpstreamBroken. If it does, or is cancelled,
         the engine stops."""
-        if not self._unread and not self._has_ended:
+        if not self.unread and not self._has_ended:
             try:
                 await self._until_changed(between_s)
             except BaseException as error:
@@ -81,12 +82,11 @@ class EngineAnswer:
                         f"broke off: nothing in {between_s:g} s", cause="stalled", is_late=True
                     ) from None
                 raise
-        if self._unread:
-            unread = self._unread
-            piece = unread[0] if len(unread) == 1 else b"".join(unread)
-            if self._unread_bytes >= MAX_UNREAD_BYTES and not self._has_ended:
+        if self.unread:
+            piece = self.unread[0] if len(self.unread) == 1 else b"".join(self.unread)
+            if self.unread_bytes >= MAX_UNREAD_BYTES and not self._has_ended:
                 self._connection.resume()
-            self._unread, self._unread_bytes = [], 0
+            self.unread, self.unread_bytes = [], 0
             return piece
         if self._failure:
             raise UpstreamBroken(f"broke off: {self._failure}")
@@ -120,19 +120,13 @@ class EngineAnswer:
         if not self._has_ended:
             self._connection.abort()
 
-    def take(self, piece: bytes) -> bool:
-        """Called by the connection. Returns whether it may bring more."""
-        self._unread.append(piece)
-        self._unread_bytes += len(piece)
-        self._wake()
-        return self._unread_bytes < MAX_UNREAD_BYTES
-
     def end(self, failure: str = "") -> None:
         """Called by the connection: no more comes, and from now on it serves others."""
         self._has_ended, self._failure = True, failure
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Called by the connection: there is more to be read."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
@@ -199,7 +193,8 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None:  # nobody asked
+        answer = self._answer
+        if answer is None:  # nobody asked
             self.abort()
             return
         self.has_answered = True
@@ -211,6 +206,12 @@ class Connection(asyncio.Protocol):
             return
         if self._framing_bytes > MAX_FRAMING_BYTES and self._answer is not None:
             self._lose(_TOO_LONG)
+        if not self._framing_bytes:  # some of a body has come
+            if self.pulse is not None and answer.status == 200:
+                self.pulse.at_s = time.monotonic()
+            if self._answer is answer and answer.unread_bytes >= MAX_UNREAD_BYTES:
+                self._transport.pause_reading()
+            answer.wake()
 
     def eof_received(self) -> None:
         # Closing would wait until the engine has read what it was sent, which it may never do.
@@ -251,12 +252,9 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, piece: bytes) -> None:
         self._framing_bytes = 0
-        if self._answer is None:
-            return
-        if self.pulse is not None and self._answer.status == 200:
-            self.pulse.at_s = time.monotonic()
-        if not self._answer.take(piece):
-            self._transport.pause_reading()
+        if self._answer is not None:
+            self._answer.unread.append(piece)
+            self._answer.unread_bytes += len(piece)
 
     def on_message_complete(self) -> None:
         if self._begun is not None or self._answer is None:  # 100 Continue and the like

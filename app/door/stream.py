@@ -235,9 +235,19 @@ class Stream:
         if b'"usage"' in events:
             self.tail = events[-TAIL_BYTES:]
             if self._drops_usage and _EMPTY.search(events):
-                return b"".join(
-                    event
-                    for event in events_in(events)
-                    if not (b'"usage"' in event and _USAGE.search(event) and _EMPTY.search(event))
-                )
+                return _without_usage(events)
         return events
+
+
+def _without_usage(events: bytes) -> bytes:
+    """The events but for those of usage alone. Only around that is looked for where events end."""
+    kept, begin = [], 0
+    while (at := events.find(b'"usage"', begin)) >= 0:
+        ends = ((events.rfind(mark, begin, at), len(mark)) for mark in _EVENT_ENDS)
+        start = max((end + length for end, length in ends if end >= 0), default=begin)
+        stop = end.end() if (end := _EVENT_END.search(events, at)) else len(events)
+        event = events[start:stop]
+        is_dropped = _USAGE.search(event) and _EMPTY.search(event)
+        kept.append(events[begin : start if is_dropped else stop])
+        begin = stop
+    return b"".join([*kept, events[begin:]])

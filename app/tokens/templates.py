@@ -164,6 +164,8 @@ class ChatTemplate:
         self.has_system_first = has_system_first(source)
         self.variables = jinja2.meta.find_undeclared_variables(tree)
         self._template = _bounded(tree, environment)
+        # Jinja copies them for each prompt, and out of a ChainMap that takes longer than a chat.
+        self._template.globals = dict(self._template.globals)
         self.takes_developers = '"developer"' in source or "'developer'" in source
 
     def render(
