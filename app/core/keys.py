@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from app.core.errors import ConfigError
 from app.core.loads import LOAD_FIELDS
@@ -418,7 +419,7 @@ class Keyspace:
         return self.namespace if self.shard is None else f"{self.namespace}#{self.shard}"
 
     def of_shard(self, shard: int) -> Keyspace:
-        return Keyspace(self.namespace, shard)
+        return _of_shard(self.namespace, shard)
 
     @property
     def pattern(self) -> str:
@@ -431,3 +432,8 @@ class Keyspace:
         if not match or match["namespace"] != self.namespace:
             return None
         return (int(match["shard"]) if match["shard"] else None), match["name"]
+
+
+@lru_cache(maxsize=4096)
+def _of_shard(namespace: str, shard: int) -> Keyspace:
+    return Keyspace(namespace, shard)

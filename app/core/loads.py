@@ -178,7 +178,7 @@ class Wish:
         return replace(self, seen_total=None, source=self.source and self.source.as_they_are())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Snapshot:
     """Loads of the live, routable incarnations at one moment of the Redis clock."""
 

@@ -68,7 +68,7 @@ def is_of_door(path: str) -> bool:
     return path in _OF_DOOR or path.startswith(MODELS + "/")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerRequest:
     """session: the client's name for what belongs together; "" for none. cache_salt: as the client
     gave it; "": none. user: whom the client names as the one it asks for; "": nobody.

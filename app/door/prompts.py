@@ -64,7 +64,7 @@ TEMPLATE_TOKENS = 256
 """That a template puts around a chat at most, besides what stands in the body's own JSON."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptIds:
     """tokens_from: client, router or engine; or, without ids, `blind:<why>`.
 

@@ -43,7 +43,7 @@ STAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """Tokens, as the engine counted them. cached: None: it did not say. ttft_s: until the first
     token, as it says; None: it does not.

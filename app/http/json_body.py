@@ -91,7 +91,7 @@ class Fields(Mapping[str, Any]):
         return any(word in text for word in words)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JsonBody:
     """text: all of it. members: at its top level, as they came, in their order. fields: their
     values."""

@@ -21,7 +21,7 @@ STEP_S = 0.02
 LEAST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """prompt_tokens, cached_tokens, output_tokens: as its engine says; None: it does not.
     first_token_s: from the decision on; 0: nobody saw it. rest_s: from then to the end."""

@@ -23,7 +23,7 @@ from app.policy.cost import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """Where a request goes, and what was compared."""
 

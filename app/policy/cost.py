@@ -44,7 +44,7 @@ SLOWER = 4.0
 """At most so many prefills, times how much slower the other worker is, may be added for that."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestSize:
     """How long a prompt is, and how urgent. isl_tokens: at least 1."""
 
@@ -127,7 +127,7 @@ class Candidates:
         return float(device + host + self.overlap_disk[place])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Costs:
     """cost: (workers,), lower is better. terms: (workers,) each; their sum is the cost.
 

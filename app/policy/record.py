@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, astuple, dataclass, field, fields
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -37,7 +38,7 @@ NOT_OF_CANDIDATES = (COMPUTING, LATE_TERM, AWAY_TERM, FAILED_TERM)
 """Terms that do not follow from the candidates."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ChoiceInputs:
     """All that one choice was made from. eligible: which the request allows, (workers,).
 
@@ -118,7 +119,10 @@ def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:
 
 def encode(record: DecisionRecord) -> tuple[Any, ...]:
     """Values of a stream entry, in the order of ENTRY."""
-    return tuple([to_text(getattr(record, name)) for name, to_text in _ENCODERS])
+    values = list(_values_of(record))
+    for place, to_text in _ENCODERS:
+        values[place] = to_text(values[place])
+    return tuple(values)
 
 
 def decode(entry: Mapping[bytes, bytes]) -> DecisionRecord:
@@ -208,6 +212,13 @@ CODECS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
 _TYPES = get_type_hints(DecisionRecord)
 ENTRY = tuple(f.name for f in fields(DecisionRecord))
 """Fields of a stream entry."""
-_ENCODERS = [(name, CODECS[_TYPES[name]][0]) for name in ENTRY]
+_PLAIN = (str, int, Locality, Trust)
+"""Which redis-py writes as they are."""
+_ENCODERS = [
+    (place, CODECS[_TYPES[name]][0])
+    for place, name in enumerate(ENTRY)
+    if _TYPES[name] not in _PLAIN
+]
+_values_of = attrgetter(*ENTRY)
 _DECODERS = [(name, CODECS[_TYPES[name]][1]) for name in ENTRY]
 _OPTIONAL = {f.name for f in fields(DecisionRecord) if f.default is not MISSING}

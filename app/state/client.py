@@ -21,6 +21,8 @@ MAX_REDIRECTS = 4
 class RedisClient(Redis):
     """One server. Subclasses differ in where a key is, and in what they learn from an error."""
 
+    has_nodes = False
+    """Whether there are nodes, which `node_of` tells: else this is where every key is."""
     stale = False
     """Whether `refresh` must be called before nodes are asked for."""
 

@@ -34,6 +34,8 @@ class ClusterClient(RedisClient):
     patience_s: when asking for the slots, how long one node is waited for before another is.
     """
 
+    has_nodes = True
+
     def __init__(
         self, seeds: Sequence[Address], options: Mapping[str, Any], patience_s: float
     ) -> None:

@@ -12,7 +12,7 @@ from app.state.streams import id_ms, pages_backwards
 PAGE = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ending:
     """output_tokens: at least 1. ttft_ms: from the request to its first token; None: unknown."""
 

@@ -54,7 +54,7 @@ def load_script(name: str) -> Script:
     return Script(name, text, tuple(_HEADER_KEY.findall(raw)), sha, reads_only)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call(Generic[T]):
     """One run of an operation: what goes in, and how to read what comes out.
 
@@ -77,7 +77,7 @@ class Call(Generic[T]):
 
 def call(name: str, keyspace: Keyspace, *args: Any, parse: Callable[[Any], T]) -> Call[T]:
     """A Call of lua/<name>.lua in `keyspace`."""
-    return Call(name, _keys(name, keyspace), args, parse)
+    return Call(name, _keys(name, keyspace.namespace, keyspace.shard), args, parse)
 
 
 def command(name: str, command: str, key: str, *args: Any, parse: Callable[[Any], T]) -> Call[T]:
@@ -86,7 +86,8 @@ def command(name: str, command: str, key: str, *args: Any, parse: Callable[[Any]
 
 
 @lru_cache(maxsize=4096)
-def _keys(name: str, keyspace: Keyspace) -> tuple[str, ...]:
+def _keys(name: str, namespace: str, shard: int | None) -> tuple[str, ...]:
+    keyspace = Keyspace(namespace, shard)
     return tuple(keyspace[key] for key in load_script(name).key_names)
 
 
@@ -125,7 +126,11 @@ class ScriptRunner:
 
         Calls to one node do not wait for another node: each node has the whole `timeout_s`.
         """
-        replies = await self._replies(calls)
+        started = asyncio.get_running_loop().time()
+        if self.redis.has_nodes:
+            replies = await self._replies_of_nodes(calls, started)
+        else:
+            replies = await self._replies(Node(self.redis), calls, started)
         return [_parsed(c, reply) for c, reply in zip(calls, replies, strict=True)]
 
     async def one(self, one: Call[T]) -> T:
@@ -133,9 +138,8 @@ class ScriptRunner:
         result: T = (await self.run([one]))[0]
         return result
 
-    async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Redis's reply to each call, with errors as values."""
-        started = asyncio.get_running_loop().time()
+    async def _replies_of_nodes(self, calls: Sequence[Call[Any]], started: float) -> list[Any]:
+        """As `_replies`, of the node that each call is for."""
         if self.redis.stale:
             try:
                 async with deadline(self._timeout_s, since=started):
@@ -145,11 +149,11 @@ class ScriptRunner:
         groups = _grouped((self._node_of(c), i) for i, c in enumerate(calls))
         if len(groups) == 1:
             (node,) = groups
-            return await self._bounded(node, calls, started)
+            return await self._replies(node, calls, started)
         replies: list[Any] = [None] * len(calls)
 
         async def answer(node: Node, which: list[int]) -> None:
-            answers = await self._bounded(node, [calls[i] for i in which], started)
+            answers = await self._replies(node, [calls[i] for i in which], started)
             for i, reply in zip(which, answers, strict=True):
                 replies[i] = reply
 
@@ -161,7 +165,8 @@ class ScriptRunner:
     def _node_of(self, one: Call[Any]) -> Node:
         return self.redis.node_of(one.keys[0], replica=one.name in self._on_replicas)
 
-    async def _bounded(self, node: Node, calls: Sequence[Call[Any]], started: float) -> list[Any]:
+    async def _replies(self, node: Node, calls: Sequence[Call[Any]], started: float) -> list[Any]:
+        """The reply to each call, with errors as values."""
         try:
             async with deadline(self._timeout_s, since=started):
                 return await self._ask(node, calls, MAX_REDIRECTS)

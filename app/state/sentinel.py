@@ -71,6 +71,8 @@ class Sentinels(Sentinel):
 class SentinelClient(RedisClient):
     """The master of a service watched by Sentinel, looked up again for each new connection."""
 
+    has_nodes = True
+
     def __init__(self, sentinels: Sentinels, service: str, **options: Any) -> None:
         super().__init__(connection_pool=SentinelPool(service, sentinels, **options))
         self._sentinels = sentinels

@@ -63,7 +63,7 @@ BILLING = "x-anthropic-billing-header"
 _LARGE_FLOAT = re.compile(rb"[0-9]e\+?[0-9]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chat:
     """messages: for templates that take content in the format asked for. variables: of the
     template, besides."""
