@@ -64,9 +64,8 @@ class Carriage:
         if begun.whole:
             await self._relay_whole(begun, status, headers)
             return
-        parser: Parser = Whole()
+        parser: Parser = self.outgoing.parser() if begun.in_events else Whole()
         if begun.in_events:
-            parser = self.outgoing.parser()
             life.hears(lambda: (parser.num_said, self._usage(parser.tail, begun.worker)))
             headers = [each for each in headers if each[0] not in _OF_STREAMS]
             headers += _OF_STREAMS.items()

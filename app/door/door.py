@@ -23,10 +23,6 @@ class Patience:
     whole_s: float
     between_s: float
 
-    def until_begun_s(self, *, streams: bool) -> float:
-        """Of an answer that comes as a stream, or in one piece."""
-        return self.answer_s if streams else self.whole_s
-
 
 class Door:
     """Knows how to reach engines, and how long to wait for them, while `run` runs."""

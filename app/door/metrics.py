@@ -241,8 +241,8 @@ class Outcomes:
             self._first_token(worker).observe(record.spent_s[Stage.FIRST_TOKEN])
 
     def _count_tokens(self, model: str, usage: Usage, record: RequestRecord) -> None:
-        if record.worker:
-            self._worker_output(record.worker).inc(usage.output)
+        if worker := record.worker:
+            self._worker_output(worker).inc(usage.output)
         if usage.by_router:
             self._tokens(model, "prompt_by_router").inc(usage.prompt)
             self._tokens(model, "output_by_router").inc(usage.output)

@@ -65,8 +65,9 @@ class Tries:
     async def begin(self) -> Beginning:
         """The beginning of an answer, by the worker that is the first to begin one. Raises as
         Carriage.run."""
-        loop, streams = asyncio.get_running_loop(), self.outgoing.asked.streams
-        deadline_s = loop.time() + self.door.patience.until_begun_s(streams=streams)
+        loop, patience = asyncio.get_running_loop(), self.door.patience
+        streams = self.outgoing.asked.streams
+        deadline_s = loop.time() + (patience.answer_s if streams else patience.whole_s)
         nobody: NoWorkers | None = None
         refusal: Beginning | None = None
         """What is answered if no other worker answers better."""
@@ -286,7 +287,7 @@ class Tries:
         if transfer.params and failure is None and 400 <= answer.status < 500:
             answer.abort()
             raise RefusedWithSource(f"answered {answer.status} to a request with a source")
-        if failure is None and decision.trust is not Trust.BLIND:
+        if failure is None and answer.status >= 400 and decision.trust is not Trust.BLIND:
             failure = blame.of_length(answer.status, first)
         return Beginning(worker, answer, first, is_all, in_events, failure)
 

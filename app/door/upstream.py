@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -163,7 +163,7 @@ class Upstream:
         try:
             async with asyncio.timeout(min(connect_s, left_s)):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(lambda idle: self._keep(place, idle), self._deadlines),
+                    lambda: Connection(partial(self._keep, place), self._deadlines),
                     place.host,
                     place.port,
                     ssl=_tls() if place.is_tls else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,10 @@ class Fields(Mapping[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         # A Mapping's own raises and catches a KeyError for each member that is absent.
         return self[name] if name in self._members else default
+
+    def keys(self) -> KeysView[str]:
+        # Of a Mapping's own, each name goes through __iter__ or __contains__.
+        return self._members.keys()
 
     def __contains__(self, name: object) -> bool:
         return name in self._members

@@ -199,7 +199,15 @@ class WorkerSelector:
         if query.computing and policy == "latency":
             places = (view.position(inc) for inc in query.computing)
             cost = awaiting(cost, [at for at in places if at is not None], published)
-        choice = self._choose(policy, candidates, size, targets, cost, max_queue_s)
+        choice = choose(
+            *(policy, candidates, size),
+            eligible=targets,
+            rng=self._rng,
+            nth=self._decisions,
+            temperature=self._temperature,
+            cost=cost,
+            max_queue_s=max_queue_s,
+        )
         self._decisions += request.reserve
         routes = self._routes(
             *(query, view, policy, candidates, size, choice),
@@ -231,28 +239,6 @@ class WorkerSelector:
         return Plan(
             *(request, route.target, source, wish, decision, view, candidates, choice.costs),
             *(targets, affinity),
-        )
-
-    def _choose(
-        self,
-        policy: str,
-        candidates: Candidates,
-        size: RequestSize,
-        targets: NDArray[np.bool_],
-        cost: CostFunction,
-        max_queue_s: float,
-    ) -> Choice:
-        """The worker for a request that stays where it is decoded."""
-        return choose(
-            policy,
-            candidates,
-            size,
-            eligible=targets,
-            rng=self._rng,
-            nth=self._decisions,
-            temperature=self._temperature,
-            cost=cost,
-            max_queue_s=max_queue_s,
         )
 
     def _routes(
@@ -323,7 +309,7 @@ def _cost(policy: str, view: View, affinity: Affinity | None) -> CostFunction:
         cost = discounted(cost, affinity)
     if view.late_s is not None:
         cost = late(cost, view.late_s, in_seconds=policy == "latency")
-    if (away := view.away_ones) is not None:
+    if view.away and (away := view.away_ones) is not None:
         cost = unheard(cost, away)
     return cost if view.failed_shares is None else avoiding(cost, view.failed_shares)
 

@@ -68,6 +68,10 @@ class View:
         self.somebody_waits = snapshot.somebody_waits
         self.incarnations = workers.incarnations
         self.infos = workers.infos
+        self.block_size = workers.infos[0].block_size if workers.infos else None
+        """Tokens per block, which all workers of a namespace share; None without workers."""
+        self.is_short = workers.are_publishing
+        """Whether some worker holds what the index does not show yet."""
         self.measured = workers.measured
         self.everybody = workers.everybody
         self.contexts = workers.contexts
@@ -81,6 +85,9 @@ class View:
         self._on_trial: NDArray[np.bool_] | None = None
         if self.failing:
             self._heed_failing()
+        has_any = self.failed_shares is not None or self._on_trial is not None
+        self.knows_failures = has_any or bool(self.lacking)
+        """Whether any worker is known to have failed lately."""
         self._rows = rows_of(self._loads, self.now_ms, workers.max_requests, self.rounds)
 
         self._others: Floats | None = None
@@ -120,12 +127,6 @@ class View:
         ones = np.array([inc in self.away for inc in self.incarnations])
         return ones if ones.any() and not ones.all() else None
 
-    @property
-    def knows_failures(self) -> bool:
-        """Whether any worker is known to have failed lately."""
-        has_any = self.failed_shares is not None or self._on_trial is not None
-        return has_any or bool(self.lacking)
-
     def tried(self) -> NDArray[np.bool_] | None:
         """Which workers on trial have the one request that they get until they answer it,
         (workers,); None: there is none."""
@@ -162,16 +163,6 @@ class View:
     def total(self, position: int) -> int:
         """Reservations ever made on the worker at `position`."""
         return int(self._loads.columns[TOTAL, position])
-
-    @property
-    def is_short(self) -> bool:
-        """Whether some worker holds what the index does not show yet."""
-        return self._workers.are_publishing
-
-    @property
-    def block_size(self) -> int | None:
-        """Tokens per block, which all workers of a namespace share; None without workers."""
-        return self.infos[0].block_size if self.infos else None
 
     @property
     def shortest_queue_s(self) -> float:

@@ -132,12 +132,15 @@ class Decider:
         for pending in batch:
             # A sender's clock may be ahead.
             pending.query.began_ms = min(pending.query.began_ms or view.now_ms, view.now_ms)
-        undecided = await self._split_waiting(_wanted(batch), view)
+        undecided = _wanted(batch)
+        if self._waiting is not None and (view.somebody_waits or self._waiting.somebody):
+            undecided = await self._split_waiting(undecided, view)
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:
                 self._replica.telemetry.retries.inc(len(undecided))
             plans, refused = self._plan_all(undecided, view)
-            await self._release_their_own(refused, view)
+            if refused:
+                await self._release_their_own(refused, view)
             if not plans:
                 return
             try:
@@ -211,13 +214,12 @@ class Decider:
                 self._turn_away(pending, view, error)
 
     async def _split_waiting(self, batch: list[Pending], view: View) -> list[Pending]:
-        """The requests to decide now: those that came while others wait, at any replica, wait too.
+        """The requests to decide while others wait, at any replica: those that came meanwhile wait
+        too.
 
         If they are being routed again, they first give up what they hold: the others may be waiting
         for just that.
         """
-        if self._waiting is None or not (view.somebody_waits or self._waiting.somebody):
-            return batch
         going, joining = list[Pending](), list[Pending]()
         for pending in batch:
             joins = pending.queued is None and pending.request.reserve

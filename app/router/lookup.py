@@ -129,14 +129,15 @@ class LookUp:
             for inc, blocks in predicted.items()
             if inc not in view.guessed and blocks > overlaps.get(inc, NO_OVERLAP).total
         ]
-        overlaps = with_predicted(overlaps, predicted)
+        if predicted:
+            overlaps = with_predicted(overlaps, predicted)
         is_predicted = not view.guessed >= predicted.keys()
         query.trust = _trust(published, query.is_short, is_predicted)
         held = self._recent.held(query.request.chain, overlaps, time.monotonic())
         query.bound = {
             inc: blocks - overlaps.get(inc, NO_OVERLAP).total for inc, blocks in held.items()
         }
-        query.held = overlaps = with_predicted(overlaps, held)
+        query.held = overlaps = with_predicted(overlaps, held) if held else overlaps
         query.overlaps = view.reusable(overlaps, query.request.isl_tokens)
 
 
@@ -150,8 +151,6 @@ def _trust(published: Overlaps | None, is_short: bool, is_predicted: bool) -> Tr
 
 def with_predicted(overlaps: Overlaps, predicted: dict[Incarnation, int]) -> Overlaps:
     """`overlaps`, longer on the device where more blocks are predicted than published."""
-    if not predicted:
-        return overlaps
     own = dict(overlaps.own)
     for inc, blocks in predicted.items():
         known = overlaps.get(inc, NO_OVERLAP)

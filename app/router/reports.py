@@ -65,10 +65,6 @@ class _Report:
     is_late: bool = False
     source_ttl_ms: int = 0
 
-    @property
-    def events(self) -> list[_Event]:
-        return [_Event.PREFILL_COMPLETE, self.event] if self.is_whole else [self.event]
-
 
 @dataclass(slots=True)
 class Trip:
@@ -199,7 +195,8 @@ class Reports:
 
     async def _send_all(self) -> None:
         while self._reports or self._must_extend:
-            with self._underway(self._take(), self._extensions()) as trip:
+            extensions = self._extensions() if self._must_extend else []
+            with self._underway(self._take(), extensions) as trip:
                 if not trip.calls:
                     return
                 trip.replies = await self._replica.runner.run_each(trip.calls)
@@ -251,7 +248,8 @@ class Reports:
                 report.is_late = True
                 self._reports.append(report)
             return
-        self._note_extended(trip.extensions, trip.replies[len(trip.told) :])
+        if trip.extensions:
+            self._note_extended(trip.extensions, trip.replies[len(trip.told) :])
         for some, attempts in zip(trip.told, trip.replies, strict=False):
             if isinstance(attempts, RedisUnavailable):
                 attempts = [attempts] * len(some)
@@ -272,9 +270,10 @@ class Reports:
             report.answer.set_result(attempt is not None)
 
     def _note(self, report: _Report, attempt: str) -> None:
-        for event in report.events:
-            self._replica.telemetry.reservations_of(event).inc()
-        if _Event.PREFILL_COMPLETE in report.events:
+        self._replica.telemetry.reservations_of(report.event).inc()
+        if report.is_whole:
+            self._replica.telemetry.reservations_of(_Event.PREFILL_COMPLETE).inc()
+        if report.is_whole or report.event is _Event.PREFILL_COMPLETE:
             self._history.confirm(attempt)
         elif report.event is _Event.END:
             self._history.withdraw(attempt)
@@ -284,8 +283,6 @@ class Reports:
     def _extensions(self) -> list[list[Extension]]:
         """What is due of all that is carried. Not of what Redis is being told of, as what has ended
         must not be reserved again."""
-        if not self._must_extend:
-            return []
         self._must_extend = False
         now_s = asyncio.get_running_loop().time()
         carried = self._carried.due(now_s, self._replica.fleet.last_view)

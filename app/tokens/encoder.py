@@ -45,7 +45,7 @@ class Encoder:
         added = tokenizer.get_added_tokens_decoder()
         self._cut_tokens = cut_tokens(added, used) if may_cut else {}
         self._cuts = Cuts(self._cut_tokens)
-        self._cuts_words = not is_random and can_cut(tokenizer, self._plain_ids)
+        self._cuts_words = not is_random and can_cut(tokenizer, self._ids)
         self._longest_token = longest_token(tokenizer)
         self._special = self._special_ids()
         self.fingerprint = hash_of_probe(self._ids(PROBE, add_special_tokens=True))
@@ -161,7 +161,7 @@ class Encoder:
         is_whole = True
         allowance.num_tokens -= behind
         for piece, is_cut in pieces(raw):
-            ids.append(_packed(self._plain_ids(piece)))
+            ids.append(_packed(self._ids(piece)))
             is_whole = is_whole and is_cut
             # Those around a cut may be fewer in the whole.
             uncounted = 0 if is_cut else AROUND_A_CUT
@@ -170,10 +170,7 @@ class Encoder:
             raise Unrenderable("size", f"{len(raw)} bytes at once")
         return b"".join(ids)
 
-    def _plain_ids(self, text: str) -> list[int]:
-        return self._ids(text, False)
-
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         # The library lets other threads run meanwhile only if given a batch.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
             0
@@ -183,7 +180,7 @@ class Encoder:
         """What the tokenizer puts before and after any text; None: it cannot be told."""
         whole = self._tokenizer.encode("a")
         mask = whole.special_tokens_mask
-        bare = self._ids("a", False)
+        bare = self._ids("a")
         if 0 not in mask:
             return None
         before = mask.index(0)

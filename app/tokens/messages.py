@@ -152,8 +152,9 @@ def chat_of(
     takes_developers: bool,
 ) -> Chat:
     """The chat in the body of a request, for a template of these habits. Raises Unrenderable."""
+    names = body.keys()
     for name, reason in _LEFT_TO_THE_ENGINE.items():
-        value = body.get(name)
+        value = body[name] if name in names else None
         if value is not None and value is not False and value != {}:
             raise Unrenderable(reason, f"{name} is given")
     tools = tools_of(body)

@@ -90,7 +90,9 @@ class Counting:
     def __init__(self, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.characters = 0
         make = encoder._ids
-        monkeypatch.setattr(encoder, "_ids", lambda text, special: make(self.count(text), special))
+        monkeypatch.setattr(
+            encoder, "_ids", lambda text, special=False: make(self.count(text), special)
+        )
 
     def count(self, text: str) -> str:
         self.characters += len(text)
