@@ -124,8 +124,9 @@ async def _models(client: httpx.AsyncClient) -> list[Any]:
 
 @contextmanager
 def picker(redis_url: str, port: int, **options: object) -> Iterator[Process]:
-    """One that is a process, to be killed. port: of gRPC."""
+    """One that is a process, to be killed. port: of gRPC, by which engines know it as well."""
     given = {"redis-url": redis_url, "namespace": NAMESPACE, "port": 0, "grpc-port": port}
+    given["worker-key"] = port
     more = {name.replace("_", "-"): value for name, value in options.items()}
     flags = [f"--{name}={value}" for name, value in (given | more).items()]
     process = Process("picker", *flags, "--redis-timeout-ms=5000", "--show-decision")
