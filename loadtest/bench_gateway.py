@@ -4,7 +4,7 @@
 
 As loadtest/bench_door.py, whose requests, engine and door these are. Envoy has one thread, on the
 core of the picker. Answers pass the picker (`picker`), or their headers alone do (`picker, no
-bodies`).
+bodies`), or nobody is asked (`Envoy alone`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -33,18 +35,35 @@ from loadtest.bench_door import (
     CONCURRENCY,
     KEYS,
     MODEL,
-    PACED_STREAMS,
     door_forever,
-    first_token_ms,
     register,
     shapes,
 )
 from loadtest.command import Command, json_option, save, table
 from loadtest.cores import CORES, cpu_s, redis_to_measure
 from loadtest.instant_engine import engine_forever
-from loadtest.servers import Server, load, server, server_core, until_open, until_serving
+from loadtest.servers import (
+    Connection,
+    Server,
+    Shape,
+    load,
+    server,
+    server_core,
+    until_open,
+    until_serving,
+)
 from loadtest.word_tokenizer import word_tokenizer
 
+ALONE = "alone"
+"""In place of how answers pass a picker: none is asked."""
+NAMES = {
+    "engine": "engine",
+    ALONE: "Envoy alone",
+    "door": "door",
+    "picker": "picker",
+    "blind": "picker, no bodies",
+}
+_FILTERS = "                  - name: envoy.filters.http."
 ENVOY = "KVROUTE_TEST_GATEWAY"
 """The environment that `make test-gateway` makes, which has Envoy."""
 
@@ -74,7 +93,11 @@ def envoy(picker: int, engine: int, core: int, answers: str) -> Iterator[Server]
     with TemporaryDirectory() as folder:
         config = Path(folder) / "envoy.yaml"
         places = [[(LOOPBACK, each)] for each in (picker, engine)]
-        config.write_text(rendered((LOOPBACK, port), *places, answers=answers))
+        text = rendered((LOOPBACK, port), *places, answers=answers)
+        if answers == ALONE:
+            before, _, filters = text.partition(f"{_FILTERS}ext_proc")
+            text = f"{before}{_FILTERS}router{filters.partition(f'{_FILTERS}router')[2]}"
+        config.write_text(text)
         command = [str(binary), "-c", str(config), "--concurrency", "1", "--disable-hot-restart"]
         process = subprocess.Popen([*command, "-l", "error"])
         os.sched_setaffinity(process.pid, {core})
@@ -85,7 +108,9 @@ def envoy(picker: int, engine: int, core: int, answers: str) -> Iterator[Server]
             process.wait()
 
 
-def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
+@contextmanager
+def started(url: str) -> Iterator[dict[str, tuple[Server, ...]]]:
+    """What there is to ask, by NAMES, and what works behind it."""
     with ExitStack() as stack:
 
         def start(target: Callable[[str, int], None], given: str, core: int) -> Server:
@@ -99,79 +124,94 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
         picker = start(partial(picker_forever, tokenizer=tokenizer), url, core)
         for one in (engine, door):  # the picker speaks no HTTP/1
             run(until_open(one.port))
-        passing, blind = (
+        alone, passing, blind = (
             stack.enter_context(envoy(picker.port, engine.port, core, answers))
-            for answers in ("FULL_DUPLEX_STREAMED", "NONE")
+            for answers in (ALONE, "FULL_DUPLEX_STREAMED", "NONE")
         )
-        fronts = {"door": (door,), "picker": (passing, picker), "blind": (blind, picker)}
-        forms = shapes()
-        for front, *_ in fronts.values():
-            run(until_serving(front.port, forms[0]))
-        made: dict[str, dict[str, list[dict[str, float]]]] = {}
-        for turn in range(rounds + 1):
-            for shape in forms:
-                for name, parts in fronts.items():
-                    before = [cpu_s(one.pid) for one in parts]
-                    took = run(load(parts[:1], url, shape, CONCURRENCY, requests))
-                    spent = [cpu_s(one.pid) - s for one, s in zip(parts, before, strict=True)]
-                    if turn:  # the first one warms up
-                        by_name = made.setdefault(shape.name, {})
-                        by_name.setdefault(name, []).append(
-                            {
-                                "python_us": spent[-1] / requests * 1e6,
-                                "all_us": sum(spent) / requests * 1e6,
-                                "per_s": requests / took.wall_s,
-                            }
-                        )
-        first = {
-            name: run(first_token_ms(at.port))
-            for name, at in {
-                "engine": engine,
-                "door": door,
-                "picker": passing,
-                "blind": blind,
-            }.items()
+        asked = {
+            "engine": (engine,),
+            ALONE: (alone,),
+            "door": (door,),
+            "picker": (passing, picker),
+            "blind": (blind, picker),
         }
+        for front, *_ in asked.values():
+            run(until_serving(front.port, shapes()[0]))
+        yield asked
+
+
+def cost(url: str, parts: tuple[Server, ...], shape: Shape, requests: int) -> dict[str, float]:
+    """Of the last part, and of all: CPU for a request."""
+    before = [cpu_s(one.pid) for one in parts]
+    run(load(parts[:1], url, shape, CONCURRENCY, requests))
+    spent = [cpu_s(one.pid) - s for one, s in zip(parts, before, strict=True)]
+    return {
+        "python_us": spent[-1] / requests * 1e6,
+        "all_us": sum(spent) / requests * 1e6,
+    }
+
+
+async def in_turn(
+    asked: dict[str, tuple[Server, ...]],
+    shape: Shape,
+    requests: int,
+    took_s: dict[str, list[float]],
+) -> None:
+    """Ask one after another, so that what else the machine does is the same for all, and add how
+    long each took."""
+    connections = {name: await Connection.open(parts[0].port) for name, parts in asked.items()}
+    for turn, (name, connection) in product(range(requests), connections.items()):
+        begin = time.perf_counter()
+        await connection.ask(shape.request(turn, 0))
+        took_s[name].append(time.perf_counter() - begin)
+    for connection in connections.values():
+        connection.close()
+
+
+def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
+    forms = shapes()
+    costs: dict[str, dict[str, list[dict[str, float]]]] = {}
+    took_s: dict[str, list[float]] = {name: [] for name in NAMES}
+    with started(url) as asked:
+        fronts = [each for each in asked.items() if each[0] != "engine"]
+        for turn in range(rounds + 1):
+            for shape, (name, parts) in product(forms, fronts):
+                made = cost(url, parts, shape, requests)
+                if turn:  # the first one warms up
+                    costs.setdefault(shape.name, {}).setdefault(name, []).append(made)
+            run(in_turn(asked, forms[0], requests // 4 or 1, took_s))
     return {
         "cost": {
             shape: {
                 name: {key: median(each[key] for each in runs) for key in runs[0]}
                 for name, runs in by_name.items()
             }
-            for shape, by_name in made.items()
+            for shape, by_name in costs.items()
         },
-        "added_first_token_ms": {
-            name: {
-                f"p{q}": float(np.percentile(took, q) - np.percentile(first["engine"], q))
-                for q in (50, 99)
-            }
-            for name, took in first.items()
-            if name != "engine"
+        "took_ms": {
+            name: {f"p{q}": float(np.percentile(took, q)) * 1000 for q in (50, 99)}
+            for name, took in took_s.items()
         },
     }
 
 
-NAMES = {"door": "door", "picker": "picker", "blind": "picker, no bodies"}
-
-
 def show(result: dict[str, Any], console: Console) -> None:
-    heads = ("", "", "Python, µs of CPU", "with Envoy, µs of CPU", "per s of one core")
+    heads = ("", "", "Python, µs of CPU", "with Envoy, µs of CPU", "per s of CPU")
     cells = table(*heads, left=("", ""), title=f"{CONCURRENCY} connections")
     for shape, numbers in result["cost"].items():
         for name, each in numbers.items():
             cells.add_row(
                 shape,
                 NAMES[name],
-                f"{each['python_us']:.0f}",
+                "" if name == ALONE else f"{each['python_us']:.0f}",
                 f"{each['all_us']:.0f}",
-                f"{each['per_s']:,.0f}",
+                f"{1e6 / each['all_us']:,.0f}",
             )
     console.print(cells)
-    for name, added in result["added_first_token_ms"].items():
-        said = ", ".join(f"{quantile} {ms:.1f}" for quantile, ms in added.items())
-        console.print(
-            f"Added to the first token of {PACED_STREAMS} streams, {NAMES[name]}: {said} ms"
-        )
+    cells = table("", "p50, ms", "p99, ms", left=("",), title="one connection, 800 characters")
+    for name, took in result["took_ms"].items():
+        cells.add_row(NAMES[name], f"{took['p50']:.2f}", f"{took['p99']:.2f}")
+    console.print(cells)
 
 
 @click.command(cls=Command)
