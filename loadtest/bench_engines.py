@@ -58,6 +58,14 @@ class Conversations:
     words_of_turn: int
 
 
+CONVERSATIONS = {
+    "cpu": Conversations(50, 4, 4, 60, 60),
+    "cuda": Conversations(128, 4, 32, 2_048, 768),
+}
+"""By what the engines compute on: the last prompts have hundreds of tokens, or some 6,000, of which
+32 at once come to 25 GB of KV of an 8B model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What one request found. ttft_s: until the first word of the answer, seconds."""
@@ -228,27 +236,40 @@ def show(result: dict[str, Any], console: Console) -> None:
 @click.option(
     "--engine-url", "engine_urls", multiple=True, required=True, help="Two or more: repeat it."
 )
-@click.option("--conversations", default=50, show_default=True, type=POSITIVE)
-@click.option("--turns", default=4, show_default=True, type=POSITIVE, help="Of each conversation.")
 @click.option(
-    "--at-once", default=4, show_default=True, type=POSITIVE, help="Requests in flight at most."
+    "--device",
+    type=click.Choice(tuple(CONVERSATIONS)),
+    default="cpu",
+    show_default=True,
+    help="What the engines compute on; the options below are such that they fill it.",
 )
-@click.option("--system-words", default=60, show_default=True, type=POSITIVE)
-@click.option("--turn-words", default=60, show_default=True, type=POSITIVE)
+@click.option("--conversations", type=POSITIVE)
+@click.option("--turns", type=POSITIVE, help="Of each conversation.")
+@click.option("--at-once", type=POSITIVE, help="Requests in flight at most.")
+@click.option("--system-words", type=POSITIVE)
+@click.option("--turn-words", type=POSITIVE)
 @click.option("--rounds", default=3, show_default=True, type=POSITIVE, help="With each policy.")
 @json_option
 def main(
     engine_urls: tuple[str, ...],
-    conversations: int,
-    turns: int,
-    at_once: int,
-    system_words: int,
-    turn_words: int,
+    device: str,
+    conversations: int | None,
+    turns: int | None,
+    at_once: int | None,
+    system_words: int | None,
+    turn_words: int | None,
     rounds: int,
     json_file: Path | None,
 ) -> None:
     """Compare cache-aware routing with round robin on running engines."""
-    asked = Conversations(conversations, turns, at_once, system_words, turn_words)
+    usual = CONVERSATIONS[device]
+    asked = Conversations(
+        conversations or usual.number,
+        turns or usual.turns,
+        at_once or usual.at_once,
+        system_words or usual.words_of_system,
+        turn_words or usual.words_of_turn,
+    )
     result = measure(engine_urls, asked, rounds)
     show(result, Console())
     save(result, json_file)
