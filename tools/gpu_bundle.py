@@ -30,6 +30,8 @@ MORE = (
     "hypothesis",
 )
 MOST_BYTES = 60_000_000
+LEFT_OUT = "hf_xet"
+"""A wheel of 4 MB that nothing imports where there is no network."""
 CARRIED = "tests", "loadtest", "constraints.txt"
 RUN = """\
 #!/bin/sh
@@ -38,6 +40,18 @@ RUN = """\
 cd "$(dirname "$0")" || exit 1
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD/site:$PWD"
+"$python" - "${DEVICE:-cuda}" <<'END' || exit 2
+import sys
+
+if sys.version_info[:2] != tuple(map(int, "@PYTHON@".split("."))):
+    sys.exit(f"./run: its wheels are for Python @PYTHON@; PYTHON is {sys.version.split()[0]}")
+try:
+    import torch
+except ImportError:
+    sys.exit(f"./run: {sys.executable} has no torch; name one that has: PYTHON=... ./run")
+if sys.argv[1] == "cuda" and not torch.cuda.is_available():
+    sys.exit("./run: torch sees no GPU; DEVICE=cpu tries all of it in small")
+END
 lacking=$("$python" - <<'END'
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -84,11 +98,13 @@ def main(folder: Path, python: str) -> None:
         f"{EXTRAS} @ {own.resolve().as_uri()}",
         *MORE,
     )
+    for wheel in wheels.glob(f"{LEFT_OUT}-*.whl"):
+        wheel.unlink()
     for name in CARRIED:
         _carry(ROOT / name, folder / name)
     (folder / "pytest.ini").write_text(PYTEST + _markers())
     run = folder / "run"
-    run.write_text(RUN)
+    run.write_text(RUN.replace("@PYTHON@", python))
     run.chmod(0o755)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     click.echo(f"{folder}: {size / 1e6:.1f} MB")
