@@ -93,6 +93,7 @@ def test_nothing_is_wrong_with_workers_that_are_alike(url: str, raw: Redis) -> N
         "routers",
     ]
     assert unknown(found) == {"models", "context length", "tokenizer", "cache hits", "routers"}
+    measured(raw)
     lines = [line for line in kvroute(url, "doctor").output.splitlines() if line[2:7] != "redis"]
     for line in lines:
         if line[0] != " ":
