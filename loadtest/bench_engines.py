@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -76,17 +76,16 @@ class Turn:
 
 
 @contextmanager
-def agent_beside(engine_url: str, redis_url: str, namespace: str, name: str) -> Iterator[int]:
-    """`kvroute agent` as a process, once it has registered; its process id."""
+def agent_of(*flags: str, redis_url: str, namespace: str) -> Iterator[int]:
+    """`kvroute agent` as a process, once it is healthy; its process id. flags: of its engines."""
     port = free_port()
     with TemporaryDirectory() as folder, Path(folder, "log").open("wb") as log:
         process: subprocess.Popen[bytes] = start_child(
             (
                 *(sys.executable, "-m", "app.cli", "agent"),
-                f"--engine-url={engine_url}",
+                *flags,
                 f"--redis-url={redis_url}",
                 f"--namespace={namespace}",
-                f"--worker-id={name}",
                 f"--memory-folder={folder}",
                 f"--port={port}",
             ),
@@ -97,10 +96,18 @@ def agent_beside(engine_url: str, redis_url: str, namespace: str, name: str) -> 
             yield process.pid
         except httpx.HTTPError as error:
             printed = Path(folder, "log").read_text(errors="replace")
-            raise click.ClickException(f"{engine_url}: {error}\n{printed}") from None
+            raise click.ClickException(f"{flags[0]}: {error}\n{printed}") from None
         finally:
             process.terminate()
             process.wait()
+
+
+def agent_beside(
+    engine_url: str, redis_url: str, namespace: str, name: str
+) -> AbstractContextManager[int]:
+    """The same of one engine, once it has registered."""
+    flags = f"--engine-url={engine_url}", f"--worker-id={name}"
+    return agent_of(*flags, redis_url=redis_url, namespace=namespace)
 
 
 @stamina.retry(on=httpx.HTTPError, timeout=60.0, attempts=None, wait_max=1.0)

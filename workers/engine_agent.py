@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
+import zmq.asyncio
 from platformdirs import user_cache_path
 from prometheus_client import CollectorRegistry, make_asgi_app
 from starlette.applications import Starlette
@@ -63,12 +64,13 @@ async def serve(settings: EngineAgentSettings) -> None:
                 connector=aiohttp.TCPConnector(limit=CONNECTIONS * MOST_ENGINES),
             )
         )
+        context = opened.enter_context(zmq.asyncio.Context())
         runner = ScriptRunner(redis, REDIS_TIMEOUT_S)
         memory = Path(settings.memory_folder or user_cache_path("kvroute"))
 
         def begin(of_engine: EngineAgentSettings) -> EngineFollower:
             overrides = overrides_of(of_engine)
-            return EngineFollower(of_engine, keyspace, runner, session, overrides, memory)
+            return EngineFollower(of_engine, keyspace, runner, session, context, overrides, memory)
 
         if source is None:
             await _serve(follower := begin(settings), beside(follower), listening)

@@ -64,7 +64,8 @@ STATES: tuple[State, ...] = get_args(State)
 class EngineFollower:
     """`run` until cancelled.
 
-    session: for what is asked of the engine. memory: the folder of what outlives the agent.
+    session: for what is asked of the engine. context: for what it publishes; it may be that of many
+    followers, as each context has two threads. memory: the folder of what outlives the agent.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class EngineFollower:
         keyspace: Keyspace,
         runner: ScriptRunner,
         session: aiohttp.ClientSession,
+        context: zmq.asyncio.Context,
         overrides: Overrides,
         memory: Path,
     ) -> None:
@@ -95,6 +97,7 @@ class EngineFollower:
         self._keyspace = keyspace
         self._runner = runner
         self._session = session
+        self._context = context
         self._engine = EngineHttp(session, settings.engine_url, READ_S)
         self._registrations = Registrations(settings, self._engine.url, self._engine.host)
         self._overrides = overrides
@@ -130,22 +133,21 @@ class EngineFollower:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        with zmq.asyncio.Context() as context:
-            while True:
-                facts, block_size = await until_it_works(
-                    self._fit, EngineUnfit, "the engine is not followed", 0.5, UNFIT_S
-                )
-                reader = LoadReader(self._engine, facts.kind)
-                await self._while_it_sleeps(facts, reader)
-                self.ranks = await self._new_ranks(context, facts, block_size)
-                self._state = "serving"
-                try:
-                    await self._serve(context, facts, reader)
-                finally:
-                    self._state = "unavailable"
-                    keeps = self._is_kept
-                    await asyncio.gather(*(rank.leave(keeps_engine=keeps) for rank in self.ranks))
-                    self.ranks = []
+        while True:
+            facts, block_size = await until_it_works(
+                self._fit, EngineUnfit, "the engine is not followed", 0.5, UNFIT_S
+            )
+            reader = LoadReader(self._engine, facts.kind)
+            await self._while_it_sleeps(facts, reader)
+            self.ranks = await self._new_ranks(facts, block_size)
+            self._state = "serving"
+            try:
+                await self._serve(facts, reader)
+            finally:
+                self._state = "unavailable"
+                keeps = self._is_kept
+                await asyncio.gather(*(rank.leave(keeps_engine=keeps) for rank in self.ranks))
+                self.ranks = []
 
     async def stop(self) -> None:
         """While `run` runs, before it is cancelled: take the engine out of service, once it has no
@@ -202,9 +204,7 @@ class EngineFollower:
                 self._state = "asleep" if sleeps else "unavailable"
             await asyncio.sleep(POLL_S)
 
-    async def _serve(
-        self, context: zmq.asyncio.Context, facts: EngineFacts, reader: LoadReader
-    ) -> None:
+    async def _serve(self, facts: EngineFacts, reader: LoadReader) -> None:
         """Until the engine is gone, sleeps or is another."""
         now = asyncio.get_running_loop().time()
         self._healths = {
@@ -220,7 +220,7 @@ class EngineFollower:
             adapting = _begun(tasks, "adapters", self._follow_adapters)
             cleansing = _begun(tasks, "taints", partial(cleanse, self._engine, self.ranks))
             ending = [
-                _begun(tasks, "facts", partial(self._look_for_changes, context, facts)),
+                _begun(tasks, "facts", partial(self._look_for_changes, facts)),
                 _begun(tasks, "health", partial(self._probe, _health_path(facts))),
                 _begun(tasks, "load", partial(self._watch, facts, reader)),
             ]
@@ -306,22 +306,22 @@ class EngineFollower:
         per_pair_s = speed.prefill_s_per_token2 * tokens / 2
         return tokens * (speed.prefill_s_per_token + per_pair_s)
 
-    async def _tells_more(self, context: zmq.asyncio.Context, facts: EngineFacts) -> bool:
+    async def _tells_more(self, facts: EngineFacts) -> bool:
         """Whether something that it did not tell of its KV is known now."""
         for rank in self.ranks:
             told = rank.info.kv_fingerprint
             if any(one.endswith(f"={UNKNOWN}") for one in told):
                 number = rank.info.key.dp_rank
-                if await self._registrations.fingerprint(context, facts, number) != told:
+                if await self._registrations.fingerprint(self._context, facts, number) != told:
                     return True
         return False
 
-    async def _look_for_changes(self, context: zmq.asyncio.Context, facts: EngineFacts) -> None:
+    async def _look_for_changes(self, facts: EngineFacts) -> None:
         """Until it has come to be another, or to have other models, for longer than a moment."""
         changed: EngineFacts | None = None
         while True:
             await asyncio.sleep(LOOK_AGAIN_S if changed is None else POLL_S)
-            if await self._tells_more(context, facts):
+            if await self._tells_more(facts):
                 log.info("the engine tells more of its KV: it registers anew")
                 return
             before, changed = changed, None
@@ -352,9 +352,7 @@ class EngineFollower:
                     rank.agent.info = replace(rank.agent.info, adapters=models.adapters)
                     rank.load_adapters(dict(models.folders))
 
-    async def _new_ranks(
-        self, context: zmq.asyncio.Context, facts: EngineFacts, block_size: int
-    ) -> list[Rank]:
+    async def _new_ranks(self, facts: EngineFacts, block_size: int) -> list[Rank]:
         settings = self._settings
         agent_settings = AgentSettings(
             settings.lease_ttl_s,
@@ -369,11 +367,11 @@ class EngineFollower:
         ranks = []
         for source in facts.sources:
             self.speeds.setdefault(source.rank, EngineSpeed(facts.capacity_tokens, self._profile))
-            fingerprint = await self._registrations.fingerprint(context, facts, source.rank)
+            fingerprint = await self._registrations.fingerprint(self._context, facts, source.rank)
             info = self._registrations.info(facts, source, block_size, probed, hosts, fingerprint)
             ranks.append(
                 Rank(
-                    context,
+                    self._context,
                     source,
                     facts,
                     info,

@@ -57,7 +57,8 @@ async def follow(process: EngineAgentSettings, look: Look, tell: Tell) -> None:
             async with asyncio.timeout(DEADLINE_S):
                 places = await look()
         except OSError as error:
-            log.warning("--engine-dns %s: %s", process.engine_dns, error or type(error).__name__)
+            said = str(error) or f"no answer within {DEADLINE_S:g} s"
+            log.warning("--engine-dns %s: %s", process.engine_dns, said)
         else:
             engines = (engine_at(process, *place) for place in sorted(places))
             tell({engine.settings.resolved_id(): engine for engine in engines})

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import zmq.asyncio
 from redis.asyncio import Redis
 
 from app.core.errors import NamespaceMissing
@@ -123,7 +124,8 @@ async def followed(
             **changes,
         )
         runner = ScriptRunner(redis, 5.0)
-        follower = EngineFollower(settings, KEYS, runner, http, NO_OVERRIDES, folder)
+        context = zmq.asyncio.Context.instance()
+        follower = EngineFollower(settings, KEYS, runner, http, context, NO_OVERRIDES, folder)
         running = asyncio.ensure_future(follower.run())
         try:
             seen = Followed(redis, engine, follower)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import zmq.asyncio
 from redis.asyncio import Redis
 
 from app.core.errors import NamespaceMissing, RedisUnavailable
@@ -74,13 +75,14 @@ async def running(
     lease_s: float = LONG_S,
     gone_s: float = 0.0,
 ) -> AsyncIterator[Fleet]:
-    """At the end it dies, as if killed."""
+    """At the end it takes its engines out of service."""
     async with aiohttp.ClientSession() as http:
+        context = zmq.asyncio.Context.instance()
         runner = ScriptRunner(redis, 5.0)
 
         def begin(of_engine: EngineAgentSettings) -> EngineFollower:
             overrides = overrides_of(of_engine)
-            return EngineFollower(of_engine, KEYS, runner, http, overrides, folder)
+            return EngineFollower(of_engine, KEYS, runner, http, context, overrides, folder)
 
         claims = Claims(runner, KEYS, "test", lease_s)
         fleet = Fleet(source, claims, begin, gone_s)
