@@ -73,8 +73,10 @@ async def running_router(
     running: list[asyncio.Future[None]] = []
     async with AsyncExitStack() as stack:
         for n in range(2):
+            own = await stack.enter_async_context(connect(url))
+            running.append(asyncio.ensure_future(own.follow()))
             agent = Agent(
-                ScriptRunner(await stack.enter_async_context(connect(url)), 1.0),
+                ScriptRunner(own, 1.0),
                 KEYS,
                 WorkerInfo(WorkerKey(f"w{n}"), f"http://w{n}:80", BLOCK_SIZE, 10_000, 256),
                 AgentSettings(lease_ttl_s=3.0, index_blocks=10_000, shards=SHARDS),

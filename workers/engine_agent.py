@@ -72,12 +72,15 @@ async def serve(settings: EngineAgentSettings) -> None:
             overrides = overrides_of(of_engine)
             return EngineFollower(of_engine, keyspace, runner, session, context, overrides, memory)
 
-        if source is None:
-            await _serve(follower := begin(settings), beside(follower), listening)
-        else:
-            claims = Claims(runner, keyspace, source.name, settings.lease_ttl_s)
-            fleet = Fleet(source.follow, claims, begin, source.gone_s)
-            await _serve(fleet, of_fleet(fleet), listening)
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(supervised("redis", redis.follow, FAILURES))
+            if source is None:
+                await _serve(follower := begin(settings), beside(follower), listening)
+            else:
+                claims = Claims(runner, keyspace, source.name, settings.lease_ttl_s)
+                fleet = Fleet(source.follow, claims, begin, source.gone_s)
+                await _serve(fleet, of_fleet(fleet), listening)
+            following.cancel()
 
 
 async def _serve(

@@ -91,6 +91,7 @@ async def _serve_with_agent(
         add_chat(app, served, hosted.tokenizer_source)
         async with asyncio.TaskGroup() as tasks:
             running_agent = tasks.create_task(_run(agent))
+            following = tasks.create_task(supervised("redis", redis.follow, FAILURES))
 
             async def leave() -> None:
                 if settings.drain_s:
@@ -101,6 +102,7 @@ async def _serve_with_agent(
                 await agent.stop()
 
             await _serve_engine(app, engine, listening, settings.drain_s, leave)
+            following.cancel()
 
 
 async def _serve_published(

@@ -159,7 +159,6 @@ class Agent:
                 "audit": self._audit,
                 "measurements": self._publish_metrics,
                 "models": self._announce,
-                "redis": self._runner.redis.follow,
             }.items():
                 tasks.create_task(supervised(task, run, FAILURES))
 

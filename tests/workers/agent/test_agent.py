@@ -22,7 +22,6 @@ from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.http import supervisor
 from app.local.redis_server import EmbeddedRedis
 from app.state import leases, reservations
-from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
@@ -53,19 +52,6 @@ async def test_a_worker_whose_agent_started_is_routed_to(redis: Redis, observer:
     assert agent.incarnation == 1
     assert await observer.live() == {1: "w0:0"}
     assert registration.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
-
-
-async def test_a_running_agent_follows_a_redis_that_moves_without_a_failed_call(
-    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    follows = asyncio.Event()
-
-    async def follow(_: RedisClient) -> None:
-        follows.set()
-
-    monkeypatch.setattr(RedisClient, "follow", follow)
-    async with connect(one_redis_server.url) as redis, running(new_agent(redis)):
-        await follows.wait()
 
 
 async def test_a_worker_whose_agent_stopped_is_no_longer_routed_to(
