@@ -15,14 +15,12 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from threading import local
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,15 +38,12 @@ from workers.kv.disk_records import (
     read_at,
     write_at,
 )
+from workers.kv.disk_threads import DiskThreads
 
-P = TypeVar("P")
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
 """Copied and hashed in one go, so that whichever comes second finds the data in a core's cache."""
-THREADS = min(4, os.cpu_count() or 1)
-"""They share the parts of a batch, so that some are hashed while others are copied."""
 SMALL_BYTES = 64 << 10
 """Blocks up to this size are gathered before they are written. That spares Python work on each of
 them, in which threads would wait for each other."""
@@ -90,7 +85,7 @@ class SlotFile:
         self.num_slots = num_slots
         self._slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
         self._local = local()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk-tier")
+        self._threads = DiskThreads()
         folder.mkdir(parents=True, exist_ok=True)
         self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -102,7 +97,7 @@ class SlotFile:
 
     def close(self) -> None:
         """Leave the files to another process. Data on its way to the disk still gets there."""
-        self._threads.shutdown()
+        self._threads.close()
         self._index.close()
         os.close(self._blocks)
 
@@ -129,7 +124,7 @@ class SlotFile:
                 return self._write_gathered(slots, memory, places, part)
             return self._write_each(slots[part.blocks], _rows(memory, places[part.blocks]))
 
-        done = self._shared(write, self._parts(slots))
+        done = self._threads.share(write, self._parts(slots))
         failed = {n: came for n, came in enumerate(done) if not isinstance(came, int)}
         checksums = [came for came in done if isinstance(came, int)]
         stored = np.delete(slots, list(failed))
@@ -164,7 +159,7 @@ class SlotFile:
         checksums = records["checksum"][there].tolist()
         parts = self._parts(slots)
         rows = _rows(memory, places)
-        cached = self._shared(lambda part: [self._is_cached(part, checksums, rows)], parts)
+        cached = self._threads.share(lambda part: [self._is_cached(part, checksums, rows)], parts)
         not_cached = [part for part, was in zip(parts, cached, strict=True) if not was]
         # Submit all reads to the disk at once.
         for part in not_cached:
@@ -172,7 +167,7 @@ class SlotFile:
                 size = (run.stop - run.start) * self._slot_bytes
                 with suppress(OSError):
                     os.posix_fadvise(self._blocks, offset, size, os.POSIX_FADV_WILLNEED)
-        whys = self._shared(
+        whys = self._threads.share(
             lambda part: list(
                 map(
                     self._spoilt,
@@ -197,7 +192,7 @@ class SlotFile:
     def pieces(self, slots: Ids, generations: Sequence[int]) -> DiskPieces:
         """The same blocks, to be read piece by piece."""
         return DiskPieces(
-            self._blocks, self._index, slots, generations, self._slot_bytes, self._shared
+            self._blocks, self._index, slots, generations, self._slot_bytes, self._threads.share
         )
 
     def _lock(self, folder: Path) -> None:
@@ -261,32 +256,6 @@ class SlotFile:
             _Part(blocks, runs[which])
             for blocks, which in zip(between(starts, num), of_parts, strict=True)
         ]
-
-    def _shared(self, act: Callable[[P], list[T]], parts: Sequence[P]) -> list[T]:
-        """The results of `act` for all parts, in order. Threads share the work."""
-        untaken = iter(enumerate(parts))
-        results: dict[int, list[T]] = {}
-
-        def take_parts() -> None:
-            for n, part in untaken:
-                results[n] = act(part)
-
-        begun = []
-        try:
-            with suppress(RuntimeError):  # no thread can be started: those there are do more
-                for _ in parts[1:THREADS]:
-                    begun.append(self._threads.submit(take_parts))
-            take_parts()
-        finally:
-            # Even if it failed: once this ends, slots and memory may go to other blocks. A task for
-            # which no thread could be started runs all the same, after others: it finds nothing.
-            deque(untaken, maxlen=0)
-            # Those that have not begun wait behind other copies.
-            running = [other for other in begun if not other.cancel()]
-            wait(running)
-        for other in running:
-            other.result()
-        return list(chain.from_iterable(results[n] for n in range(len(parts))))
 
     def _write_gathered(
         self, slots: Ids, memory: Blocks, places: Ids, part: _Part

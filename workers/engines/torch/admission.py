@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Container
 from dataclasses import replace
@@ -10,12 +11,14 @@ from app.core.types import Tier
 from app.core.worker_report import Speed
 from app.simulation.speed import SpeedLearner
 from app.simulation.steps import Step
+from workers.kv.manager import BlockManager
 from workers.kv.policies import AdmissionPolicy
 
 FORGET = 0.99
 """Weight of a chunk's speed relative to the next one's."""
 LOAD_FORGET = 0.7
 """Weight of a load relative to the next one: a disk that has become slow is left after a few."""
+REVISED_S = 1.0
 TIER_RETRIED_S = 60.0
 """A tier from which loading took longer than computing is retried after this long."""
 
@@ -57,6 +60,12 @@ class AdaptiveAdmission:
     def speed(self) -> Speed:
         """What was learnt."""
         return self._learner.speed()
+
+    async def revise_forever(self, manager: BlockManager) -> None:
+        """Ensure that blocks are loaded, and so stored, only if that is faster than computing."""
+        while True:
+            await asyncio.sleep(REVISED_S)
+            manager.admission = self.revised(manager.admission)
 
     def revised(self, policy: AdmissionPolicy) -> AdmissionPolicy:
         """`policy`, by how long blocks take now; as it is until a chunk was computed."""

@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
-from app.core.cache_stats import HitRate
 from app.core.errors import InvalidRequest
 from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
@@ -43,8 +41,6 @@ from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.tcp import Source
-
-ADMISSION_INTERVAL_S = 1.0
 
 
 class TorchEngine:
@@ -77,8 +73,7 @@ class TorchEngine:
         self._model = model
         self._passes = ForwardPasses(model, pools)
         self._manager = manager
-        self._max_num_seqs = max_num_seqs
-        self._max_waiting = max_waiting
+        self._max_num_seqs, self._max_waiting = max_num_seqs, max_waiting
         self._admission = AdaptiveAdmission(chunk_tokens, self.block_size)
         self._may_step = asyncio.Event()
         self._cache = BlockCache(
@@ -95,7 +90,6 @@ class TorchEngine:
         self._transfer = (
             None if link is None else BlockTransfer(pools, self._cache, link, self._waiting.notice)
         )
-        self._hit_rate = HitRate()
         self._sequences: dict[str, TokenSequence] = {}
         self._prefills = Prefills(
             self._cache,
@@ -108,8 +102,6 @@ class TorchEngine:
         self._decoding: list[TokenSequence] = []
         self._in_step: set[TokenSequence] = set()
         self._stopping = asyncio.Event()
-        # Always the same thread, so that torch keeps one pool of threads for it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
 
     @property
     def max_context_tokens(self) -> int:
@@ -125,7 +117,7 @@ class TorchEngine:
                     working_on = [
                         working.create_task(self._waiting.admit_forever()),
                         working.create_task(self._step_forever()),
-                        working.create_task(self._revise_admission_forever()),
+                        working.create_task(self._admission.revise_forever(self._manager)),
                     ]
                     if self._transfer is not None:
                         working_on.append(working.create_task(self._transfer.run()))
@@ -136,7 +128,7 @@ class TorchEngine:
                         task.cancel()
             finally:
                 self._end_all()
-                await asyncio.to_thread(self._thread.shutdown)
+                await asyncio.to_thread(self._passes.close)
                 caching.cancel()
 
     def stop(self) -> None:
@@ -191,7 +183,7 @@ class TorchEngine:
             kv_total_blocks=device.num_slots,
             num_requests_waiting=len(self._waiting),
             gpu_cache_usage_perc=used / device.num_slots,
-            gpu_prefix_cache_hit_rate=self._hit_rate.value,
+            gpu_prefix_cache_hit_rate=self._prefills.hit_rate.value,
             kv_idle_before_evict_s=self._manager.idle_before_evict_s,
         )
 
@@ -251,7 +243,6 @@ class TorchEngine:
             self._leave_if_unused(sequence)
 
     async def _step_forever(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             chunk = self._prefills.next_chunk()
             decoding = list(self._decoding)
@@ -262,9 +253,7 @@ class TorchEngine:
             self._in_step = {*decoding, *([chunk.sequence] if chunk else [])}
             for_others = {one.request.request_id for one in self._in_step if one.request.keep_s}
             started = time.perf_counter()
-            tokens, chunk, waited_s = await loop.run_in_executor(
-                self._thread, self._passes.compute, chunk, decoding
-            )
+            tokens, chunk, waited_s = await self._passes.run(chunk, decoding)
             duration_s = time.perf_counter() - started - waited_s
             while chunk is not None and any(not one.ended for one in chunk.arriving):
                 # All of it is there, and those who brought it are about to say so.
@@ -276,12 +265,6 @@ class TorchEngine:
             if self.watcher is not None:
                 self.watcher.stepped(step, duration_s)
 
-    async def _revise_admission_forever(self) -> None:
-        """Ensure that blocks are loaded, and so stored, only if that is faster than computing."""
-        while True:
-            await asyncio.sleep(ADMISSION_INTERVAL_S)
-            self._manager.admission = self._admission.revised(self._manager.admission)
-
     def _apply(
         self, chunk: Chunk | None, decoding: Sequence[TokenSequence], tokens: Sequence[int]
     ) -> list[Finished]:
@@ -292,8 +275,6 @@ class TorchEngine:
             sequence = chunk.sequence
             self._prefills.computed(chunk)
             if chunk.is_last:
-                self._hit_rate.add(sequence.num_cached * self.block_size, sequence.num_prompt)
-                self._prefills.remove(sequence)
                 self._decoding.append(sequence)
                 emitting.append(sequence)
         finished = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -24,6 +26,19 @@ class ForwardPasses:
         self._decode = decoder(model, self._kv)
         self._waited_s = 0.0
         self._gpus = {pool.device for pool in pools if pool.words.is_cuda}
+        # Always the same thread, so that torch keeps one pool of threads for it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
+
+    def close(self) -> None:
+        """Return once nothing is computed any more."""
+        self._thread.shutdown()
+
+    async def run(
+        self, chunk: Chunk | None, decoding: Sequence[TokenSequence]
+    ) -> tuple[list[int], Chunk | None, float]:
+        """See `compute`. It goes on if this is cancelled."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self.compute, chunk, decoding)
 
     def compute(
         self, chunk: Chunk | None, decoding: Sequence[TokenSequence]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from app.core.cache_stats import HitRate
 from app.core.errors import NotEnoughBlocks
 from app.core.types import Tier
 from workers.engines.torch.admission import AdaptiveAdmission
@@ -20,7 +21,7 @@ class Prefills:
     on_arrival: called with a request whenever more of what it fetches is there, and at the end.
     put_back: called with a request that has no slots any more.
     num_fetched, num_lost: blocks that came from other workers, and that did not come as they
-    should.
+    should. hit_rate: of the prompts that were computed.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Prefills:
         put_back: Callable[[TokenSequence], None],
     ) -> None:
         self.num_fetched = self.num_lost = 0
+        self.hit_rate = HitRate()
         self._cache = cache
         self._admission = admission
         self._transfer = transfer
@@ -88,11 +90,15 @@ class Prefills:
         return self._chunk(sequence, sequence.prefilled)
 
     def computed(self, chunk: Chunk) -> None:
-        """All that was on its way has come."""
+        """All that was on its way has come. Who has its whole prompt computed leaves."""
         there = self._take_over(chunk.sequence)
         assert there, "a chunk was computed behind blocks that are lost"
-        chunk.sequence.prefilled = chunk.stop
-        self._register(chunk.sequence)
+        sequence = chunk.sequence
+        sequence.prefilled = chunk.stop
+        self._register(sequence)
+        if chunk.is_last:
+            self.hit_rate.add(sequence.num_cached * sequence.block_size, sequence.num_prompt)
+            self.remove(sequence)
 
     def _may_compute(self, sequence: TokenSequence) -> bool:
         """Will all that is on its way to it be there in time? If not, every other request waits.

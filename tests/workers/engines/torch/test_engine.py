@@ -663,7 +663,7 @@ async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
 async def test_a_tier_slower_than_computing_is_not_loaded_from_until_retried_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.engines.torch.engine.ADMISSION_INTERVAL_S", 0.01)
+    monkeypatch.setattr("workers.engines.torch.admission.REVISED_S", 0.01)
     prompt = prompt_of(1, 43)
     async with running(tmp_path, {DEVICE: 40, HOST: 32}) as served:
         engine = served.engine
