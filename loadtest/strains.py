@@ -63,6 +63,8 @@ ROWS = (
     Row("reasoning", "reasoning"),
     Row("sub-agents, load 0.67", "sub-agents", 0.67),
     Row("sub-agents, load 1", "sub-agents"),
+    Row("a crowd", "crowd", only="low"),
+    Row("a crowd: the chats beside it", "crowd", only="normal"),
     Row("short prompts", "short", profile="8b-1xh100", rivals=("logit", "blocks:32")),
 )
 

@@ -5,7 +5,8 @@
 Every request is on its own. `prefixes`: all begin with one of 24 long prefixes. `one-offs`: very
 long prompts amid chats. `jobs`: many at once beside chats. `tenants`: 200 system prompts, Zipf, in
 bursts. `reasoning`: a quarter of the answers is very long. `sub-agents`: eight at once on a prompt
-that is new. `short`: short prompts, for a small model.
+that is new. `crowd`: hundreds within seconds on one, beside chats. `short`: short prompts, for a
+small model.
 """
 
 from __future__ import annotations
@@ -92,6 +93,14 @@ def sub_agents(rng: np.random.Generator) -> Iterator[Asked]:
             yield Asked(at_s, 12_288 + int(rng.integers(100, 600)), 200, group, 12_288)
 
 
+def crowd(rng: np.random.Generator) -> Iterator[Asked]:
+    yield from chats(rng, 8.0, 1200)
+    for group, first_s in enumerate((50.0, 85.0, 120.0), start=10):
+        for after_s in np.sort(rng.uniform(0.0, 2.0, 200)).tolist():
+            tokens = 8192 + int(rng.integers(100, 600))
+            yield Asked(first_s + after_s, tokens, 200, group, 8192, priority="low")
+
+
 def short(rng: np.random.Generator) -> Iterator[Asked]:
     for at_s in _arrivals(rng, 400.0, 12_000):
         yield Asked(at_s, _drawn(rng, 330, 0.8, 4000), _drawn(rng, 200, 0.7, 1000))
@@ -104,6 +113,7 @@ TRAFFIC = {
     "tenants": tenants,
     "reasoning": reasoning,
     "sub-agents": sub_agents,
+    "crowd": crowd,
     "short": short,
 }
 PER_GROUP = 1000

@@ -32,3 +32,13 @@ def test_sub_agents_come_eight_at_once_on_a_prompt_of_their_own(tmp_path: Path) 
     together = Counter((session.start_s, session.turns[0].blocks) for session in trace.sessions)
     assert set(together.values()) == {8}
     assert len({blocks for _, blocks in together}) == len(together)
+
+
+def test_a_crowd_comes_within_two_seconds_on_a_prefix_of_its_own(tmp_path: Path) -> None:
+    trace = made("crowd", tmp_path)
+    crowds: dict[int, list[float]] = {}
+    for session in trace.sessions:
+        if session.turns[0].priority == "low":
+            crowds.setdefault(session.turns[0].blocks[0], []).append(session.start_s)
+    assert [len(starts_s) for starts_s in crowds.values()] == [200] * 3
+    assert all(max(starts_s) - min(starts_s) <= 2.0 for starts_s in crowds.values())
