@@ -38,7 +38,7 @@ class Installed:
 
 
 def _installed(example: str) -> Installed:
-    resources = list(yaml.safe_load_all(golden(example).read_text()))
+    resources = list(yaml.load_all(golden(example).read_text(), yaml.CSafeLoader))
     deployments = [each for each in resources if each["kind"] == "Deployment"]
     return Installed(
         example,

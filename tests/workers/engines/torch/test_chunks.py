@@ -9,9 +9,19 @@ from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
 from workers.engines.torch import chunks
 from workers.engines.torch.chunks import CHUNKS, chunk_of, found_chunk, with_chunk
-from workers.engines.torch.llama import SIZES, Llama
+from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 
-MODEL = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
+SMALLEST = LlamaConfig(
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_size=8,
+    max_position_embeddings=max(CHUNKS),
+)
+MODEL = Llama.random(SMALLEST, seed=0, dtype=torch.float32, device="cpu")
 
 
 def clock(rates: tuple[float, ...], rounds: int = 4) -> Iterator[float]:

@@ -309,7 +309,7 @@ async def test_generated_tokens_are_computed_again_in_the_next_turn(tmp_path: Pa
 
 async def test_requests_running_together_get_the_output_each_gets_alone(tmp_path: Path) -> None:
     stem = prompt_of(0, 16)
-    prompts = [[*stem, *prompt_of(n, n + 1)] for n in range(20)]
+    prompts = [[*stem, *prompt_of(n, 2 * n + 1)] for n in range(10)]
     async with running(tmp_path) as served:
         generations = [served.submit(f"r{n}", p, 5) for n, p in enumerate(prompts)]
         outputs = [await output_of(generation) for generation in generations]
