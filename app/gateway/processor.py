@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READINESS = "liveness", "readiness"
+HEALTH = "/health"
+"""What clients ask of an engine first, as GuideLLM does."""
 LOOK_EVERY_S = 1.0
 _OPTIONS = (
     # Else two processes may have the same port, and share what comes.
@@ -117,7 +119,7 @@ class Processor:
         )
         scope = gateway.scope(carrier)
         try:
-            if is_of_door(scope["path"]):
+            if is_of_door(scope["path"]) or scope["path"] == HEALTH:
                 await self._app(scope, gateway.receive, gateway.send)
             else:
                 status, headers, body = answer_to(HTTPException(404), scope["path"])

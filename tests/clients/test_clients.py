@@ -13,6 +13,7 @@ import pytest
 
 from tests.clients.cluster import cluster
 from tests.clients.comply import CLIENTS, FORMATS, run
+from tests.gateway.envoy import ENVOY
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
@@ -30,17 +31,26 @@ OF_PYTHON = {
 """Environment -> the clients in it."""
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of KVROUTE_TEST_URL, or of a cluster with simulated engines."""
-    given = os.environ.get("KVROUTE_TEST_URL")
-    if given:
-        yield given
+GIVEN = os.environ.get("KVROUTE_TEST_URL")
+
+
+@pytest.fixture(scope="module", params=["given"] if GIVEN else ["doors", "gateway"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of KVROUTE_TEST_URL, or of a cluster with simulated engines: its front doors, or an Envoy
+    that asks pickers, where `make test-gateway` has installed one."""
+    if GIVEN:
+        yield GIVEN
         return
     log = tmp_path_factory.mktemp("cluster") / "log"
-    names = ("--model-name", f"{MODEL},{ALIAS}")
-    with cluster(log, "--workers", "2", "--replicas", "2", *names) as url:
-        yield url
+    options = ["--workers", "2", "--replicas", "2", "--model-name", f"{MODEL},{ALIAS}"]
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "gateway":
+            if not ENVOY.exists():
+                pytest.skip(f"there is no {ENVOY}")
+            patch.setenv("PATH", f"{ENVOY.parent}{os.pathsep}{os.environ['PATH']}")
+            options += ["--gateway", "envoy"]
+        with cluster(log, *options) as url:
+            yield url
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,14 @@ async def test_the_first_event_comes_long_before_the_last(one_redis_server: Embe
         await up.gateway.until_reserved()
 
 
+async def test_of_a_pickers_own_paths_clients_get_its_health(
+    one_redis_server: EmbeddedRedis,
+) -> None:
+    async with setup(one_redis_server.url) as up:
+        assert (await up.client.get("/health")).json() == {"status": "ok"}
+        assert (await up.client.get("/metrics")).status_code == 404
+
+
 async def test_a_large_body_passes(one_redis_server: EmbeddedRedis) -> None:
     async with setup(one_redis_server.url) as up:
         long = "word " * 60_000
