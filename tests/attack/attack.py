@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 import httptools
 import httpx
 
-from loadtest.bench_bodies import MAX_BYTES, hostile_bodies
+from app.core.settings.router import RouterSettings
 from tests.attack.engine import ANSWERS, RESET, HostileEngine
+from tests.attack.hostile_bodies import hostile_bodies
 from tests.attack.inputs import NO_KEY, Hostile, Surface, hostile, named, request
 from tests.eventually import eventually
 
@@ -196,7 +197,7 @@ class Attack:
 
     async def send_largest(self) -> None:
         """Bodies as large as a router takes."""
-        for name, body in hostile_bodies(MAX_BYTES):
+        for name, body in hostile_bodies(RouterSettings().max_body_bytes):
             for target in self.targets:
                 path = sorted(target.surface.bodies)[-1]
                 sent = Hostile((request("POST", path, body),), kind="largest")

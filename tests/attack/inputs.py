@@ -14,9 +14,9 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from app.door.members import ONLY_ROUTERS
-from loadtest.bench_bodies import hostile_bodies
 from tests.attack.bodies import COMPLETION, door_schemas, drawn, valid_body
 from tests.attack.costly import costly
+from tests.attack.hostile_bodies import hostile_bodies
 
 JSON_TYPE = b"content-type: application/json\r\n"
 RAW_TYPE = b"content-type: application/octet-stream\r\n"

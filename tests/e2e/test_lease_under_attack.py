@@ -8,7 +8,7 @@ import httpx
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
-from loadtest.door_bodies import hostile_door_bodies
+from tests.attack.hostile_bodies import hostile_door_bodies
 from tests.door.conftest import worker
 from tests.eventually import eventually
 from tests.fake_worker import KEYS

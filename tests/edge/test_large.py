@@ -19,7 +19,7 @@ from app.edge import large
 from app.edge.large import BodyReader
 from app.edge.schemas import MAX_EXCLUDED, RouteBody
 from app.http import numbers as json_numbers
-from loadtest.bench_bodies import BLOCK_SIZE, MAX_TOKENS, REFUSED, hostile_bodies
+from tests.attack.hostile_bodies import BLOCK_SIZE, MAX_TOKENS, REFUSED, hostile_bodies
 from tests.edge.test_bodies import bodies
 
 ACCEPTED = {name: body for name, body in hostile_bodies(400_000) if name not in REFUSED}
@@ -187,7 +187,7 @@ async def test_without_simdjson_large_bodies_are_read_the_same(
 
 
 def test_refusing_the_worst_body_takes_no_longer_than_a_piece() -> None:
-    """A second for what took eleven; loadtest.bench_bodies has the figures."""
+    """A second for what took eleven."""
     for name, raw in hostile_bodies(8 * 1024 * 1024):
         if name in REFUSED:
             begin = time.process_time()

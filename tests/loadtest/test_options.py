@@ -16,7 +16,7 @@ from loadtest.demo import demo
 from loadtest.replay import replay
 
 WITH_A_FILE = (
-    *("simulate", "splits", "bench_agent", "bench_bodies", "bench_bridge", "bench_burst"),
+    *("simulate", "splits", "bench_agent", "bench_bridge", "bench_burst"),
     *("bench_decision", "bench_door", "bench_door_memory"),
     *(
         "bench_failover",
