@@ -20,6 +20,7 @@ WITH_A_FILE = (
     *("bench_decision", "bench_door", "bench_door_memory"),
     *(
         "bench_failover",
+        "bench_fleet",
         "bench_index",
         "bench_index_sweeps",
         "bench_replicas",
