@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,44 +170,17 @@ class WorkerSelector:
             raise NoWorkers("no worker is alive")
         policy = "least_loaded" if degraded else request.policy
         size = RequestSize(request.isl_tokens, view.block_size, request.priority)
-        candidates = view.candidates(query.overlaps)
-        if degraded:
-            # No one reports requests that end meanwhile: all workers would soon look full.
-            candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
-        published = candidates.overlap_device
-        if query.published is not None:
-            published = np.minimum(published, view.candidates(query.published).overlap_device)
-        if np.count_nonzero(candidates.receiving_s):
-            candidates.receiving_s = awaited_s(candidates, published)
+        candidates, published = _candidates(query, view, degraded=degraded)
         affinity = self._affinity(query, view)
-        allowed = _eligible(view, request)
-        targets = allowed if view.roles is None else _targets(allowed, view.roles)
-        eligible = allowed
-        if request.context_tokens > view.contexts.least:
-            targets = fitting(view, targets, request.context_tokens)
-            # A source computes the prompt and one token.
-            alone = request.context_tokens - request.output_tokens + 1
-            eligible = targets if view.roles is None else fitting(view, allowed, alone)
-        able = eligible
-        avoid = avoided(view, (request.model, request.path)) if view.knows_failures else None
-        if avoid is not None:
-            room = has_room(candidates, size)
-            roles = () if view.roles is None else (targets, view.roles.prefill)
-            eligible = without_avoided(able, room, avoid, roles)
-            targets = targets & eligible
-        max_queue_s = math.inf if degraded or not request.reserve else self._max_queue_s
-        cost = _cost(policy, view, affinity)
-        if query.computing and policy == "latency":
-            places = (view.position(inc) for inc in query.computing)
-            cost = awaiting(cost, [at for at in places if at is not None], published)
+        allowed, able, eligible, targets = _who_may(request, view, candidates, size)
         choice = choose(
             *(policy, candidates, size),
             eligible=targets,
             rng=self._rng,
             nth=self._decisions,
             temperature=self._temperature,
-            cost=cost,
-            max_queue_s=max_queue_s,
+            cost=_cost(query, view, policy, affinity, published),
+            max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
         )
         self._decisions += request.reserve
         routes = self._routes(
@@ -221,20 +195,16 @@ class WorkerSelector:
         locality, best = locality_of(
             view, candidates, size, query.overlaps, allowed, able, choice, affinity
         )
-        if degraded:
-            locality = Locality.DEGRADED
         decision = _decision(
             *(query, view, size, route, wish, policy),
             tied=choice.tied,
             degraded=degraded,
-            locality=locality,
+            locality=Locality.DEGRADED if degraded else locality,
             best=best,
             queue_s=float(candidates.prefill_s[route.source]),
         )
         if request.explain:
-            decision.candidates = _explained(query, view, eligible, choice, candidates)
-            if view.roles is not None:
-                decision.costs_by_kind = {one.kind: float(one.cost) for one in routes}
+            _explain(decision, query, view, eligible, choice, candidates, routes)
         source = None if wish.source is None else route.source
         return Plan(
             *(request, route.target, source, wish, decision, view, candidates, choice.costs),
@@ -301,9 +271,11 @@ class WorkerSelector:
         return Affinity(position, fraction, self._max_queue_s)
 
 
-def _cost(policy: str, view: View, affinity: Affinity | None) -> CostFunction:
-    """The policy's, with what the session is worth, and what slowness, failures and absent agents
-    cost."""
+def _cost(
+    query: Query, view: View, policy: str, affinity: Affinity | None, published: Floats
+) -> CostFunction:
+    """The policy's, with what the session is worth, and what slowness, failures, absent agents and
+    what others compute of the prompt cost."""
     cost = POLICIES[policy].cost
     if affinity is not None:
         cost = discounted(cost, affinity)
@@ -311,7 +283,57 @@ def _cost(policy: str, view: View, affinity: Affinity | None) -> CostFunction:
         cost = late(cost, view.late_s, in_seconds=policy == "latency")
     if view.away and (away := view.away_ones) is not None:
         cost = unheard(cost, away)
-    return cost if view.failed_shares is None else avoiding(cost, view.failed_shares)
+    if view.failed_shares is not None:
+        cost = avoiding(cost, view.failed_shares)
+    if query.computing and policy == "latency":
+        places = (view.position(inc) for inc in query.computing)
+        cost = awaiting(cost, [at for at in places if at is not None], published)
+    return cost
+
+
+def _candidates(query: Query, view: View, *, degraded: bool) -> tuple[Candidates, Floats]:
+    """The workers as costs see them, and what of the prompt each has published on its device."""
+    candidates = view.candidates(query.overlaps)
+    if degraded:
+        # No one reports requests that end meanwhile: all workers would soon look full.
+        candidates = replace(candidates, max_requests=np.full(len(view.infos), np.inf))
+    published = candidates.overlap_device
+    if query.published is not None:
+        published = np.minimum(published, view.candidates(query.published).overlap_device)
+    if np.count_nonzero(candidates.receiving_s):
+        candidates.receiving_s = awaited_s(candidates, published)
+    return candidates, published
+
+
+class _WhoMay(NamedTuple):
+    """Which workers, (workers,) each: whom the request allows; whose engines take it; of those, who
+    is not avoided; and of those, who may decode it."""
+
+    allowed: NDArray[np.bool_]
+    able: NDArray[np.bool_]
+    eligible: NDArray[np.bool_]
+    targets: NDArray[np.bool_]
+
+
+def _who_may(
+    request: RouteRequest, view: View, candidates: Candidates, size: RequestSize
+) -> _WhoMay:
+    """Raises NoWorkers if nobody may decode it."""
+    allowed = _eligible(view, request)
+    targets = allowed if view.roles is None else _targets(allowed, view.roles)
+    able = allowed
+    if request.context_tokens > view.contexts.least:
+        targets = fitting(view, targets, request.context_tokens)
+        # A source computes the prompt and one token.
+        alone = request.context_tokens - request.output_tokens + 1
+        able = targets if view.roles is None else fitting(view, allowed, alone)
+    avoid = avoided(view, (request.model, request.path)) if view.knows_failures else None
+    if avoid is None:
+        return _WhoMay(allowed, able, able, targets)
+    room = has_room(candidates, size)
+    roles = () if view.roles is None else (targets, view.roles.prefill)
+    eligible = without_avoided(able, room, avoid, roles)
+    return _WhoMay(allowed, able, eligible, targets & eligible)
 
 
 def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
@@ -449,15 +471,17 @@ def _source_text(source: Source | None) -> str:
     return f"{source.kind} {source.worker.key}" if source is not None else ""
 
 
-def _explained(
+def _explain(
+    decision: Decision,
     query: Query,
     view: View,
     eligible: NDArray[np.bool_],
     choice: Choice,
     candidates: Candidates,
-) -> list[Candidate]:
-    """The candidates of a decision, copied out of the arrays it was made from."""
-    return [
+    routes: Sequence[Route],
+) -> None:
+    """Tell of a decision what it was made from, copied out of its arrays."""
+    decision.candidates = [
         Candidate(
             info=info,
             overlap=query.overlaps.get(inc, NO_OVERLAP),
@@ -472,3 +496,5 @@ def _explained(
             zip(view.incarnations, view.infos, view.loads, eligible.tolist(), strict=True)
         )
     ]
+    if view.roles is not None:
+        decision.costs_by_kind = {one.kind: float(one.cost) for one in routes}
