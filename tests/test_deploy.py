@@ -36,6 +36,7 @@ from app.simulation.profiles import USUAL
 from tests.chart.rendering import EXAMPLES, golden
 from tests.redis_servers import default_kind, require_binary, require_redis
 from workers.bridge.metrics import FAMILIES
+from workers.discovery import metrics as discovery
 from workers.engines.sim.runner import EngineRunner
 from workers.metrics import registry_of
 
@@ -80,7 +81,8 @@ def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     engine = EngineRunner(SimEngine(USUAL, block_size=16, now=time.monotonic))
     router = create_app(RouterSettings()).replica.router
     known = series(router.telemetry.registry) | series(registry_of(engine))
-    known |= series(PlannerMetrics("n").registry) | {family.name for family in FAMILIES}
+    known |= series(PlannerMetrics("n").registry)
+    known |= {family.name for family in (*FAMILIES, *discovery.FAMILIES)}
     asked = set(re.findall(r"kvroute_\w+", expression))
     assert asked
     assert asked <= known
