@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from functools import cached_property
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -51,6 +50,7 @@ class Client(http.Client):
         super().__init__(scope, receive, send)
         self.replica = replica
         self._began_s = time.monotonic()
+        self._record: RequestRecord | None = None
         self._waits_since_s = 0.0
         """For a stream that has not begun; 0.0: for none."""
         self._saying: asyncio.Task[None] | None = None
@@ -62,14 +62,16 @@ class Client(http.Client):
     def stalled_s(self) -> float:
         return self.replica.settings.stalled_s
 
-    @cached_property
+    @property
     def record(self) -> RequestRecord:
         """What is known of a request to the front door."""
-        peer = self.scope.get("client")
-        forwarded_for = self.raw_headers.get(b"x-forwarded-for", b"").decode("latin-1")
-        return RequestRecord(
-            cut(self.scope["path"]), peer[0] if peer else "", cut(forwarded_for), self._began_s
-        )
+        if self._record is None:
+            path, peer = self.scope["path"], self.scope.get("client")
+            forwarded_for = self.raw_headers.get(b"x-forwarded-for", b"").decode("latin-1")
+            self._record = RequestRecord(
+                cut(path), peer[0] if peer else "", cut(forwarded_for), self._began_s
+            )
+        return self._record
 
     def cut_short(self, error: Exception) -> None:
         """End what is done for the client, in whose task this was made, as if it raised `error`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 import orjson
 from starlette.requests import Request
@@ -32,13 +31,14 @@ class Client(Request):
     """A request, and the client that waits for its answer.
 
     about: headers of every answer. key_name: of the key that opened the server; "": it needs none.
-    status: of the answer; 0: none has begun.
+    raw_headers: of those that come twice, the last. status: of the answer; 0: none has begun.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)
         self.about: Headers = ()
         self.key_name = ""
+        self.raw_headers: Mapping[bytes, bytes] = dict(scope["headers"])
         self.status = 0
         self.has_ended = False
         self._answer_headers: Headers = ()
@@ -55,11 +55,6 @@ class Client(Request):
         """Who has a share of what all share: a key, or else an address."""
         peer = self.scope.get("client")
         return self.key_name or (peer[0] if peer else "")
-
-    @cached_property
-    def raw_headers(self) -> Mapping[bytes, bytes]:
-        """Of those that come twice, the last."""
-        return dict(self.scope["headers"])
 
     async def read(self, limit: int) -> bytes:
         """The body. Raises as `read_body`."""
