@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +14,14 @@ from app.http.bearer import authorization_in, digest_of, name_of
 log = logging.getLogger(__name__)
 
 MAX_KEYS_BYTES = 1024 * 1024
-OPEN = ("/", "/health", "/readiness", "/console")
-"""Paths that need no key."""
-METRICS = "/metrics"
-"""The path that a key of its own may open, and no other."""
 CONSOLE, CONSOLE_DATA = "/console/", "/console/api/"
 """Below the first is the page, which needs no key; below the second what it shows, for which a key
 must be an operator's."""
+HEALTH = "/health"
+OPEN = ("/", HEALTH, "/readiness", "/console", CONSOLE)
+"""Paths of a router that need no key, as does all below the last one but CONSOLE_DATA."""
+METRICS = "/metrics"
+"""The path that a key of its own may open, and no other."""
 ROLES = ("metrics", "operator")
 
 Digests = list[tuple[str, bytes]]
@@ -28,16 +29,24 @@ Digests = list[tuple[str, bytes]]
 
 
 class Keys:
-    """The keys that open a replica. None was ever named: it is open to everybody who reaches it.
+    """The keys that open a server. None was ever named: it is open to everybody who reaches it.
 
     api_key: one of them. path: a file with others, one on each line, `<name> <key>` or only the
     key; empty lines, and those that begin with #, count for nothing. metrics_key: opens METRICS
     alone, as do keys of the file with the word `metrics` behind them. CONSOLE_DATA opens to api_key
-    and to keys with the word `operator`. "" for none.
+    and to keys with the word `operator`. "" for none. open_paths: see OPEN.
     """
 
-    def __init__(self, api_key: str, path: str = "", metrics_key: str = "") -> None:
+    def __init__(
+        self,
+        api_key: str,
+        path: str = "",
+        metrics_key: str = "",
+        *,
+        open_paths: Collection[str] = OPEN,
+    ) -> None:
         """Raises ConfigError."""
+        self._open = open_paths
         self._is_asked = False
         self.change(api_key, path, metrics_key)
 
@@ -94,10 +103,10 @@ class Keys:
         is_asked, allowed = self._is_asked, self._digests
         if path == METRICS and self._readers:
             is_asked, allowed = True, allowed + self._readers
-        if not is_asked or path in OPEN:
+        if not is_asked or path in self._open:
             return ""
         is_data = path.startswith(CONSOLE_DATA)
-        if path.startswith(CONSOLE) and not is_data:
+        if path.startswith(CONSOLE) and not is_data and CONSOLE in self._open:
             return ""
         given = authorization_in(headers)
         name = name_of(given, self._operators if is_data else allowed)

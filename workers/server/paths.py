@@ -33,7 +33,7 @@ from app.http.errors import (
     Meaning,
 )
 from app.http.json_body import JsonBody
-from app.http.keys import METRICS, Keys
+from app.http.keys import HEALTH, METRICS, Keys
 from app.http.route import Route, routed
 from app.simulation.steps import PromptTooLargeError
 from workers.engines.base import EngineStoppedError, QueueFullError
@@ -95,9 +95,9 @@ class WorkerApp:
     ) -> None:
         self._served = served
         self._collected = registry_of(served.engine, registry)
-        self._keys = Keys(key, metrics_key=metrics_key)
+        self._keys = Keys(key, metrics_key=metrics_key, open_paths=(HEALTH,))
         self._router = Router(redirect_slashes=False)
-        self.add("GET", "/health", self._health)
+        self.add("GET", HEALTH, self._health)
         self.add("GET", METRICS, self._metrics)
         self.add("POST", "/v1/completions", self._complete)
 

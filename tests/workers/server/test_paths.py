@@ -19,6 +19,7 @@ from app.core.events import Stored
 from app.core.worker_report import DEFAULT_SPEED
 from app.http import body, client
 from app.http.json_body import MAX_VALUES
+from app.http.keys import OPEN
 from app.http.protocol import CUT
 from app.http.server import serve
 from app.simulation.engine import SimEngine
@@ -402,6 +403,17 @@ async def test_a_key_of_metrics_opens_nothing_else(key: str) -> None:
         assert [await asked("/metrics", given) for given in ("scraper", "no")] == [200, 401]
         others = [await asked("/v1/completions", given) for given in ("inner", "scraper")]
         assert others == ([405, 401] if key else [405, 405])
+
+
+async def test_nothing_but_health_is_open_where_a_key_is_asked_for() -> None:
+    runner = runner_of()
+    app = WorkerApp(ServedEngine(runner, ["simulated"], None), key="inner")
+    async with served_by(runner, app) as client:
+        assert (await client.get("/health")).status_code == 200
+        for path in OPEN:
+            if path != "/health":
+                assert (await client.get(path)).status_code == 401, path
+        assert (await client.get("/console/page")).status_code == 401
 
 
 async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
