@@ -126,6 +126,8 @@ class ScriptRunner:
 
         Calls to one node do not wait for another node: each node has the whole `timeout_s`.
         """
+        if not calls:
+            return []
         started = asyncio.get_running_loop().time()
         if self.redis.has_nodes:
             replies = await self._replies_of_nodes(calls, started)

@@ -12,6 +12,7 @@ from app.core.keys import Keyspace
 from app.core.loads import Reservation, Wish
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.core.worker_report import WorkerInfo
+from app.http.server import listen
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.state import index, leases, reservations
 from app.state.client import RedisClient
@@ -45,6 +46,15 @@ RELEASE = reservations.release(KEYS, [reservations.Release("r1")])
 async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[RedisClient]:
     async with connect(own_redis_server.url) as client:
         yield client
+
+
+async def test_no_calls_ask_no_server() -> None:
+    with listen("127.0.0.1", 0) as listening:
+        listening.setblocking(False)
+        async with connect(f"redis://127.0.0.1:{listening.getsockname()[1]}") as client:
+            assert await ScriptRunner(client, timeout_s=0.1).run([]) == []
+        with pytest.raises(BlockingIOError):
+            listening.accept()
 
 
 def test_includes_are_pasted_into_a_script() -> None:
