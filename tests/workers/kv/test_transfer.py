@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -170,6 +174,26 @@ def arrived_frame(receiver: BlockReceiver) -> Callable[[], Awaitable[int]]:
         return len(receiver._threads._threads)
 
     return look
+
+
+async def test_who_is_cancelled_while_all_threads_are_busy_waits_for_none_of_them() -> None:
+    begun: list[str] = []
+    others_end = threading.Event()
+    here, there = socket.socketpair()
+    with ThreadPoolExecutor(1) as threads, here, there:
+        threads.submit(others_end.wait)
+        try:
+            fetching = asyncio.create_task(
+                tcp.in_thread(threads, here, partial(begun.append, "begun"))
+            )
+            await asyncio.sleep(0)
+            fetching.cancel()
+            async with asyncio.timeout(10):
+                await asyncio.wait([fetching])
+        finally:
+            others_end.set()
+    assert fetching.cancelled()
+    assert not begun
 
 
 async def test_a_source_that_is_gone_leaves_no_block() -> None:

@@ -242,14 +242,16 @@ async def receive(sock: socket.socket, into: memoryview) -> None:
 
 async def in_thread(threads: Executor, sock: socket.socket, work: Callable[[], T]) -> T:
     """What `work` returns, which sends or receives much. Where this is cancelled, the connection
-    ends first, and `work` with it."""
-    working = asyncio.get_running_loop().run_in_executor(threads, work)
+    ends first, and `work` with it, unless it waits for a thread and so never begins."""
+    submitted = threads.submit(work)
+    working = asyncio.wrap_future(submitted)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-        await asyncio.wait([working])
+        if not submitted.cancel():
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            await asyncio.wait([working])
         raise
 
 
