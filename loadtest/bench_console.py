@@ -34,7 +34,7 @@ QUESTIONS = ("overview", "workers", "decisions", "history", "events", "funnel")
 """More than one view of the page asks at a time."""
 OF_VIEWERS = ("xrevrange", "hgetall", "info", "ping", "hscan")
 """Commands that answers are made of, and that no decision's script calls."""
-REQUEST = b"GET /console/api/%s HTTP/1.1\r\nHost: bench\r\n\r\n"
+REQUEST = b"GET /console/api/%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def view(port: int) -> None:

@@ -57,7 +57,7 @@ PARTS = {
     "housekeeping": (
         *(
             "app.router.maintenance:Maintenance.run",
-            "app.router.fleet:Fleet.follow",
+            "app.router.measurements:Measurements.follow",
             "app.router.history:History._write_forever",
         ),
     ),
