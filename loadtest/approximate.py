@@ -28,9 +28,9 @@ from app.http.server import run
 from app.local.child import start_child
 from app.local.cluster import Cluster
 from app.local.redis_server import free_port
-from app.options import FACTOR, POSITIVE
+from app.options import FACTOR
 from loadtest.client import Outcome, clock
-from loadtest.command import Command, distinct, json_option, read, save, trace_option
+from loadtest.command import Command, json_option, option, read, save, trace_option
 from loadtest.door_client import DoorClient
 from loadtest.traces import TraceRequest
 
@@ -112,28 +112,12 @@ def played(kind: str, at_once: int, outcomes: Sequence[Outcome]) -> PlayedKind:
 
 @click.command(cls=Command)
 @trace_option
-@click.option("--engines", "number", default=4, show_default=True, type=POSITIVE)
-@click.option("--requests", default=1800, show_default=True, type=POSITIVE)
-@click.option(
-    "--at-once",
-    "at_once",
-    multiple=True,
-    default=(1, 32),
-    show_default=True,
-    callback=distinct,
-    type=POSITIVE,
-    help="So many requests at once; may be given several times.",
-)
-@click.option(
-    "--speedup", default=100.0, show_default=True, type=FACTOR, help="Of the engines' clock."
-)
-@click.option(
-    "--prediction-ttl-s",
-    "keeps_s",
-    default=120.0,
-    show_default=True,
-    type=FACTOR,
-    help="As the routers'; in seconds of the wall clock.",
+@option("--engines number", 4)
+@option("--requests", 1800)
+@option("--at-once", (1, 32), "So many requests at once; may be given several times.", several=True)
+@option("--speedup", 100.0, "Of the engines' clock.", FACTOR)
+@option(
+    "--prediction-ttl-s keeps_s", 120.0, "As the routers'; in seconds of the wall clock.", FACTOR
 )
 @json_option
 def main(

@@ -20,7 +20,7 @@ import click
 from rich.console import Console
 
 from app.core.roles import Role
-from app.options import FACTOR, POSITIVE, Number
+from app.options import FACTOR, Number
 from app.planner.rules.policies import POLICIES
 from app.planner.rules.pools import POOL_POLICIES
 from app.planner.rules.state import Rules
@@ -30,9 +30,9 @@ from app.simulation.setting import Setting
 from loadtest.command import (
     FILE,
     Command,
-    distinct,
     jobs_option,
     json_option,
+    option,
     read,
     save,
     trace_option,
@@ -202,99 +202,54 @@ class _PolicyName(click.ParamType[str]):
 
 @click.command(cls=Command)
 @trace_option
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=("static:4", "static:6", "static:8", "threshold", "waiting", "slo", "oracle"),
-    show_default=True,
-    callback=distinct,
-    type=_PolicyName(),
-    help="Rule for the size; may be given several times. threshold:X, waiting:X and ongoing:X have "
+@option(
+    "--policy policies",
+    ("static:4", "static:6", "static:8", "threshold", "waiting", "slo", "oracle"),
+    "Rule for the size; may be given several times. threshold:X, waiting:X and ongoing:X have "
     "X times the usual thresholds, slo:X and oracle:X aim at a share of X within the SLO, static:X "
     "has X workers, curve:X that many on average. oracle is slo, shown what will be asked instead "
     "of what was.",
+    _PolicyName(),
+    several=True,
 )
-@click.option(
-    "--equal",
-    "share",
-    type=Number(0.5, 0.999),
-    help="Instead of the numbers given, look for those of each policy that keep the SLO for this "
+@option(
+    "--equal share",
+    None,
+    "Instead of the numbers given, look for those of each policy that keep the SLO for this "
     "share of the requests.",
+    Number(0.5, 0.999),
 )
-@click.option(
-    "--victim",
-    "victims",
-    multiple=True,
-    default=("unique_value",),
-    show_default=True,
-    callback=distinct,
-    type=click.Choice(list(VICTIMS)),
-    help="How to choose the worker that leaves; may be given several times.",
+@option(
+    "--victim victims",
+    ("unique_value",),
+    "How to choose the worker that leaves; may be given several times.",
+    click.Choice(list(VICTIMS)),
+    several=True,
 )
-@click.option(
-    "--hours",
-    default=1.0,
-    show_default=True,
-    type=Number(0.1, 24),
-    help="How long the day lasts.",
-)
-@click.option(
+@option("--hours", 1.0, "How long the day lasts.", Number(0.1, 24))
+@option(
     "--load",
-    default=0.5,
-    show_default=True,
-    type=Number(0, 64, min_open=True),
-    help="Mean arrival rate, as a multiple of the recorded one.",
+    0.5,
+    "Mean arrival rate, as a multiple of the recorded one.",
+    Number(0, 64, min_open=True),
 )
-@click.option(
-    "--bursts",
-    default=0.2,
-    show_default=True,
-    type=Number(0, 1),
-    help="Share of the traffic that comes in bursts.",
-)
-@click.option(
-    "--startup-s",
-    default=60.0,
-    show_default=True,
-    type=Number(0, 3600),
-    help="Until a worker that was asked for is live.",
-)
-@click.option(
-    "--workers",
-    "num_workers",
-    default=3,
-    show_default=True,
-    type=POSITIVE,
-    help="Workers at the start.",
-)
-@click.option(
+@option("--bursts", 0.2, "Share of the traffic that comes in bursts.", Number(0, 1))
+@option("--startup-s", 60.0, "Until a worker that was asked for is live.", Number(0, 3600))
+@option("--workers num_workers", 3, "Workers at the start.")
+@option(
     "--roles",
-    type=ROLES,
-    help="Of the workers at the start, such as 1p2d (1 prefill, 2 decode), in place of --workers: "
+    None,
+    "Of the workers at the start, such as 1p2d (1 prefill, 2 decode), in place of --workers: "
     "then there are two pools.",
+    ROLES,
 )
-@click.option(
-    "--link-gbit",
-    default=100.0,
-    show_default=True,
-    type=FACTOR,
-    help="With --roles: Gbit/s at which KV leaves a worker.",
-)
-@click.option(
-    "--max-workers", default=16, show_default=True, type=POSITIVE, help="Workers at most."
-)
-@click.option(
-    "--profile",
-    default="70b-4xh100",
-    show_default=True,
-    type=click.Choice(list(PROFILES)),
-    help="Timing of the workers.",
-)
-@click.option("--seed", default=0, show_default=True, type=int, help="Of the bursts and of ties.")
+@option("--link-gbit", 100.0, "With --roles: Gbit/s at which KV leaves a worker.", FACTOR)
+@option("--max-workers", 16, "Workers at most.")
+@option("--profile", "70b-4xh100", "Timing of the workers.", click.Choice(list(PROFILES)))
+@option("--seed", 0, "Of the bursts and of ties.", int)
 @jobs_option
 @json_option
-@click.option("--png", "png_file", type=FILE, help="File to draw the sizes to.")
+@option("--png png_file", None, "File to draw the sizes to.", FILE)
 def main(
     trace_file: Path,
     policies: tuple[str, ...],

@@ -13,13 +13,10 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import click
 import numpy as np
 from redis import Redis
 from rich.console import Console
@@ -29,14 +26,15 @@ from app.core.events import CacheEvent, Removed, Stored
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
-from app.http.server import collect_seldom, run
+from app.http.server import collect_seldom
 from app.ops.reset import delete_namespace
-from app.options import POSITIVE
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.command import Command, json_option, save
-from loadtest.cores import CORES, redis_to_measure
+from loadtest.command import option
+from loadtest.cores import CORES
+from loadtest.harness import bench, percentiles
 from loadtest.holders import BLOCK_SIZE, hashes
+from loadtest.processes import child, received
 from workers.agent.agent import Agent, AgentSettings
 
 KEYS = Keyspace("bench-agent")
@@ -44,7 +42,6 @@ TOLD_CHAINS = 700
 TOLD_BLOCKS = 64
 VISIBLE_PER_S = 10_000
 POLL_S = 0.0002
-WATCH_TIMEOUT_S = 60.0
 
 
 def told_chains(count: int) -> list[list[SequenceHash]]:
@@ -53,7 +50,7 @@ def told_chains(count: int) -> list[list[SequenceHash]]:
 
 
 def watch(
-    url: str, keys: Keyspace, chains: Sequence[Sequence[SequenceHash]], to: Connection
+    to: Connection, url: str, keys: Keyspace, chains: Sequence[Sequence[SequenceHash]]
 ) -> None:
     """In a process of its own: send the times at which each chain's last block was seen, in seconds
     on time.perf_counter, which counts alike in all processes."""
@@ -71,13 +68,6 @@ def watch(
                 time.sleep(POLL_S)
             seen.append(time.perf_counter())
         to.send(seen)
-
-
-def received(connection: Connection) -> Any:
-    """What another process has sent. Raises TimeoutError."""
-    if not connection.poll(WATCH_TIMEOUT_S):
-        raise TimeoutError(f"nothing was seen within {WATCH_TIMEOUT_S:g} s")
-    return connection.recv()
 
 
 @asynccontextmanager
@@ -135,13 +125,9 @@ async def visible_ms(url: str, chunks: int) -> dict[str, float]:
     chains = told_chains(chunks)
     # The watcher must not wait for the core that this process is on.
     os.sched_setaffinity(0, CORES)
-    spawn = get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    watcher = spawn.Process(target=watch, args=(url, KEYS, chains, theirs), daemon=True)
     async with running_agent(url, chunks * TOLD_BLOCKS) as agent:
-        watcher.start()
-        try:
-            await asyncio.to_thread(received, ours)
+        with child(watch, url, KEYS, chains) as watcher:
+            await asyncio.to_thread(received, watcher)
             told: list[float] = []
             loop = asyncio.get_running_loop()
             due = loop.time()
@@ -150,14 +136,11 @@ async def visible_ms(url: str, chunks: int) -> dict[str, float]:
                 due += TOLD_BLOCKS / VISIBLE_PER_S
                 told.append(time.perf_counter())
                 agent.notify([Stored(tuple(chain), None)])
-            seen = await asyncio.to_thread(received, ours)
-        finally:
-            watcher.terminate()
-    took = np.subtract(seen, told) * 1000
-    return {f"p{q}": float(np.percentile(took, q)) for q in (50, 90, 99)}
+            seen = await asyncio.to_thread(received, watcher)
+    return percentiles(np.subtract(seen, told) * 1000, 50, 90, 99)
 
 
-async def measure(url: str, chains: int, repeats: int) -> dict[str, Any]:
+async def measure(url: str, repeats: int, chains: int = TOLD_CHAINS) -> dict[str, Any]:
     """chains: how many the agent is notified of, of TOLD_BLOCKS each."""
     return {
         "blocks": chains * TOLD_BLOCKS,
@@ -176,23 +159,12 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
 
 
-@click.command(cls=Command)
-@click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
-@click.option(
-    "--repeats",
-    default=9,
-    show_default=True,
-    type=POSITIVE,
-    help="Rounds of the first figure, of which the median is taken.",
+main = bench(
+    measure,
+    show,
+    option("--repeats", 9, "Rounds of the first figure, of which the median is taken."),
+    redis=True,
 )
-@json_option
-def main(url: str | None, repeats: int, json_file: Path | None) -> None:
-    """Measure how fast an agent publishes."""
-    with redis_to_measure(url) as at:
-        result = run(measure(at, TOLD_CHAINS, repeats))
-    show(result, Console())
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

@@ -17,12 +17,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
+from itertools import cycle
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import zmq.asyncio
 from rich.console import Console
@@ -35,14 +35,15 @@ from app.http.server import collect_seldom, run
 from app.local.child import start_child
 from app.local.redis_server import free_port
 from app.ops.reset import delete_namespace
-from app.options import POSITIVE
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.bench_agent import received, watch
+from loadtest.bench_agent import watch
 from loadtest.bench_engines import agent_beside
-from loadtest.command import Command, json_option, save
-from loadtest.cores import CORES, cpu_s, redis_to_measure
+from loadtest.command import option
+from loadtest.cores import CORES, cpu_s
+from loadtest.harness import bench, percentiles
 from loadtest.holders import BLOCK_SIZE
+from loadtest.processes import child, received
 from workers.agent.agent import AgentSettings
 from workers.bridge.events.events import BlockRemoved, BlockStored
 from workers.bridge.http.facts import EngineFacts, EventSource
@@ -76,6 +77,20 @@ def hashes_of(chain: int) -> list[SequenceHash]:
     return compute_sequence_hashes(compute_local_hashes(tokens_of(chain), BLOCK_SIZE))
 
 
+async def publish(
+    sockets: Sequence[EventSocket], batches: Sequence[BlockStored | BlockRemoved], per_s: float
+) -> list[float]:
+    """By the sockets in turn, so many blocks in a second at most; when each batch was sent."""
+    sent: list[float] = []
+    due = time.perf_counter()
+    for socket, batch in zip(cycle(sockets), batches, strict=False):
+        await asyncio.sleep(due - time.perf_counter())
+        due += CHAIN_BLOCKS / per_s
+        sent.append(time.perf_counter())
+        socket.publish([batch])
+    return sent
+
+
 def engine(to: Connection) -> None:
     """In a process of its own: publish what `to` asks for, and answer with when each was sent, in
     seconds on time.perf_counter."""
@@ -94,14 +109,7 @@ def engine(to: Connection) -> None:
             ]
             to.send(None)
             await asyncio.to_thread(to.recv)
-            sent: list[float] = []
-            due = time.perf_counter()
-            for batch in batches:
-                await asyncio.sleep(due - time.perf_counter())
-                due += CHAIN_BLOCKS / per_s
-                sent.append(time.perf_counter())
-                events.publish([batch])
-            to.send(sent)
+            to.send(await publish([events], batches, per_s))
         answering.cancel()
 
     run(serve())
@@ -129,16 +137,10 @@ class Engine:
 
 @contextmanager
 def running_engine() -> Iterator[Engine]:
-    spawn = get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=engine, args=(theirs,), daemon=True)
-    process.start()
-    try:
-        events, replay = received(ours)
+    with child(engine) as to:
+        events, replay = received(to)
         at = "tcp://127.0.0.1"
-        yield Engine(ours, EventSource(0, f"{at}:{events}", f"{at}:{replay}"))
-    finally:
-        process.terminate()
+        yield Engine(to, EventSource(0, f"{at}:{events}", f"{at}:{replay}"))
 
 
 @asynccontextmanager
@@ -246,24 +248,16 @@ def rss_bytes() -> int:
 async def visible_ms(url: str) -> dict[str, float]:
     """Time from an engine's batch until another process sees its last block in Redis, ms."""
     chains = range(SEEN_CHAINS)
-    spawn = get_context("spawn")
     with running_engine() as published:
         os.sched_setaffinity(0, CORES)
         await published.prepare("stored", chains, SEEN_PER_S)
         async with running_rank(url, published.source, SEEN_CHAINS * CHAIN_BLOCKS):
-            ours, theirs = spawn.Pipe()
-            expected = [hashes_of(chain) for chain in chains]
-            watcher = spawn.Process(target=watch, args=(url, KEYS, expected, theirs), daemon=True)
-            watcher.start()
-            try:
-                await asyncio.to_thread(received, ours)
+            with child(watch, url, KEYS, [hashes_of(chain) for chain in chains]) as watcher:
+                await asyncio.to_thread(received, watcher)
                 published.go()
                 sent = await published.sent()
-                seen = await asyncio.to_thread(received, ours)
-            finally:
-                watcher.terminate()
-    took = np.subtract(seen, sent) * 1000
-    return {f"p{q}": float(np.percentile(took, q)) for q in (50, 90, 99)}
+                seen = await asyncio.to_thread(received, watcher)
+    return percentiles(np.subtract(seen, sent) * 1000, 50, 90, 99)
 
 
 def idle_share(url: str) -> float:
@@ -306,23 +300,12 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(f"CPU of an agent whose engine is idle: {result['idle_share']:.1%} of a core")
 
 
-@click.command(cls=Command)
-@click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
-@click.option(
-    "--chains",
-    default=2_000,
-    show_default=True,
-    type=POSITIVE,
-    help=f"How many chains of {CHAIN_BLOCKS} blocks are published in bursts.",
+main = bench(
+    measure,
+    show,
+    option("--chains", 2_000, f"Of {CHAIN_BLOCKS} blocks, that are published in bursts."),
+    redis=True,
 )
-@json_option
-def main(url: str | None, chains: int, json_file: Path | None) -> None:
-    """Measure an agent beside an engine that publishes as vLLM does."""
-    with redis_to_measure(url) as at:
-        result = run(measure(at, chains))
-    show(result, Console())
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

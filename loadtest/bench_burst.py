@@ -14,19 +14,18 @@ gets the requests one by one puts 14, 13 or 12 of them on the owner when that ta
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 import numpy as np
 import orjson
+from rich.console import Console
 
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
@@ -34,10 +33,11 @@ from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
-from app.options import POLICY, POSITIVE
+from app.options import POLICY
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.command import Command, json_option, save
+from loadtest.command import option, table
+from loadtest.harness import bench
 from loadtest.holders import BLOCK_SIZE, Holders
 
 REPLICAS = (1, 2, 4, 8, 16)
@@ -118,7 +118,7 @@ async def replicas(count: int, policy: str) -> AsyncIterator[tuple[Holders, list
                 yield holders, [member.url for member in cluster.routers]
 
 
-async def measure(
+async def place_bursts(
     counts: Sequence[int], rounds: int, policy: str = "latency"
 ) -> dict[int, list[Burst]]:
     """For each number of replicas, one burst per round. One more comes first, to warm up."""
@@ -142,29 +142,11 @@ async def measure(
     return placed
 
 
-@click.command(cls=Command)
-@click.option("--rounds", default=20, show_default=True, type=POSITIVE)
-@click.option("--policy", default="latency", show_default=True, type=POLICY)
-@json_option
-def main(rounds: int, policy: str, json_file: Path | None) -> None:
-    """Place bursts with 1, 2, 4, 8 and 16 replicas."""
-    placed = asyncio.run(measure(REPLICAS, rounds, policy))
+async def measure(rounds: int, policy: str) -> dict[str, Any]:
+    placed = await place_bursts(REPLICAS, rounds, policy)
     on_owner = {count: [burst.on_owner for burst in bursts] for count, bursts in placed.items()}
     medians = {count: median(seen) for count, seen in on_owner.items()}
-    took_ms = {count: 1000 * median(b.took_s for b in bursts) for count, bursts in placed.items()}
-    difference = max(abs(middle - medians[1]) for middle in medians.values())
-    click.echo(
-        f"{NUM_REQUESTS} requests at once, {PREFIX_BLOCKS} of their "
-        f"{PREFIX_BLOCKS + SUFFIX_BLOCKS} blocks on one of {NUM_WORKERS} workers, "
-        f"policy {policy}, {rounds} rounds"
-    )
-    click.echo("\nreplicas   on the owner: median   least   most   placed in, ms (median)")
-    for count, seen in on_owner.items():
-        click.echo(
-            f"{count:>8}{medians[count]:>23g}{min(seen):>8}{max(seen):>7}{took_ms[count]:>15.0f}"
-        )
-    click.echo(f"\nlargest difference of a median to that of one replica: {difference:g}")
-    result = {
+    return {
         "policy": policy,
         "workers": NUM_WORKERS,
         "requests": NUM_REQUESTS,
@@ -172,11 +154,28 @@ def main(rounds: int, policy: str, json_file: Path | None) -> None:
         "suffix_blocks": SUFFIX_BLOCKS,
         "on_owner": on_owner,
         "median": medians,
-        "largest_difference": difference,
-        "took_ms": took_ms,
+        "largest_difference": max(abs(middle - medians[1]) for middle in medians.values()),
+        "took_ms": {n: 1000 * median(b.took_s for b in bursts) for n, bursts in placed.items()},
     }
-    save(result, json_file)
 
+
+def show(result: dict[str, Any], console: Console) -> None:
+    title = (
+        f"{NUM_REQUESTS} requests at once, {PREFIX_BLOCKS} of their "
+        f"{PREFIX_BLOCKS + SUFFIX_BLOCKS} blocks on one of {NUM_WORKERS} workers"
+    )
+    heads = "replicas", "on the owner: median", "least", "most", "placed in, ms (median)"
+    cells = table(*heads, title=f"{title}, policy {result['policy']}")
+    for count, seen in result["on_owner"].items():
+        least, most = str(min(seen)), str(max(seen))
+        took_ms = f"{result['took_ms'][count]:.0f}"
+        cells.add_row(str(count), f"{result['median'][count]:g}", least, most, took_ms)
+    console.print(cells)
+    largest = result["largest_difference"]
+    console.print(f"largest difference of a median to that of one replica: {largest:g}")
+
+
+main = bench(measure, show, option("--rounds", 20), option("--policy", "latency", kind=POLICY))
 
 if __name__ == "__main__":
     main()

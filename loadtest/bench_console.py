@@ -13,18 +13,16 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import click
 from rich.console import Console
 
-from app.options import POSITIVE, PROCESSES
+from app.http.server import run
 from app.state.connect import connect
 from loadtest.bench_decision import PER_REPLICA, register, route_forever, shapes
-from loadtest.command import Command, json_option, save
-from loadtest.cores import redis_to_measure
+from loadtest.command import option
+from loadtest.harness import bench, in_turn
 from loadtest.servers import Connection, Server, Shape, load, server, server_core
 
 VIEWERS = 5
@@ -85,20 +83,16 @@ async def _stop(tasks: Sequence[asyncio.Future[None]]) -> None:
             await task
 
 
-async def measure(
-    url: str, requests: int, rounds: int, viewers: int, workers: int
+def measure(
+    url: str, requests: int, rounds: int, viewers: int = VIEWERS, workers: int = NUM_WORKERS
 ) -> dict[str, Any]:
     """rounds: pairs without and with viewers. ratio: of their rates. redis_share: what viewers add
     to Redis's time, 0-1. Both are medians."""
-    await register(url, workers)
+    run(register(url, workers))
     [shape] = [one for one in shapes() if one.name == "hashes"]
     with server(route_forever, url, server_core(0)) as router:
-        await play(router, url, shape, requests, 0)  # warm
-        pairs = []
-        for number in range(rounds):
-            order = (0, viewers) if number % 2 else (viewers, 0)
-            by_viewers = {v: await play(router, url, shape, requests, v) for v in order}
-            pairs.append((by_viewers[0], by_viewers[viewers]))
+        ways = {n: lambda n=n: run(play(router, url, shape, requests, n)) for n in (0, viewers)}
+        pairs = list(zip(*in_turn(ways, rounds).values(), strict=True))
     return {
         "workers": workers,
         "viewers": viewers,
@@ -108,28 +102,21 @@ async def measure(
     }
 
 
-@click.command(cls=Command)
-@click.option("--requests", default=15_000, show_default=True, type=POSITIVE, help="In each round.")
-@click.option("--rounds", default=7, show_default=True, type=POSITIVE)
-@click.option("--viewers", default=VIEWERS, show_default=True, type=PROCESSES)
-@click.option("--workers", default=NUM_WORKERS, show_default=True, type=PROCESSES)
-@json_option
-def main(requests: int, rounds: int, viewers: int, workers: int, json_file: Path | None) -> None:
-    """Measure what open consoles cost."""
-    console = Console()
-    with redis_to_measure() as url:
-        results = asyncio.run(measure(url, requests, rounds, viewers, workers))
-    for before, after in results["rounds"]:
+def show(result: dict[str, Any], console: Console) -> None:
+    for before, after in result["rounds"]:
         console.print(
             f"{before.per_s:,.0f} decisions/s without, {after.per_s:,.0f} with; Redis read "
             f"{before.redis_share:.2%} and {after.redis_share:.2%} of the time"
         )
     console.print(
-        f"{viewers} consoles, {workers} workers: {results['ratio']:.3f} times the decisions per "
-        f"second, {results['redis_share']:.2%} of Redis's time"
+        f"{result['viewers']} consoles, {result['workers']} workers: {result['ratio']:.3f} times "
+        f"the decisions per second, {result['redis_share']:.2%} of Redis's time"
     )
-    save(results, json_file)
 
+
+main = bench(
+    measure, show, option("--requests", 15_000, "In each round."), option("--rounds", 7), redis=True
+)
 
 if __name__ == "__main__":
     main()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import click
@@ -32,12 +31,12 @@ from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.http.server import listen, run, serve
 from app.local.redis_server import LOOPBACK
-from app.options import POSITIVE
+from app.options import COUNT
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from loadtest.changing import changing
-from loadtest.command import Command, json_option, save, table
-from loadtest.cores import redis_to_measure
+from loadtest.command import option
+from loadtest.harness import bench, grid, in_turn
 from loadtest.holders import BLOCK_SIZE, Holders
 from loadtest.servers import NUM_PROMPTS, Load, Server, Shape, figures, load, server, server_core
 
@@ -121,25 +120,14 @@ def answer_forever(_: str, port: int) -> None:
     run(serve(app, listen(LOOPBACK, port)))
 
 
-Loads = dict[str, dict[int, list[Load]]]
-"""The rounds, by shape, then by concurrent requests or by replicas."""
-
-
-def _figures(costs: Loads) -> dict[str, dict[str, dict[str, float]]]:
-    return {
-        name: {str(column): figures(loads) for column, loads in columns.items()}
-        for name, columns in costs.items()
-    }
-
-
 def measure(
     url: str,
     requests: int,
     rounds: int,
-    replicas: Sequence[int] = REPLICAS,
     workers: int = NUM_WORKERS,
     changes: int = 0,
     tokens: int = NUM_TOKENS,
+    replicas: Sequence[int] = REPLICAS,
 ) -> dict[str, Any]:
     """`one`: figures by shape and concurrency. `replicas`: by shape and number of replicas.
 
@@ -155,15 +143,16 @@ def measure(
             async with connect(url) as redis, changing(redis, KEYS, NUM_WORKERS + 1, changes):
                 return await load(servers, url, shape, concurrency, requests)
 
-        def play(cases: Sequence[tuple[Shape, int, list[Server], int]]) -> Loads:
+        def play(cases: Sequence[tuple[Shape, int, list[Server], int]]) -> dict[str, Any]:
             """cases: the shape, the column, the servers, and how many requests at once."""
-            loads: Loads = {}
-            for turn in range(rounds + 1):
-                for shape, column, servers, concurrency in cases:
-                    made = run(loaded(servers, shape, concurrency))
-                    if turn:  # the first one warms up
-                        loads.setdefault(shape.name, {}).setdefault(column, []).append(made)
-            return loads
+            ways = {
+                (shape.name, str(column)): lambda at=at, s=shape, n=n: run(loaded(at, s, n))
+                for shape, column, at, n in cases
+            }
+            made: dict[str, Any] = {}
+            for (name, column), loads in in_turn(ways, rounds).items():
+                made.setdefault(name, {})[column] = figures(loads)
+            return made
 
         bare, router = start(answer_forever, 0), start(route_forever, 0)
         forms = shapes(tokens)
@@ -171,7 +160,7 @@ def measure(
         routers = [router, *(start(route_forever, n) for n in range(1, max(replicas)))]
         curve = [s for s in forms if s.name in CURVE]
         several = play([(s, n, routers[:n], PER_REPLICA * n) for s in curve for n in replicas])
-    return {"one": _figures(one), "replicas": _figures(several)}
+    return {"one": one, "replicas": several}
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -180,21 +169,20 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _one(results: dict[str, Any]) -> Table:
-    heads = ("", "at once", "per s", "CPU, µs", "of the bare endpoint's", "p50, ms", "p99, ms")
-    cells = table(*heads, title="One replica")
     yardstick = next(iter(results.values()))
-    for name, by_concurrency in results.items():
-        for concurrency, made in by_concurrency.items():
-            cells.add_row(
-                name,
-                concurrency,
-                f"{made['per_s']:,.0f}",
-                f"{made['cpu_us']:.0f}",
-                _ratio(made["cpu_us"], yardstick[concurrency]["cpu_us"]),
-                f"{made['p50_ms']:.2f}",
-                f"{made['p99_ms']:.2f}",
-            )
-    return cells
+    rows = (
+        ([name, n], {**made, "ratio": _ratio(made["cpu_us"], yardstick[n]["cpu_us"])})
+        for name, by_concurrency in results.items()
+        for n, made in by_concurrency.items()
+    )
+    columns = {
+        "per s": "{per_s:,.0f}",
+        "CPU, µs": "{cpu_us:.0f}",
+        "of the bare endpoint's": "{ratio}",
+        "p50, ms": "{p50_ms:.2f}",
+        "p99, ms": "{p99_ms:.2f}",
+    }
+    return grid(["", "at once"], columns, rows, title="One replica")
 
 
 def _ratio(measured: float, yardstick: float) -> str:
@@ -204,62 +192,52 @@ def _ratio(measured: float, yardstick: float) -> str:
 
 def _curve(results: dict[str, Any]) -> Table:
     cores = {server_core(n) for n in range(max(REPLICAS))}
-    heads = ("", "replicas", "per s", "CPU, µs", "Redis, µs", "scripts, µs", "busy: replicas")
-    cells = table(
-        *(*heads, "client", "Redis", "Redis ends at"),
-        left=("",),
+    rows = (
+        ([name, n], {**made, "ends": f"{1e6 / used:,.0f}" if (used := made["redis_us"]) else ""})
+        for name, by_count in results.items()
+        for n, made in by_count.items()
+    )
+    columns = {
+        "per s": "{per_s:,.0f}",
+        "CPU, µs": "{cpu_us:.0f}",
+        "Redis, µs": "{redis_us:.0f}",
+        "scripts, µs": "{scripts_us:.0f}",
+        "busy: replicas": "{servers_busy:.2f}",
+        "client": "{client_busy:.2f}",
+        "Redis": "{redis_busy:.2f}",
+        "Redis ends at": "{ends}",
+    }
+    return grid(
+        ["", "replicas"],
+        columns,
+        rows,
         title=f"{PER_REPLICA} at once a replica; client and Redis on one core, "
         f"replicas on {len(cores)}",
         caption="busy: so many cores. Where those on one core do not add up to it, other processes "
         "have the rest, or all wait. Redis ends where it would be busy all the time.",
     )
-    for name, by_count in results.items():
-        for count, made in by_count.items():
-            cells.add_row(
-                name,
-                count,
-                f"{made['per_s']:,.0f}",
-                f"{made['cpu_us']:.0f}",
-                f"{made['redis_us']:.0f}",
-                f"{made['scripts_us']:.0f}",
-                f"{made['servers_busy']:.2f}",
-                f"{made['client_busy']:.2f}",
-                f"{made['redis_busy']:.2f}",
-                f"{1e6 / made['redis_us']:,.0f}" if made["redis_us"] else "",
-            )
-    return cells
 
 
-@click.command(cls=Command)
-@click.option(
-    "--requests", default=4000, show_default=True, type=POSITIVE, help="Requests per round."
+main = bench(
+    measure,
+    show,
+    option("--requests", 4000, "Requests per round."),
+    option("--rounds", 5),
+    option("--workers", NUM_WORKERS),
+    option(
+        "--changes",
+        0,
+        "Loads that change 100 times a second, of workers beyond the first 8.",
+        kind=COUNT,
+    ),
+    option(
+        "--tokens",
+        NUM_TOKENS,
+        "Of each prompt, of which a worker holds the first half.",
+        kind=click.IntRange(min=2 * BLOCK_SIZE),
+    ),
+    redis=True,
 )
-@click.option("--rounds", default=5, show_default=True, type=POSITIVE)
-@click.option("--workers", default=NUM_WORKERS, show_default=True, type=POSITIVE)
-@click.option(
-    "--changes",
-    default=0,
-    show_default=True,
-    type=click.IntRange(min=0),
-    help="Loads that change 100 times a second, of workers beyond the first 8.",
-)
-@click.option(
-    "--tokens",
-    default=NUM_TOKENS,
-    show_default=True,
-    type=click.IntRange(min=2 * BLOCK_SIZE),
-    help="Of each prompt, of which a worker holds the first half.",
-)
-@json_option
-def main(
-    requests: int, rounds: int, workers: int, changes: int, tokens: int, json_file: Path | None
-) -> None:
-    """Measure the decisions of one replica, then of several."""
-    with redis_to_measure() as url:
-        result = measure(url, requests, rounds, workers=workers, changes=changes, tokens=tokens)
-    show(result, Console(width=120))
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

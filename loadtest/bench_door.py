@@ -42,14 +42,14 @@ from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.http.server import listen, run, serve
 from app.local.redis_server import LOOPBACK
-from app.options import POSITIVE
 from app.state import models
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from app.tokens.renderer import load as load_renderer
 from loadtest import beside
-from loadtest.command import Command, json_option, save, table
-from loadtest.cores import CORES, redis_to_measure
+from loadtest.command import option
+from loadtest.cores import CORES
+from loadtest.harness import bench, grid, in_turn, medians, percentiles
 from loadtest.holders import Holders
 from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever
 from loadtest.request_counts import counts_of
@@ -260,7 +260,12 @@ def tokenizing(tokenizer: str) -> dict[str, float]:
     return run(both())
 
 
-def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
+def measure(
+    url: str, requests: int, rounds: int, checkout: Path | None = None, python: str | None = None
+) -> dict[str, Any]:
+    """checkout: another, of which nothing but the door is measured, beside this one's."""
+    if checkout is not None:
+        return measure_beside(checkout, python, requests, rounds)
     with ExitStack() as stack:
 
         def start(target: Callable[[str, int], None], given: str, core: int) -> Server:
@@ -280,26 +285,20 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
             run(until_open(one.port))
         forms = shapes()  # once, lest the chats' last turns come again
         run(until_serving(servers["door"].port, forms[0]))
-        made: dict[str, dict[str, list[Any]]] = {}
-        for turn in range(rounds + 1):
-            for shape in forms:
-                for name, at in servers.items():
-                    loads = run(load([at], url, shape, CONCURRENCY, requests))
-                    if turn:  # the first one warms up
-                        made.setdefault(shape.name, {}).setdefault(name, []).append(loads)
-        cost = {
-            shape: {name: figures(loads) for name, loads in by_name.items()}
-            for shape, by_name in made.items()
+        ways = {
+            (shape.name, name): lambda at=at, shape=shape: run(
+                load([at], url, shape, CONCURRENCY, requests)
+            )
+            for shape in forms
+            for name, at in servers.items()
         }
+        cost: dict[str, dict[str, Any]] = {}
+        for (form, name), loads in in_turn(ways, rounds).items():
+            cost.setdefault(form, {})[name] = figures(loads)
         tokens = [tokenizing(tokenizer) for _ in range(rounds)]
-        first = {
-            name: run(first_token_ms(port))
-            for name, port in {"engine": engine.port, "door": servers["door"].port}.items()
-        }
-    added = {
-        f"p{q}": float(np.percentile(first["door"], q) - np.percentile(first["engine"], q))
-        for q in (50, 99)
-    }
+        direct, door = (
+            percentiles(run(first_token_ms(at.port)), 50, 99) for at in (engine, servers["door"])
+        )
     return {
         "counts": counts,
         "cost": cost,
@@ -307,8 +306,8 @@ def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
             shape: numbers["door"]["cpu_us"] / numbers["proxy"]["cpu_us"]
             for shape, numbers in cost.items()
         },
-        "added_first_token_ms": added,
-        "tokenizing": {name: median(each[name] for each in tokens) for name in tokens[0]},
+        "added_first_token_ms": {name: door[name] - direct[name] for name in door},
+        "tokenizing": medians(tokens),
         "tokenizing_seen_share": median(each["seen_s"] / each["scratch_s"] for each in tokens),
     }
 
@@ -335,18 +334,21 @@ def measure_beside(
 
 
 def show(result: dict[str, Any], console: Console) -> None:
+    if "counts" not in result:
+        console.print(beside.shown(result))
+        return
     console.print(_counts(result["counts"]))
-    heads = ("", "proxy, µs of CPU", "door, µs of CPU", "times", "door, per s")
-    cells = table(*heads, title=f"{CONCURRENCY} connections")
-    for shape, numbers in result["cost"].items():
-        cells.add_row(
-            shape,
-            f"{numbers['proxy']['cpu_us']:.0f}",
-            f"{numbers['door']['cpu_us']:.0f}",
-            f"{result['times_proxy'][shape]:.2f}",
-            f"{numbers['door']['per_s']:,.0f}",
-        )
-    console.print(cells)
+    columns = {
+        "proxy, µs of CPU": "{proxy[cpu_us]:.0f}",
+        "door, µs of CPU": "{door[cpu_us]:.0f}",
+        "times": "{times:.2f}",
+        "door, per s": "{door[per_s]:,.0f}",
+    }
+    rows = (
+        ([shape], {**numbers, "times": result["times_proxy"][shape]})
+        for shape, numbers in result["cost"].items()
+    )
+    console.print(grid([""], columns, rows, title=f"{CONCURRENCY} connections"))
     added = ", ".join(f"{name} {ms:.1f}" for name, ms in result["added_first_token_ms"].items())
     console.print(f"Added to the first token with {PACED_STREAMS} streams open: {added} ms")
     console.print(
@@ -357,40 +359,27 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def _counts(counts: dict[str, dict[str, Any]]) -> Table:
     columns = ("functions", "files", "calls", "awaits", "tasks", "futures", "timers", "redis")
-    cells = table("", *columns, left=("",), title="What one warm request calls and makes")
-    for shape, numbers in counts.items():
-        cells.add_row(shape, *(f"{numbers[column]:,}" for column in columns))
-    return cells
+    forms = {column: f"{{{column}:,}}" for column in columns}
+    rows = (([shape], numbers) for shape, numbers in counts.items())
+    return grid([""], forms, rows, title="What one warm request calls and makes")
 
 
-@click.command(cls=Command)
-@click.option(
-    "--requests", default=4000, show_default=True, type=POSITIVE, help="Requests per round."
+main = bench(
+    measure,
+    show,
+    option("--requests", 4000, "Requests per round."),
+    option("--rounds", 5),
+    option(
+        "--beside checkout",
+        None,
+        "Another checkout, to measure its door and this one's in turn, and nothing else.",
+        click.Path(path_type=Path, file_okay=False, exists=True, resolve_path=True),
+    ),
+    option(
+        "--python", None, "The other's interpreter. Default: its .venv's, or else this one.", str
+    ),
+    redis=True,
 )
-@click.option("--rounds", default=5, show_default=True, type=POSITIVE)
-@click.option(
-    "--beside",
-    "checkout",
-    type=click.Path(path_type=Path, file_okay=False, exists=True, resolve_path=True),
-    help="Another checkout, to measure its door and this one's in turn, and nothing else.",
-)
-@click.option("--python", help="The other's interpreter. Default: its .venv's, or else this one.")
-@json_option
-def main(
-    requests: int, rounds: int, checkout: Path | None, python: str | None, json_file: Path | None
-) -> None:
-    """Measure the front door beside a bare proxy, or another checkout's."""
-    result: dict[str, Any]
-    console = Console(width=120)
-    with redis_to_measure() as url:
-        if checkout is None:
-            result = measure(url, requests, rounds)
-            show(result, console)
-        else:
-            result = measure_beside(checkout, python, requests, rounds)
-            console.print(beside.shown(result))
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

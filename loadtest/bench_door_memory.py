@@ -18,14 +18,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import orjson
 from rich.console import Console
 
 from app.http.server import run
 from app.local.redis_server import LOOPBACK
-from app.options import POSITIVE
+from app.options import Number
 from loadtest.bench_door import (
     MODEL,
     PATH,
@@ -33,8 +32,9 @@ from loadtest.bench_door import (
     register,
     shapes,
 )
-from loadtest.command import Command, json_option, save
-from loadtest.cores import CORES, redis_to_measure
+from loadtest.command import option
+from loadtest.cores import CORES
+from loadtest.harness import bench
 from loadtest.instant_engine import engine_forever
 from loadtest.servers import (
     NUM_PROMPTS,
@@ -122,6 +122,8 @@ async def growth(door: Server, minutes: float, rate: float) -> dict[str, float]:
 
 
 def measure(url: str, streams: int, minutes: float, rate: float) -> dict[str, Any]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with ExitStack() as stack:
         engine = stack.enter_context(server(engine_forever, "", CORES[0]))
         asyncio.run(register(url, f"http://{LOOPBACK}:{engine.port}"))
@@ -142,31 +144,24 @@ def measure(url: str, streams: int, minutes: float, rate: float) -> dict[str, An
     }
 
 
-@click.command(cls=Command)
-@click.option("--streams", default=5_000, show_default=True, type=POSITIVE)
-@click.option(
-    "--minutes",
-    default=20.0,
-    show_default=True,
-    type=click.FloatRange(0, 1440, min_open=True),
-    help="How long the load goes on.",
-)
-@click.option("--rate", default=200, show_default=True, type=POSITIVE, help="Requests per second.")
-@json_option
-def main(streams: int, minutes: float, rate: int, json_file: Path | None) -> None:
-    """Measure the front door's memory."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with redis_to_measure() as url:
-        result = measure(url, streams, minutes, rate)
-    console = Console(width=120)
-    console.print(f"With {streams:,} streams open: {result['bytes_per_stream'] / 1000:.1f} kB each")
+def show(result: dict[str, Any], console: Console) -> None:
+    each_kb = result["bytes_per_stream"] / 1000
+    console.print(f"With {result['streams']:,} streams open: {each_kb:.1f} kB each")
     console.print(
-        f"{result['per_s']:.0f} requests/s for {minutes:g} minutes: {result['growth']:+.1%} after "
-        f"the first {WARM_SHARE:.0%} of that, to {result['end'] / 1e6:.0f} MB"
+        f"{result['per_s']:.0f} requests/s for {result['minutes']:g} minutes: "
+        f"{result['growth']:+.1%} after the first {WARM_SHARE:.0%} of that, "
+        f"to {result['end'] / 1e6:.0f} MB"
     )
-    save(result, json_file)
 
+
+main = bench(
+    measure,
+    show,
+    option("--streams", 5_000),
+    option("--minutes", 20.0, "How long the load goes on.", Number(0, 1440, min_open=True)),
+    option("--rate", 200, "Requests per second."),
+    redis=True,
+)
 
 if __name__ == "__main__":
     main()

@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,8 +36,8 @@ from app.http.server import run
 from app.local.child import start_child
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis, free_port
-from app.options import POSITIVE
-from loadtest.command import Command, json_option, save, table
+from loadtest.command import option
+from loadtest.harness import bench, grid, medians
 
 POLICIES = "round_robin", "latency"
 NAMESPACE = "bench-engines"
@@ -202,85 +202,62 @@ def play(engine_urls: Sequence[str], policy: str, asked: Conversations, seed: in
         return run(converse(cluster.balancer_url, model, asked, seed))
 
 
-def summary(rounds: Sequence[Sequence[Turn]]) -> dict[str, float]:
-    """The median over the rounds of each figure."""
+def summary(turns: Sequence[Turn]) -> dict[str, float]:
+    cached = sum(turn.cached_tokens for turn in turns)
     return {
-        "cached_share": median(
-            sum(turn.cached_tokens for turn in turns) / sum(turn.prompt_tokens for turn in turns)
-            for turns in rounds
-        ),
-        "cached_tokens": median(sum(turn.cached_tokens for turn in turns) for turns in rounds),
-        "mean_ttft_ms": median(fmean(turn.ttft_s for turn in turns) * 1000 for turns in rounds),
+        "cached_share": cached / sum(turn.prompt_tokens for turn in turns),
+        "cached_tokens": cached,
+        "mean_ttft_ms": fmean(turn.ttft_s for turn in turns) * 1000,
     }
 
 
-def measure(engine_urls: Sequence[str], asked: Conversations, rounds: int) -> dict[str, Any]:
-    played: dict[str, list[list[Turn]]] = {policy: [] for policy in POLICIES}
+def measure(
+    engine_urls: Sequence[str], device: str, rounds: int, **sizes: int | None
+) -> dict[str, Any]:
+    """sizes: in place of those of the device; fields of Conversations."""
+    asked = replace(CONVERSATIONS[device], **{name: n for name, n in sizes.items() if n})
+    return measure_with(engine_urls, asked, rounds)
+
+
+def measure_with(engine_urls: Sequence[str], asked: Conversations, rounds: int) -> dict[str, Any]:
+    played: dict[str, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
     first = random.randrange(1_000_000)
     for number in range(rounds * len(POLICIES)):
         policy = POLICIES[number % len(POLICIES)]
-        played[policy].append(play(engine_urls, policy, asked, first + number))
-    summaries = {policy: summary(turns) for policy, turns in played.items()}
+        played[policy].append(summary(play(engine_urls, policy, asked, first + number)))
+    summaries = {policy: medians(figures) for policy, figures in played.items()}
     blind, aware = (summaries[policy] for policy in POLICIES)
     compared = {name: aware[name] / blind[name] for name in aware}
     return {"asked": asdict(asked), "policies": summaries, "compared": compared}
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    heads = ("policy", "tokens from cache", "share of prompts", "mean TTFT")
-    cells = table(*heads, left=("policy",), box=box.SIMPLE_HEAD)
-    for policy, numbers in result["policies"].items():
-        cells.add_row(
-            policy,
-            f"{numbers['cached_tokens']:,.0f}",
-            f"{numbers['cached_share']:.1%}",
-            f"{numbers['mean_ttft_ms']:.0f} ms",
-        )
-    console.print(cells)
+    columns = {
+        "tokens from cache": "{cached_tokens:,.0f}",
+        "share of prompts": "{cached_share:.1%}",
+        "mean TTFT": "{mean_ttft_ms:.0f} ms",
+    }
+    rows = (([policy], numbers) for policy, numbers in result["policies"].items())
+    console.print(grid(["policy"], columns, rows, box=box.SIMPLE_HEAD))
 
 
-@click.command(cls=Command)
-@click.option(
-    "--engine-url", "engine_urls", multiple=True, required=True, help="Two or more: repeat it."
+main = bench(
+    measure,
+    show,
+    option("--engine-url engine_urls", None, "Two or more.", str, multiple=True, required=True),
+    option(
+        "--device",
+        "cpu",
+        "What the engines compute on; the options below are such that they fill it.",
+        click.Choice(tuple(CONVERSATIONS)),
+    ),
+    option("--conversations number", None),
+    option("--turns", None, "Of each conversation."),
+    option("--at-once", None, "Requests in flight at most."),
+    option("--system-words words_of_system", None),
+    option("--turn-words words_of_turn", None),
+    option("--rounds", 3, "With each policy."),
 )
-@click.option(
-    "--device",
-    type=click.Choice(tuple(CONVERSATIONS)),
-    default="cpu",
-    show_default=True,
-    help="What the engines compute on; the options below are such that they fill it.",
-)
-@click.option("--conversations", type=POSITIVE)
-@click.option("--turns", type=POSITIVE, help="Of each conversation.")
-@click.option("--at-once", type=POSITIVE, help="Requests in flight at most.")
-@click.option("--system-words", type=POSITIVE)
-@click.option("--turn-words", type=POSITIVE)
-@click.option("--rounds", default=3, show_default=True, type=POSITIVE, help="With each policy.")
-@json_option
-def main(
-    engine_urls: tuple[str, ...],
-    device: str,
-    conversations: int | None,
-    turns: int | None,
-    at_once: int | None,
-    system_words: int | None,
-    turn_words: int | None,
-    rounds: int,
-    json_file: Path | None,
-) -> None:
-    """Compare cache-aware routing with round robin on running engines."""
-    usual = CONVERSATIONS[device]
-    asked = Conversations(
-        conversations or usual.number,
-        turns or usual.turns,
-        at_once or usual.at_once,
-        system_words or usual.words_of_system,
-        turn_words or usual.words_of_turn,
-    )
-    result = measure(engine_urls, asked, rounds)
-    show(result, Console())
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

@@ -18,12 +18,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 import numpy as np
+from rich.console import Console
 
 from app.core.events import Stored
 from app.core.keys import Keyspace
@@ -31,14 +31,14 @@ from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.local.redis_server import EmbeddedRedis, redis_binary
-from app.options import POSITIVE
 from app.policy.decision import RouteRequest
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.command import Command, json_option, save
+from loadtest.command import option
+from loadtest.harness import bench
 from loadtest.holders import BLOCK_SIZE, hashes
 from loadtest.topologies import ClusterServers, SentinelServers
 from workers.agent.agent import Agent, AgentSettings
@@ -130,7 +130,7 @@ class Caller:
         return self.samples[-CHAINS].at
 
 
-async def run(url: str, kill: Callable[[], None]) -> dict[str, float]:
+async def killed(url: str, kill: Callable[[], None]) -> dict[str, float]:
     """What went wrong after `kill`: durations in seconds, and counts of decisions."""
     rng = np.random.default_rng(1)
     chains = [hashes(rng, CHAIN) for _ in range(CHAINS)]
@@ -164,12 +164,8 @@ def killed_master(servers: ClusterServers | SentinelServers) -> EmbeddedRedis:
     return servers.masters[servers.shard_of(KEYS["load"])]
 
 
-@click.command(cls=Command)
-@click.option("--cluster", is_flag=True, help="Use a Cluster instead of sentinels.")
-@click.option("--runs", default=5, show_default=True, type=POSITIVE)
-@json_option
-def main(cluster: bool, runs: int, json_file: Path | None) -> None:
-    """Kill the master under load, and time what happens to decisions."""
+def measure(cluster: bool, runs: int) -> list[dict[str, float]]:
+    """What `killed` finds, each time on fresh servers."""
     logging.disable(logging.WARNING)
     binary = redis_binary()
     if binary is None:
@@ -179,17 +175,27 @@ def main(cluster: bool, runs: int, json_file: Path | None) -> None:
         with ExitStack() as stack:
             kind = ClusterServers if cluster else SentinelServers
             servers: Any = stack.enter_context(kind(binary))
-            results.append(asyncio.run(run(servers.url, killed_master(servers).kill)))
-    click.echo(f"median of {runs}, and the worst:")
+            results.append(asyncio.run(killed(servers.url, killed_master(servers).kill)))
+    return results
+
+
+def show(results: list[dict[str, float]], console: Console) -> None:
+    console.print(f"median of {len(results)}, and the worst:")
     for name, what in (
         ("degraded_s", "s in which decisions were degraded"),
         ("whole_after_s", "s after the kill all overlap was found again"),
         ("slowest_s", "s that the slowest decision took"),
     ):
         figures = [result[name] for result in results]
-        click.echo(f"  {median(figures):.2f}, {max(figures):.2f}  {what}")
-    save(results, json_file)
+        console.print(f"  {median(figures):.2f}, {max(figures):.2f}  {what}")
 
+
+main = bench(
+    measure,
+    show,
+    click.option("--cluster", is_flag=True, help="Use a Cluster instead of sentinels."),
+    option("--runs", 5),
+)
 
 if __name__ == "__main__":
     main()

@@ -15,13 +15,11 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import click
 import numpy as np
 import orjson
 import redis
@@ -32,14 +30,15 @@ from rich.console import Console
 from app.core.keys import Keyspace
 from app.http.server import run
 from app.ops.reset import delete_namespace
-from app.options import POSITIVE
 from app.state.connect import connect
-from loadtest.bench_agent import received, watch
-from loadtest.bench_bridge import CHAIN_BLOCKS, hashes_of, names_of, tokens_of
+from loadtest.bench_agent import watch
+from loadtest.bench_bridge import CHAIN_BLOCKS, hashes_of, names_of, publish, tokens_of
 from loadtest.bench_engines import agent_beside, agent_of
-from loadtest.command import Command, json_option, save, table
-from loadtest.cores import CORES, cpu_s, redis_to_measure
+from loadtest.command import option
+from loadtest.cores import CORES, cpu_s
+from loadtest.harness import bench, grid, percentiles
 from loadtest.holders import BLOCK_SIZE
+from loadtest.processes import child, received
 from workers.bridge.events.events import BlockStored
 from workers.vllm_face.event_socket import EventSocket
 
@@ -100,14 +99,7 @@ def engines(to: Connection, number: int) -> None:
             ]
             to.send(None)
             await asyncio.to_thread(to.recv)
-            sent: list[float] = []
-            due = time.perf_counter()
-            for at, batch in enumerate(batches):
-                await asyncio.sleep(due - time.perf_counter())
-                due += CHAIN_BLOCKS / (BLOCKS_PER_S * number)
-                sent.append(time.perf_counter())
-                sockets[at % number].publish([batch])
-            to.send(sent)
+            to.send(await publish(sockets, batches, BLOCKS_PER_S * number))
         replaying.cancel()
 
     run(serve())
@@ -166,27 +158,19 @@ def measured(
     idle = _cpu_share(pids, before, WINDOW_S)
     to.send(chains)
     received(to)
-    spawn = get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    expected = [hashes_of(chain) for chain in chains]
-    watcher = spawn.Process(target=watch, args=(url, KEYS, expected, theirs), daemon=True)
-    watcher.start()
-    try:
-        received(ours)
+    with child(watch, url, KEYS, [hashes_of(chain) for chain in chains]) as watcher:
+        received(watcher)
         before, begin = [cpu_s(pid) for pid in pids], time.monotonic()
         to.send(None)
-        sent, seen = received(to), received(ours)
+        sent, seen = received(to), received(watcher)
         busy = _cpu_share(pids, before, time.monotonic() - begin)
-    finally:
-        watcher.terminate()
     took = np.subtract(seen, sent) * 1000
     return {
         "idle_share": idle / number,
         "busy_share": busy / number,
         "mib": sum(map(_mib, pids)) / number,
         "threads": sum(map(_threads, pids)) / number,
-        "seen_ms_p50": float(np.percentile(took, 50)),
-        "seen_ms_p99": float(np.percentile(took, 99)),
+        **{f"seen_ms_{name}": ms for name, ms in percentiles(took, 50, 99).items()},
     }
 
 
@@ -200,50 +184,28 @@ def measure(url: str, number: int) -> dict[str, Any]:
     result: dict[str, Any] = {"engines": number}
     num_chains = round(WINDOW_S * BLOCKS_PER_S * number / CHAIN_BLOCKS)
     for at, (name, agents) in enumerate((("one", one_agent), ("beside", agents_beside))):
-        spawn = get_context("spawn")
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=engines, args=(theirs, number), daemon=True)
-        process.start()
-        try:
-            with agents(received(ours), url) as pids:
-                chains = range(at * num_chains, (at + 1) * num_chains)
-                result[name] = measured(url, pids, ours, number, chains)
-        finally:
-            process.terminate()
-            run(_forget(url))
+        chains = range(at * num_chains, (at + 1) * num_chains)
+        with child(engines, number) as to, agents(received(to), url) as pids:
+            result[name] = measured(url, pids, to, number, chains)
+        run(_forget(url))
     return result
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    number = result["engines"]
-    heads = "", "idle", f"at {BLOCKS_PER_S} blocks/s", "MiB", "threads", "seen p50", "p99"
-    title = f"{number} engines, CPU and memory for each"
-    shown = table(*heads, left=("",), title=title, box=box.SIMPLE)
-    for name, text in (("one", "one process"), ("beside", "one beside each")):
-        row = result[name]
-        shown.add_row(
-            text,
-            f"{row['idle_share']:.2%}",
-            f"{row['busy_share']:.2%}",
-            f"{row['mib']:.1f}",
-            f"{row['threads']:.1f}",
-            f"{row['seen_ms_p50']:.1f} ms",
-            f"{row['seen_ms_p99']:.1f} ms",
-        )
-    console.print(shown)
+    columns = {
+        "idle": "{idle_share:.2%}",
+        f"at {BLOCKS_PER_S} blocks/s": "{busy_share:.2%}",
+        "MiB": "{mib:.1f}",
+        "threads": "{threads:.1f}",
+        "seen p50": "{seen_ms_p50:.1f} ms",
+        "p99": "{seen_ms_p99:.1f} ms",
+    }
+    rows = (["one process"], result["one"]), (["one beside each"], result["beside"])
+    title = f"{result['engines']} engines, CPU and memory for each"
+    console.print(grid([""], columns, rows, title=title, box=box.SIMPLE))
 
 
-@click.command(cls=Command)
-@click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
-@click.option("--engines", "number", default=64, show_default=True, type=POSITIVE)
-@json_option
-def main(url: str | None, number: int, json_file: Path | None) -> None:
-    """Measure one agent of many engines, and an agent beside each."""
-    with redis_to_measure(url) as at:
-        result = measure(at, number)
-    show(result, Console())
-    save(result, json_file)
-
+main = bench(measure, show, option("--engines number", 64), redis=True)
 
 if __name__ == "__main__":
     main()

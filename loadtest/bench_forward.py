@@ -15,17 +15,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import click
 import torch
 from rich.console import Console
 
-from app.options import POSITIVE
-from loadtest.command import Command, json_option, save, table
+from loadtest.command import option, table
 from loadtest.devices import BLOCK_SIZE, SIZES, device_option
+from loadtest.harness import bench, in_turn
 from workers.engines.torch.decode_graphs import Decode, decoder
 from workers.engines.torch.llama import SIZES as MODELS
 from workers.engines.torch.llama import Llama
@@ -42,14 +40,15 @@ DECODES = {
 
 def timed(call: Callable[[], Any], device: str, rounds: int) -> float:
     """Seconds of the median call; the first one, which finds the device cold, does not count."""
-    seconds = []
-    for _ in range(rounds + 1):
+
+    def seconds() -> float:
         _wait(device)
         began_s = time.perf_counter()
         call()
         _wait(device)
-        seconds.append(time.perf_counter() - began_s)
-    return median(seconds[1:])
+        return time.perf_counter() - began_s
+
+    return median(in_turn({"": seconds}, rounds)[""])
 
 
 def _wait(device: str) -> None:
@@ -157,16 +156,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(cells)
 
 
-@click.command(cls=Command)
-@device_option
-@click.option("--rounds", default=5, show_default=True, type=POSITIVE)
-@json_option
-def main(device: str, rounds: int, json_file: Path | None) -> None:
-    """Prefill and decode of the torch engine's model."""
-    found = measure(device, rounds)
-    show(found, Console())
-    save(found, json_file)
-
+main = bench(measure, show, device_option, option("--rounds", 5))
 
 if __name__ == "__main__":
     main()

@@ -18,19 +18,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
 
 from app.core.settings.picker import PickerSettings
 from app.http.server import listen, run
 from app.local.envoy import rendered
 from app.local.redis_server import LOOPBACK, free_port
-from app.options import POSITIVE
 from loadtest.bench_door import (
     CONCURRENCY,
     KEYS,
@@ -39,8 +36,9 @@ from loadtest.bench_door import (
     register,
     shapes,
 )
-from loadtest.command import Command, json_option, save, table
-from loadtest.cores import CORES, cpu_s, redis_to_measure
+from loadtest.command import option
+from loadtest.cores import CORES, cpu_s
+from loadtest.harness import bench, grid, in_turn, medians, percentiles
 from loadtest.instant_engine import engine_forever
 from loadtest.servers import (
     Connection,
@@ -151,11 +149,11 @@ def cost(url: str, parts: tuple[Server, ...], shape: Shape, requests: int) -> di
     }
 
 
-async def in_turn(
+async def ask_each(
     asked: dict[str, tuple[Server, ...]],
     shape: Shape,
     requests: int,
-    took_s: dict[str, list[float]],
+    took_ms: dict[str, list[float]],
 ) -> None:
     """Ask one after another, so that what else the machine does is the same for all, and add how
     long each took."""
@@ -163,70 +161,61 @@ async def in_turn(
     for turn, (name, connection) in product(range(requests), connections.items()):
         begin = time.perf_counter()
         await connection.ask(shape.request(turn, 0))
-        took_s[name].append(time.perf_counter() - begin)
+        took_ms[name].append((time.perf_counter() - begin) * 1000)
     for connection in connections.values():
         connection.close()
 
 
 def measure(url: str, requests: int, rounds: int) -> dict[str, Any]:
     forms = shapes()
-    costs: dict[str, dict[str, list[dict[str, float]]]] = {}
-    took_s: dict[str, list[float]] = {name: [] for name in NAMES}
+    costs: dict[str, dict[str, Any]] = {}
+    took_ms: dict[str, list[float]] = {name: [] for name in NAMES}
     with started(url) as asked:
-        fronts = [each for each in asked.items() if each[0] != "engine"]
-        for turn in range(rounds + 1):
-            for shape, (name, parts) in product(forms, fronts):
-                made = cost(url, parts, shape, requests)
-                if turn:  # the first one warms up
-                    costs.setdefault(shape.name, {}).setdefault(name, []).append(made)
-            run(in_turn(asked, forms[0], requests // 4 or 1, took_s))
+        ways = {
+            (shape.name, name): partial(cost, url, parts, shape, requests)
+            for shape, (name, parts) in product(forms, asked.items())
+            if name != "engine"
+        }
+        for (form, name), made in in_turn(ways, rounds).items():
+            costs.setdefault(form, {})[name] = medians(made)
+        run(ask_each(asked, forms[0], (rounds + 1) * (requests // 4 or 1), took_ms))
     return {
-        "cost": {
-            shape: {
-                name: {key: median(each[key] for each in runs) for key in runs[0]}
-                for name, runs in by_name.items()
-            }
-            for shape, by_name in costs.items()
-        },
-        "took_ms": {
-            name: {f"p{q}": float(np.percentile(took, q)) * 1000 for q in (50, 99)}
-            for name, took in took_s.items()
-        },
+        "cost": costs,
+        "took_ms": {name: percentiles(took, 50, 99) for name, took in took_ms.items()},
     }
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    heads = ("", "", "Python, µs of CPU", "with Envoy, µs of CPU", "per s of CPU")
-    cells = table(*heads, left=("", ""), title=f"{CONCURRENCY} connections")
-    for shape, numbers in result["cost"].items():
-        for name, each in numbers.items():
-            cells.add_row(
-                shape,
-                NAMES[name],
-                "" if name == ALONE else f"{each['python_us']:.0f}",
-                f"{each['all_us']:.0f}",
-                f"{1e6 / each['all_us']:,.0f}",
-            )
-    console.print(cells)
-    cells = table("", "p50, ms", "p99, ms", left=("",), title="one connection, 800 characters")
-    for name, took in result["took_ms"].items():
-        cells.add_row(NAMES[name], f"{took['p50']:.2f}", f"{took['p99']:.2f}")
-    console.print(cells)
+    costs = (
+        (
+            [shape, NAMES[name]],
+            {
+                "python": "" if name == ALONE else f"{each['python_us']:.0f}",
+                "all": each["all_us"],
+                "per_s": 1e6 / each["all_us"],
+            },
+        )
+        for shape, numbers in result["cost"].items()
+        for name, each in numbers.items()
+    )
+    columns = {
+        "Python, µs of CPU": "{python}",
+        "with Envoy, µs of CPU": "{all:.0f}",
+        "per s of CPU": "{per_s:,.0f}",
+    }
+    console.print(grid(["", ""], columns, costs, title=f"{CONCURRENCY} connections"))
+    columns = {"p50, ms": "{p50:.2f}", "p99, ms": "{p99:.2f}"}
+    took = (([NAMES[name]], each) for name, each in result["took_ms"].items())
+    console.print(grid([""], columns, took, title="one connection, 800 characters"))
 
 
-@click.command(cls=Command)
-@click.option(
-    "--requests", default=2000, show_default=True, type=POSITIVE, help="Requests per round."
+main = bench(
+    measure,
+    show,
+    option("--requests", 2000, "Requests per round."),
+    option("--rounds", 5),
+    redis=True,
 )
-@click.option("--rounds", default=5, show_default=True, type=POSITIVE)
-@json_option
-def main(requests: int, rounds: int, json_file: Path | None) -> None:
-    """Measure a picker behind Envoy beside the front door."""
-    with redis_to_measure() as url:
-        result = measure(url, requests, rounds)
-    show(result, Console(width=120))
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

@@ -23,8 +23,9 @@ import orjson
 import torch
 from rich.console import Console
 
-from loadtest.command import Command, json_option, save, table
+from loadtest.command import table
 from loadtest.devices import device_option
+from loadtest.harness import bench
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ def figures(found: Any, name: str = "") -> list[tuple[str, float]]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
+    """Raises ClickException if nothing could be measured."""
     cells = table("", "figure", left=("",), title=result["conditions"])
     for name, found in result["parts"].items():
         if "error" in found:
@@ -127,19 +129,11 @@ def show(result: dict[str, Any], console: Console) -> None:
         for what, figure in figures(found):
             cells.add_row(f"{name} {what}", f"{figure:,.4g}")
     console.print(cells)
-
-
-@click.command(cls=Command)
-@device_option
-@json_option
-def main(device: str, json_file: Path | None) -> None:
-    """Run the benchmarks of the torch engine, each with its limit."""
-    result = measure(device)
-    save(result, json_file)
-    show(result, Console())
     if all("error" in found for found in result["parts"].values()):
         raise click.ClickException("nothing could be measured")
 
+
+main = bench(measure, show, device_option)
 
 if __name__ == "__main__":
     main()

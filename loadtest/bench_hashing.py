@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
-import click
 import numpy as np
+from rich.console import Console
 from xxhash import xxh3_64_intdigest
 
 from app.core.hashing import BASE_SEED, Tokens, compute_hashes
-from app.options import POSITIVE
-from loadtest.command import Command
+from loadtest.command import option
+from loadtest.harness import bench, in_turn
 
 NUM_BLOCKS = 512
 BLOCK_SIZE = 16
@@ -37,25 +38,30 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-@click.command(cls=Command)
-@click.option("--rounds", default=2000, show_default=True, type=POSITIVE)
-def main(rounds: int) -> None:
-    """Time hashing a prompt against plain calls to the hash function."""
+def measure(rounds: int) -> dict[str, float]:
+    """By the form of its tokens: so many calls take as long as hashing a prompt."""
     tokens = np.arange(NUM_BLOCKS * BLOCK_SIZE, dtype="<u4")
     forms: dict[str, Tokens] = {
         "raw u32": tokens.tobytes(),
         "numpy array": tokens,
         "list": tokens.tolist(),
     }
-    ratios: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(rounds):
-        yardstick = _seconds(_calls)
-        for name, form in forms.items():
-            ratios[name].append(_seconds(lambda f=form: compute_hashes(f, BLOCK_SIZE)) / yardstick)  # type: ignore[misc]
-    click.echo(f"{NUM_BLOCKS} blocks of {BLOCK_SIZE} take as long as so many calls (median):")
-    for name, values in ratios.items():
-        click.echo(f"  {name:<12} {CALLS * median(values):,.0f}")
+    ways = {name: partial(compute_hashes, form, BLOCK_SIZE) for name, form in forms.items()}
+    timed = {name: partial(_seconds, way) for name, way in ways.items()}
+    took = in_turn({"": partial(_seconds, _calls), **timed}, rounds)
+    return {
+        name: CALLS * median(s / calls for s, calls in zip(took[name], took[""], strict=True))
+        for name in forms
+    }
 
+
+def show(result: dict[str, float], console: Console) -> None:
+    console.print(f"{NUM_BLOCKS} blocks of {BLOCK_SIZE} take as long as so many calls (median):")
+    for name, calls in result.items():
+        console.print(f"  {name:<12} {calls:,.0f}")
+
+
+main = bench(measure, show, option("--rounds", 2000))
 
 if __name__ == "__main__":
     main()

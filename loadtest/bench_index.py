@@ -5,22 +5,20 @@
 Server time is Redis's own (INFO commandstats). Each lookup is made by a router that has looked up
 one other prompt before, with the same system prompt; in one column it has looked up none. In
 another it keeps what it learns, as routers do, from one round's lookups in a row: where a million
-blocks are only a few prompts, it meets some of them again. The router shares a core with Redis, if
-the benchmark starts it.
+blocks are only a few prompts, it meets some of them again. The router shares a core with Redis.
 
 The same run also measures the access pattern that others use: one hash per block, and a pipeline of
 one HKEYS for each block of a prompt. The benchmark fills namespaces of its own and deletes them at
-the end. It resets the statistics of the server, so a Redis named with --redis must be one that
-nobody else needs.
+the end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,15 +30,14 @@ from app.core.chains import GROUP_BLOCKS
 from app.core.keys import Keyspace
 from app.core.settings.kinds import MOST
 from app.core.types import SequenceHash, Tier
-from app.http.server import collect_seldom, run
+from app.http.server import collect_seldom
 from app.ops.reset import delete_namespace
-from app.options import POSITIVE
 from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.overlap import Boundaries, match
 from app.state.scripts import Call, ScriptRunner
-from loadtest.command import Command, json_option, save, table
-from loadtest.cores import redis_to_measure
+from loadtest.command import option, table
+from loadtest.harness import bench, medians
 from loadtest.holders import BATCH, Holders, check_found, hashes
 
 KEYS = Keyspace("bench-index")
@@ -207,17 +204,13 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
                     learns=kind == IN_A_ROW,
                 )
                 costs.setdefault((kind, length), []).append(cost)
-    medians: dict[str, Any] = {
+    middle = {of: medians([cost._asdict() for cost in made]) for of, made in costs.items()}
+    return {
         name: {
-            kind: {
-                str(length): float(median(getattr(cost, name) for cost in costs[kind, length]))
-                for length in LENGTHS
-            }
-            for kind in KINDS
+            kind: {str(length): middle[kind, length][name] for length in LENGTHS} for kind in KINDS
         }
         for name in LookUpCost._fields
-    }
-    return {**medians, "ping_cpu_us": median(pings_us)}
+    } | {"ping_cpu_us": median(pings_us)}
 
 
 async def ping_cpu_us(redis: RedisClient, count: int) -> float:
@@ -231,7 +224,7 @@ async def ping_cpu_us(redis: RedisClient, count: int) -> float:
 async def change_us(redis: RedisClient, holders: Holders, repeats: int) -> dict[str, float]:
     """Redis's mean time per block, µs, for batches of one worker's chain: stored where no worker
     holds the blocks, stored where another one does, removed. The median over `repeats`."""
-    us: dict[str, list[float]] = {"stored": [], "stored beside another": [], "removed": []}
+    us: defaultdict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(5)
     for _ in range(repeats):
         chains = [hashes(rng, BATCH) for _ in range(CHANGE_BATCHES)]
@@ -245,7 +238,7 @@ async def change_us(redis: RedisClient, holders: Holders, repeats: int) -> dict[
             for chain in chains:
                 await holders.store(worker, chain, tier)
             us[name].append((await evalsha(redis))["usec"] / CHANGE_BATCHES / BATCH)
-    return {name: float(median(means)) for name, means in us.items()}
+    return {name: median(means) for name, means in us.items()}
 
 
 async def bytes_per_owner(redis: RedisClient, holders: Holders, chains: Chains) -> dict[str, float]:
@@ -305,8 +298,10 @@ async def peer_us(redis: RedisClient, chains: Chains, workers: int) -> dict[str,
 
 
 async def measure(
-    url: str, blocks: int, index_blocks: int, workers: int, queries: int, repeats: int
+    url: str, blocks: int, index_blocks: int | None, workers: int, queries: int, repeats: int
 ) -> dict[str, Any]:
+    """index_blocks: that the index is laid out for; None: `blocks`."""
+    index_blocks = index_blocks or blocks
     redis = connect(url)
     runner = ScriptRunner(redis, timeout_s=60)
     try:
@@ -368,45 +363,16 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(f"A PING takes {result['ping_cpu_us']:.0f} µs of the router's CPU.")
 
 
-@click.command(cls=Command)
-@click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
-@click.option(
-    "--blocks", default=1_000_000, show_default=True, type=POSITIVE, help="Unique blocks."
+main = bench(
+    measure,
+    show,
+    option("--blocks", 1_000_000, "Unique blocks."),
+    option("--index-blocks", None, "Blocks the index is laid out for; unset: --blocks."),
+    option("--workers", 64, kind=click.IntRange(MIN_WORKERS, MOST)),
+    option("--queries", 667, "Queries per kind, length and round; three times as many of the mix."),
+    option("--repeats", 5, "Rounds, of which the median is taken."),
+    redis=True,
 )
-@click.option(
-    "--index-blocks", type=POSITIVE, help="Blocks the index is laid out for; unset: --blocks."
-)
-@click.option("--workers", default=64, show_default=True, type=click.IntRange(MIN_WORKERS, MOST))
-@click.option(
-    "--queries",
-    default=667,
-    show_default=True,
-    type=POSITIVE,
-    help="Queries per kind, length and round; three times as many of the mix.",
-)
-@click.option(
-    "--repeats",
-    default=5,
-    show_default=True,
-    type=POSITIVE,
-    help="Rounds, of which the median is taken.",
-)
-@json_option
-def main(
-    url: str | None,
-    blocks: int,
-    index_blocks: int | None,
-    workers: int,
-    queries: int,
-    repeats: int,
-    json_file: Path | None,
-) -> None:
-    """Measure the index in a real Redis."""
-    with redis_to_measure(url) as at:
-        result = run(measure(at, blocks, index_blocks or blocks, workers, queries, repeats))
-    show(result, Console(width=120))
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

@@ -6,24 +6,19 @@ Next to it run two plain in-process indexes written for comparison: a radix tree
 map from block to owners. They are shared with nobody and cost no round trip, so they show what
 finding an overlap takes by itself. kvroute's index is measured in Redis's own time (INFO
 commandstats) and, for lookups, also in CPU time of this process; the other two in CPU time of this
-process, which collects garbage as seldom as a router. The benchmark fills and deletes a namespace,
-and resets the server's statistics.
+process, which collects garbage as seldom as a router. The benchmark fills and deletes a namespace.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
-import click
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
@@ -33,8 +28,8 @@ from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
 from loadtest.bench_index import KEYS, evalsha, look_up_us, used_memory
-from loadtest.command import Command, json_option, save
-from loadtest.cores import redis_to_measure
+from loadtest.command import table
+from loadtest.harness import bench
 from loadtest.holders import Holders, check_found, hashes
 
 BLOCKS = 131_072
@@ -243,7 +238,7 @@ async def in_redis(redis: RedisClient, load: Workload, width: int) -> dict[str, 
     }
 
 
-async def measure(url: str, sweeps: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
+async def measure(url: str, sweeps: dict[str, Sequence[float]] = SWEEPS) -> list[dict[str, Any]]:
     """One row per point."""
     rows: list[dict[str, Any]] = []
     collect_seldom()
@@ -271,29 +266,16 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     indexes = ("kvroute", *IN_PROCESS)
     units = {"match": "µs a query", "store": "µs a block", "remove": "µs a block", "bytes": "bytes"}
     for name in SWEEPS:
-        table = Table(title=f"By {name}")
-        table.add_column(name, justify="right")
-        table.add_column("match, µs of CPU besides\nkvroute", justify="right")
-        for what, unit in units.items():
-            for made in indexes:
-                table.add_column(f"{what}, {unit}\n{made}", justify="right")
+        heads = [f"{what}, {unit}\n{made}" for what, unit in units.items() for made in indexes]
+        cells = table(name, "match, µs of CPU besides\nkvroute", *heads, title=f"By {name}")
         for row in (row for row in rows if row["sweep"] == name):
             figures = [row[made][what] for what in units for made in indexes]
             besides = row["kvroute"]["match_cpu"]
-            table.add_row(f"{row[name]:g}", *(f"{figure:.3g}" for figure in (besides, *figures)))
-        console.print(table)
+            cells.add_row(f"{row[name]:g}", *(f"{figure:.3g}" for figure in (besides, *figures)))
+        console.print(cells)
 
 
-@click.command(cls=Command)
-@click.option("--redis", "url", help="Redis to measure; unset: an embedded one.")
-@json_option
-def main(url: str | None, json_file: Path | None) -> None:
-    """Sweep the index and two plain ones over depth, width, match and share."""
-    with redis_to_measure(url) as at:
-        rows = asyncio.run(measure(at, SWEEPS))
-    show(rows, Console(width=180))
-    save(rows, json_file)
-
+main = bench(measure, show, redis=True, width=180)
 
 if __name__ == "__main__":
     main()

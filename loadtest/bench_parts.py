@@ -20,12 +20,10 @@ from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
 from typing import Any
 
-import click
 import orjson
 from rich.console import Console
 
 from app.http.server import run
-from app.options import POSITIVE
 from loadtest.bench_decision import (
     NUM_TOKENS,
     NUM_WORKERS,
@@ -35,8 +33,8 @@ from loadtest.bench_decision import (
     route_forever,
     shapes,
 )
-from loadtest.command import Command, table
-from loadtest.cores import redis_to_measure
+from loadtest.command import option, table
+from loadtest.harness import bench
 from loadtest.servers import Shape, load, server, server_core
 
 TICK_S = 0.004
@@ -116,15 +114,7 @@ def show(results: dict[str, dict[str, float]], console: Console) -> None:
     console.print(cells)
 
 
-@click.command(cls=Command)
-@click.option(
-    "--requests", default=20_000, show_default=True, type=POSITIVE, help="Requests per shape."
-)
-def main(requests: int) -> None:
-    """Sample a replica making decisions, and a bare endpoint."""
-    with redis_to_measure() as url:
-        show(measure(url, requests), Console(width=120))
-
+main = bench(measure, show, option("--requests", 20_000, "Requests per shape."), redis=True)
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import click
 import numpy as np
 from rich.console import Console
 
@@ -19,12 +18,12 @@ from app.core.overlaps import Overlaps
 from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
 from app.core.worker_report import WorkerInfo
-from app.options import POSITIVE
 from app.policy.decision import Query, RouteRequest
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import View
 from app.policy.workers import UNMEASURED, Workers
-from loadtest.command import Command, table
+from loadtest.command import option
+from loadtest.harness import bench, grid
 
 BLOCKS = 128
 PLANS = 20
@@ -79,21 +78,26 @@ def fastest_us(plan: partial[Plan], rounds: int) -> float:
     return best / PLANS * 1e6
 
 
-@click.command(cls=Command)
-@click.option("--workers", default=8, show_default=True, type=POSITIVE)
-@click.option("--rounds", default=500, show_default=True, type=POSITIVE)
-def main(workers: int, rounds: int) -> None:
-    """Time plans by who holds half of the prompt, and by where its KV may come from."""
-    heads = {"nobody": 0, "one": 1, "all": workers}
-    held = (f"held by {who}" for who in heads)
-    cells = table("sources", *held, title=f"µs a plan, {workers} workers")
+def measure(workers: int, rounds: int) -> dict[str, dict[str, float]]:
+    """µs of a plan, by where KV may come from, then by who holds half of the prompt."""
     selector = WorkerSelector(RouterSettings())
+    result = {}
     for name, way in FORMS.items():
         view = view_of(workers, way)
-        plans = [partial(selector.plan, query_of(holders), view) for holders in heads.values()]
-        cells.add_row(name, *(f"{fastest_us(plan, rounds):.0f}" for plan in plans))
-    Console(width=100).print(cells)
+        result[name] = {
+            who: fastest_us(partial(selector.plan, query_of(holders), view), rounds)
+            for who, holders in (("nobody", 0), ("one", 1), (f"all {workers}", workers))
+        }
+    return result
 
+
+def show(result: dict[str, dict[str, float]], console: Console) -> None:
+    columns = {f"held by {who}": f"{{{who}:.0f}}" for who in next(iter(result.values()))}
+    rows = (([name], figures) for name, figures in result.items())
+    console.print(grid(["sources"], columns, rows, title="µs a plan"))
+
+
+main = bench(measure, show, option("--workers", 8), option("--rounds", 500))
 
 if __name__ == "__main__":
     main()

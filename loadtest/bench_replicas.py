@@ -16,6 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,10 +30,11 @@ from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.http.server import run
 from app.local.cluster import Cluster
-from app.options import FACTOR, POLICY, POSITIVE, PROCESSES
-from loadtest.command import Command, distinct, json_option, save, table
+from app.options import FACTOR, POLICY, PROCESSES
+from loadtest.command import option, table
 from loadtest.cores import TICKS_PER_S, cpu_s
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS
+from loadtest.harness import bench
 from loadtest.replay import replay_policy
 from loadtest.report import PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, read_trace
@@ -40,17 +42,15 @@ from loadtest.traces import DEMO_TRACE, Trace, read_trace
 REPLICAS = (1, 4, 16)
 METRICS_TIMEOUT_S = 5.0
 ROWS = (
-    ("TTFT mean", "ttft_mean_s", "{:.3f} s"),
-    ("TTFT p50", "ttft_p50_s", "{:.3f} s"),
-    ("TTFT p99", "ttft_p99_s", "{:.2f} s"),
-    ("tokens from cache", "hit_rate", "{:.2%}"),
-    ("whole request, mean", "request_mean_s", "{:.2f} s"),
-    ("failed", "failed", "{:g}"),
-    ("decision p50 (wall)", "decision_p50_ms", "{:.1f} ms"),
-    ("decision p99 (wall)", "decision_p99_ms", "{:.1f} ms"),
-    ("client late, p99", "send_delay_p99_s", "{:.3f} s"),
-)
-COUNTED = (
+    ("TTFT mean", "summary.ttft_mean_s", "{:.3f} s"),
+    ("TTFT p50", "summary.ttft_p50_s", "{:.3f} s"),
+    ("TTFT p99", "summary.ttft_p99_s", "{:.2f} s"),
+    ("tokens from cache", "summary.hit_rate", "{:.2%}"),
+    ("whole request, mean", "summary.request_mean_s", "{:.2f} s"),
+    ("failed", "summary.failed", "{:g}"),
+    ("decision p50 (wall)", "summary.decision_p50_ms", "{:.1f} ms"),
+    ("decision p99 (wall)", "summary.decision_p99_ms", "{:.1f} ms"),
+    ("client late, p99", "summary.send_delay_p99_s", "{:.3f} s"),
     ("conflicts per decision", "conflicts", "{:.4f}"),
     ("retries per decision", "retries", "{:.4f}"),
     ("degraded decisions", "degraded", "{:g}"),
@@ -76,16 +76,15 @@ class Round:
     routers_cpu: float
 
 
-def measure(
+def replay_each(
     trace: Trace,
     counts: Sequence[int],
     rounds: int,
     *,
-    num_workers: int = 8,
+    num_workers: int,
+    load: float,
+    speedup: float,
     policy: str = "latency",
-    load: float = 1.1,
-    speedup: float = 4.0,
-    console: Console | None = None,
 ) -> dict[int, list[Round]]:
     """By number of replicas, one replay of the trace per round."""
     made: dict[int, list[Round]] = {count: [] for count in counts}
@@ -101,11 +100,10 @@ def measure(
             ) as cluster:
                 one = _play(trace, cluster, count, load, speedup, seed=number)
             made[count].append(one)
-            if console:
-                console.print(
-                    f"round {number + 1}, {count} replicas: TTFT {_ttft(one.summary):.3f} s, "
-                    f"{one.summary.hit_rate:.2%} from cache, CPU {one.machine_cpu:.0%}"
-                )
+            click.echo(
+                f"round {number + 1}, {count} replicas: TTFT {_ttft(one.summary):.3f} s, "
+                f"{one.summary.hit_rate:.2%} from cache, CPU {one.machine_cpu:.0%}"
+            )
     return made
 
 
@@ -179,26 +177,55 @@ def _ttft(summary: PolicySummary) -> float:
     return summary.ttft_mean_s
 
 
-def show(made: dict[int, list[Round]], console: Console) -> None:
+def measure(
+    counts: Sequence[int],
+    rounds: int,
+    requests: int,
+    num_workers: int,
+    policy: str,
+    load: float,
+    speedup: float,
+) -> dict[str, Any]:
+    """`rounds`: by number of replicas; and what `compare` makes of them."""
+    trace = read_trace(DEMO_TRACE).cut(requests=requests)
+    click.echo(
+        f"{trace.num_requests:,} requests of {trace.name} at {load:g} times the recorded rate, "
+        f"{num_workers} simulated workers at {speedup:g} times life speed, policy {policy}, "
+        f"{rounds} rounds: medians (least to most); seconds are the engines'"
+    )
+    made = replay_each(
+        trace, counts, rounds, num_workers=num_workers, load=load, speedup=speedup, policy=policy
+    )
+    return {
+        "trace": trace.name,
+        "requests": trace.num_requests,
+        "workers": num_workers,
+        "policy": policy,
+        "load": load,
+        "speedup": speedup,
+        "rounds": made,
+        **compare(made),
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
     """Print medians with the least and the most of the rounds, and the comparison."""
+    made = result["rounds"]
     cells = table("replicas", *map(str, made), left=("replicas",))
     for label, name, form in ROWS:
-        rows = [[getattr(one.summary, name) for one in rounds] for rounds in made.values()]
-        cells.add_row(label, *(_spread(values, form) for values in rows))
-    for label, name, form in COUNTED:
-        rows = [[getattr(one, name) for one in rounds] for rounds in made.values()]
+        figure = attrgetter(name)
+        rows = [[figure(one) for one in rounds] for rounds in made.values()]
         cells.add_row(label, *(_spread(values, form) for values in rows))
     console.print(cells)
-    compared = compare(made)
-    noise = compared["noise"]
+    noise = result["noise"]
     console.print(
-        f"noise: with {compared['base']}, the rounds' TTFT mean is {noise['least']:.3f} to "
+        f"noise: with {result['base']}, the rounds' TTFT mean is {noise['least']:.3f} to "
         f"{noise['most']:.3f} times their median"
     )
-    for count, numbers in compared["against"].items():
+    for count, numbers in result["against"].items():
         ratio, points = numbers["ttft_mean"], numbers["hit_points"]
         console.print(
-            f"{count} against {compared['base']}: TTFT mean {ratio['median']:.3f} times "
+            f"{count} against {result['base']}: TTFT mean {ratio['median']:.3f} times "
             f"({ratio['least']:.3f} to {ratio['most']:.3f}), {points['median']:+.2f} points from "
             f"cache ({points['least']:+.2f} to {points['most']:+.2f})"
         )
@@ -214,76 +241,22 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     return f"{middle} ({least} to {most})"
 
 
-@click.command(cls=Command)
-@click.option(
-    "--replicas",
-    "counts",
-    multiple=True,
-    default=REPLICAS,
-    show_default=True,
-    type=PROCESSES,
-    callback=distinct,
+main = bench(
+    measure,
+    show,
+    option("--replicas counts", REPLICAS, kind=PROCESSES, several=True),
+    option("--rounds", 3),
+    option("--requests", NUM_REQUESTS),
+    option("--workers num_workers", 8, kind=PROCESSES),
+    option("--policy", "latency", kind=POLICY),
+    option("--load", 1.1, "Arrival rate, as a multiple of the recorded one.", FACTOR),
+    option(
+        "--speedup",
+        4.0,
+        "Run this many times faster than real time; halve it if the CPU is over half in use.",
+        FACTOR,
+    ),
 )
-@click.option("--rounds", default=3, show_default=True, type=POSITIVE)
-@click.option("--requests", default=NUM_REQUESTS, show_default=True, type=POSITIVE)
-@click.option("--workers", "num_workers", default=8, show_default=True, type=PROCESSES)
-@click.option("--policy", default="latency", show_default=True, type=POLICY)
-@click.option(
-    "--load",
-    default=1.1,
-    show_default=True,
-    type=FACTOR,
-    help="Arrival rate, as a multiple of the recorded one.",
-)
-@click.option(
-    "--speedup",
-    default=4.0,
-    show_default=True,
-    type=FACTOR,
-    help="Run this many times faster than real time; halve it if the CPU is over half in use.",
-)
-@json_option
-def main(
-    counts: tuple[int, ...],
-    rounds: int,
-    requests: int,
-    num_workers: int,
-    policy: str,
-    load: float,
-    speedup: float,
-    json_file: Path | None,
-) -> None:
-    """Replay real traffic with different numbers of router replicas."""
-    console = Console()
-    trace = read_trace(DEMO_TRACE).cut(requests=requests)
-    console.print(
-        f"{trace.num_requests:,} requests of {trace.name} at {load:g} times the recorded rate, "
-        f"{num_workers} simulated workers at {speedup:g} times life speed, policy {policy}, "
-        f"{rounds} rounds: medians (least to most); seconds are the engines'"
-    )
-    made = measure(
-        trace,
-        counts,
-        rounds,
-        num_workers=num_workers,
-        policy=policy,
-        load=load,
-        speedup=speedup,
-        console=console,
-    )
-    show(made, console)
-    result = {
-        "trace": trace.name,
-        "requests": trace.num_requests,
-        "workers": num_workers,
-        "policy": policy,
-        "load": load,
-        "speedup": speedup,
-        "rounds": made,
-        **compare(made),
-    }
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

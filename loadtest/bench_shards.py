@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import click
@@ -24,11 +23,11 @@ from rich.console import Console
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash
 from app.local.redis_server import EmbeddedRedis, redis_binary
-from app.options import POSITIVE
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
-from loadtest.command import Command, json_option, save, table
+from loadtest.command import option
+from loadtest.harness import bench, grid, percentiles
 from loadtest.holders import BATCH, Holders, check_found, hashes
 from loadtest.topologies import ClusterServers
 
@@ -88,10 +87,19 @@ async def behind_ms(
             if any(overlap.total == len(chain) for overlap in (overlaps or {}).values()):
                 break
         took.append((time.perf_counter() - applied) * 1000)
-    return {f"p{q}": float(np.percentile(took, q)) for q in (50, 99)}
+    return percentiles(took, 50, 99)
 
 
-async def measure(servers: ClusterServers, queries: int, changes: int) -> dict[str, Any]:
+async def measure(queries: int, changes: int) -> dict[str, Any]:
+    """Raises ClickException if there is no redis-server."""
+    binary = redis_binary()
+    if binary is None:
+        raise click.ClickException("no redis-server found")
+    with ClusterServers(binary) as servers:
+        return await measure_on(servers, queries, changes)
+
+
+async def measure_on(servers: ClusterServers, queries: int, changes: int) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(connect(servers.url))
         runners = {
@@ -125,46 +133,29 @@ async def measure(servers: ClusterServers, queries: int, changes: int) -> dict[s
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    heads = ("read from", "beginnings", "µs of masters", "µs of replicas", "busiest server")
+    columns = {
+        "µs of masters": "{masters_us:.0f}",
+        "µs of replicas": "{replicas_us:.0f}",
+        "busiest server": "{busiest:.0%}",
+    }
+    rows = (
+        ([name, kind], numbers)
+        for name, kinds in result["look_ups"].items()
+        for kind, numbers in kinds.items()
+    )
     title = f"Look-ups of {DEPTH} blocks in {SHARDS} shards on three masters"
-    cells = table(*heads, title=title)
-    for name, kinds in result["look_ups"].items():
-        for kind, numbers in kinds.items():
-            cells.add_row(
-                name,
-                kind,
-                f"{numbers['masters_us']:.0f}",
-                f"{numbers['replicas_us']:.0f}",
-                f"{numbers['busiest']:.0%}",
-            )
-    console.print(cells)
+    console.print(grid(["read from", "beginnings"], columns, rows, title=title))
     for name, behind in result["behind_ms"].items():
         shown = ", ".join(f"{q} {ms:.1f} ms" for q, ms in behind.items())
         console.print(f"From applied to found by a lookup, alone, read from {name}: {shown}")
 
 
-@click.command(cls=Command)
-@click.option(
-    "--queries", default=2000, show_default=True, type=POSITIVE, help="Queries of each kind."
+main = bench(
+    measure,
+    show,
+    option("--queries", 2000, "Queries of each kind."),
+    option("--changes", 500, "Changes stored to measure the lag."),
 )
-@click.option(
-    "--changes",
-    default=500,
-    show_default=True,
-    type=POSITIVE,
-    help="Changes stored to measure the lag.",
-)
-@json_option
-def main(queries: int, changes: int, json_file: Path | None) -> None:
-    """Measure shards and replicas on a Redis Cluster on this machine."""
-    binary = redis_binary()
-    if binary is None:
-        raise click.ClickException("no redis-server found")
-    with ClusterServers(binary) as servers:
-        result = asyncio.run(measure(servers, queries, changes))
-    show(result, Console())
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

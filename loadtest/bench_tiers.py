@@ -33,8 +33,8 @@ from xxhash import xxh3_64_intdigest
 
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
-from app.options import POSITIVE
-from loadtest.command import Command, distinct, json_option, save, table
+from loadtest.command import distinct, option
+from loadtest.harness import bench, grid
 from workers.kv.copies import Copies
 from workers.kv.disk import PART_BYTES, SlotFile
 from workers.kv.disk_records import DiskBlock
@@ -199,7 +199,7 @@ def _in_runs(length: int, num_blocks: int, rng: np.random.Generator) -> list[int
     return ids
 
 
-def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[str, Any]:
+def measure(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[str, Any]:
     """The figures by pair of tiers, then by block size."""
     collect_seldom()  # as workers do
     pairs: dict[str, dict[str, Any]] = {f"{a.name}-{b.name}".lower(): {} for a, b in PAIRS}
@@ -221,20 +221,19 @@ def run(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[s
 
 def show(result: dict[str, Any], console: Console) -> None:
     title = f"Blocks between tiers, {result['mib']} MiB at once, on {result['device']}"
-    names = "tiers", "block,\nKiB", "plain,\nGB/s", "checked", "in a row", "in runs", "scattered"
-    cells = table(*names, title=title)
-    for pair, sizes in result["pairs"].items():
-        for size, numbers in sizes.items():
-            cells.add_row(
-                pair,
-                size,
-                f"{numbers['plain_gb_per_s']:.1f}",
-                f"{numbers['checked']:.2f}" if "checked" in numbers else "",
-                f"{numbers['packed']:.2f}",
-                f"{numbers['runs']:.2f}",
-                f"{numbers['scattered']:.2f}",
-            )
-    console.print(cells)
+    columns = {
+        "plain,\nGB/s": "{plain_gb_per_s:.1f}",
+        "checked": "{shown}",
+        "in a row": "{packed:.2f}",
+        "in runs": "{runs:.2f}",
+        "scattered": "{scattered:.2f}",
+    }
+    rows = (
+        ([pair, size], {**n, "shown": f"{n['checked']:.2f}" if "checked" in n else ""})
+        for pair, sizes in result["pairs"].items()
+        for size, n in sizes.items()
+    )
+    console.print(grid(["tiers", "block,\nKiB"], columns, rows, title=title))
 
 
 def _of_whole_heads(
@@ -246,34 +245,25 @@ def _of_whole_heads(
     return distinct(context, option, kib)
 
 
-@click.command(cls=Command)
-@click.option(
-    "--kib",
-    "block_kib",
-    multiple=True,
-    type=POSITIVE,
-    default=BLOCK_KIB,
-    show_default=True,
-    callback=_of_whole_heads,
-    help="Block sizes in KiB, multiples of 8: one head of all layers.",
+main = bench(
+    measure,
+    show,
+    option(
+        "--kib block_kib",
+        BLOCK_KIB,
+        "Block sizes in KiB, multiples of 8: one head of all layers.",
+        several=True,
+        callback=_of_whole_heads,
+    ),
+    option("--mib", 128, "MiB copied at once."),
+    option("--rounds", 15),
+    option(
+        "--folder",
+        ".",
+        "Folder for the disk tier.",
+        click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    ),
 )
-@click.option("--mib", default=128, show_default=True, type=POSITIVE, help="MiB copied at once.")
-@click.option("--rounds", default=15, show_default=True, type=POSITIVE)
-@click.option(
-    "--folder",
-    default=".",
-    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
-    help="Folder for the disk tier.",
-)
-@json_option
-def main(
-    block_kib: tuple[int, ...], mib: int, rounds: int, folder: Path, json_file: Path | None
-) -> None:
-    """Measure how fast KV blocks move between tiers."""
-    result = run(block_kib, mib, rounds, folder)
-    show(result, Console())
-    save(result, json_file)
-
 
 if __name__ == "__main__":
     main()

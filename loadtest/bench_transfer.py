@@ -20,24 +20,20 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import click
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from app.core.events import CacheEvent
 from app.core.settings.worker import WorkerSettings
-from app.http.server import run
-from app.options import POSITIVE
-from loadtest.command import Command, json_option, save
+from loadtest.command import option
 from loadtest.devices import SIZES, device_option, model_option, torch_worker
+from loadtest.harness import bench, grid
+from loadtest.processes import child, received
 from loadtest.traces import pseudo_random_tokens
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
@@ -51,7 +47,6 @@ POOL_PROMPTS = 4
 """For which a pool has room: from the second round on, memory has been written to before. The first
 write to memory takes the machine longer than to bring the KV."""
 KEEP_S = 60.0
-PATIENCE_S = 120.0
 
 Figures = dict[str, dict[str, float]]
 
@@ -103,7 +98,7 @@ async def answer(
     return TransferAnswer(first_s, tokens, cached, generation.kept)
 
 
-async def _serve(settings: WorkerSettings, target: Connection) -> None:
+async def _serve(target: Connection, settings: WorkerSettings) -> None:
     """Answer each prompt that comes, or hand on what is held of it."""
     async with running(settings) as engine:
         target.send(None)
@@ -115,51 +110,42 @@ async def _serve(settings: WorkerSettings, target: Connection) -> None:
                 target.send(await answer(engine, prompt, keep_s=KEEP_S if kind == "split" else 0))
 
 
-def _run_source(settings: WorkerSettings, target: Connection) -> None:
-    asyncio.run(_serve(settings, target))
+def _run_source(target: Connection, settings: WorkerSettings) -> None:
+    asyncio.run(_serve(target, settings))
 
 
 class SourceWorker:
     """A worker in a process of its own."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        spawning = get_context("spawn")
-        self._pipe, there = spawning.Pipe()
-        self._process = spawning.Process(target=_run_source, args=(settings, there), daemon=True)
-        self._process.start()
-
-    def started(self) -> None:
-        """Wait for it."""
-        self._received()
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
 
     def answer(self, prompt: bytes, kind: str = "") -> TransferAnswer:
         self._pipe.send((prompt, kind))
-        answered: TransferAnswer = self._received()
+        answered: TransferAnswer = received(self._pipe)
         return answered
 
     def hand_on(self, prompt: bytes) -> Source | None:
         self._pipe.send((prompt, "fetch"))
-        kept: Source | None = self._received()
+        kept: Source | None = received(self._pipe)
         return kept
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
 
-    def _received(self) -> Any:
-        if not self._pipe.poll(PATIENCE_S):
-            raise click.ClickException(f"the source said nothing for {PATIENCE_S:g} s")
-        return self._pipe.recv()
+async def measure(device: str, model: str | None, tokens: int | None, rounds: int) -> Figures:
+    """tokens: of each prompt; None: as many as the device has them usually."""
+    tokens = tokens or SIZES[device].prompt_tokens
+    return await measure_with(settings_of(device, model, tokens), tokens, rounds)
 
 
-async def measure(settings: WorkerSettings, tokens: int, rounds: int) -> Figures:
+async def measure_with(settings: WorkerSettings, tokens: int, rounds: int) -> Figures:
     """Of each kind, the times of all rounds but the first, which finds torch itself cold."""
     chunk = settings.prefill_chunk
     assert chunk is not None
     taken: dict[str, list[TransferAnswer]] = {kind: [] for kind in KINDS}
     async with running(settings) as engine:
-        with closing(SourceWorker(settings)) as source:
-            await asyncio.to_thread(source.started)
+        with child(_run_source, settings) as pipe:
+            await asyncio.to_thread(received, pipe)  # once it has started
+            source = SourceWorker(pipe)
             for n in range(len(KINDS) * (rounds + 1)):
                 kind = KINDS[n % len(KINDS)]
                 given = await _round(engine, source, kind, prompt_of(n, tokens), chunk)
@@ -169,6 +155,7 @@ async def measure(settings: WorkerSettings, tokens: int, rounds: int) -> Figures
         kind: {
             "seconds": median(each.first_s for each in answers),
             "fetched_tokens": answers[0].cached_tokens,
+            "tokens": tokens,
         }
         for kind, answers in taken.items()
     }
@@ -210,41 +197,38 @@ def settings_of(device: str, model: str | None, tokens: int) -> WorkerSettings:
     return torch_worker(device, model, pool_tokens, host="127.0.0.1", kv_transfer="kvroute")
 
 
-def show(figures: Figures, tokens: int, console: Console) -> None:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"Time to first token of {tokens:,} tokens, with KV of another worker",
-        caption="Both workers gave the same answers.",
-    )
-    for name in ("", "fetched", "computed", "median", "of alone"):
-        table.add_column(name, justify="right" if name else "left")
-    for kind, numbers in figures.items():
-        fetched, share = numbers["fetched_tokens"], numbers["seconds"] / figures["alone"]["seconds"]
-        table.add_row(
-            kind,
-            f"{fetched:,}",
-            f"{tokens - fetched:,}",
-            f"{numbers['seconds']:.3f} s",
-            f"{share:.3f}",
+def show(figures: Figures, console: Console) -> None:
+    alone = figures["alone"]
+    rows = (
+        (
+            [kind],
+            {
+                **numbers,
+                "computed": alone["tokens"] - numbers["fetched_tokens"],
+                "share": numbers["seconds"] / alone["seconds"],
+            },
         )
-    console.print(table)
+        for kind, numbers in figures.items()
+    )
+    columns = {
+        "fetched": "{fetched_tokens:,}",
+        "computed": "{computed:,}",
+        "median": "{seconds:.3f} s",
+        "of alone": "{share:.3f}",
+    }
+    title = f"Time to first token of {alone['tokens']:,} tokens, with KV of another worker"
+    caption = "Both workers gave the same answers."
+    console.print(grid([""], columns, rows, title=title, caption=caption, box=box.SIMPLE_HEAD))
 
 
-@click.command(cls=Command)
-@device_option
-@model_option
-@click.option("--tokens", type=POSITIVE, help="Of each prompt.")
-@click.option("--rounds", default=5, show_default=True, type=POSITIVE)
-@json_option
-def main(
-    device: str, model: str | None, tokens: int | None, rounds: int, json_file: Path | None
-) -> None:
-    """Prompts fetched from another worker, against computing them."""
-    tokens = tokens or SIZES[device].prompt_tokens
-    figures = run(measure(settings_of(device, model, tokens), tokens, rounds))
-    show(figures, tokens, Console())
-    save(figures, json_file)
-
+main = bench(
+    measure,
+    show,
+    device_option,
+    model_option,
+    option("--tokens", None, "Of each prompt."),
+    option("--rounds", 5),
+)
 
 if __name__ == "__main__":
     main()

@@ -16,15 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import click
 import httpx
-import numpy as np
 from redis.asyncio import Redis
 from rich.console import Console
-from rich.table import Table
 
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
@@ -36,7 +32,8 @@ from app.local.redis_server import EmbeddedRedis
 from app.options import PROCESSES, Number
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.command import Command, distinct, json_option, save
+from loadtest.command import option
+from loadtest.harness import bench, grid, percentiles
 from loadtest.holders import Holders
 
 KEYS = Keyspace("bench-waiting")
@@ -121,23 +118,22 @@ async def _measure(redis_url: str, urls: Sequence[str], seconds: float) -> dict[
             await client.aclose()
         stats: Any = await redis.info("commandstats")
     total = turns.by_tenant.total()
-    p50, p99 = np.percentile(turns.hand_overs_s(), (50, 99))
     return {
         "turns": total,
         "shares": {tenant: turns.by_tenant[tenant] / total for tenant in WEIGHTS},
-        "hand_over_ms": {"p50": 1e3 * float(p50), "p99": 1e3 * float(p99)},
+        "hand_over_ms": percentiles([1e3 * s for s in turns.hand_overs_s()], 50, 99),
         "redis_us_per_turn": stats["cmdstat_evalsha"]["usec"] / len(turns.freed_s),
     }
 
 
-def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
+def measure(replicas: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
     """What `_measure` finds, for each number of replicas."""
-    by_threshold = {}
+    by_replicas = {}
     with EmbeddedRedis() as redis:
         asyncio.run(register(redis.url))
         with Cluster(
             num_workers=0,
-            num_replicas=max(counts),
+            num_replicas=max(replicas),
             router=RouterSettings(
                 namespace=KEYS.namespace,
                 wait_queue=256,
@@ -151,48 +147,30 @@ def measure(counts: Sequence[int], seconds: float) -> dict[int, dict[str, Any]]:
             haproxy=False,
         ) as cluster:
             urls = [member.url for member in cluster.routers]
-            for count in counts:
-                by_threshold[count] = asyncio.run(_measure(redis.url, urls[:count], seconds))
-    return by_threshold
+            for count in replicas:
+                by_replicas[count] = asyncio.run(_measure(redis.url, urls[:count], seconds))
+    return by_replicas
 
 
-@click.command(cls=Command)
-@click.option(
-    "--replicas",
-    multiple=True,
-    type=PROCESSES,
-    default=REPLICAS,
-    show_default=True,
-    callback=distinct,
-)
-@click.option(
-    "--seconds",
-    default=10.0,
-    show_default=True,
-    type=AT_LEAST_1_S,
-    help="Duration for each number of replicas.",
-)
-@json_option
-def main(replicas: Sequence[int], seconds: float, json_file: Path | None) -> None:
-    """Measure how turns are shared, and print a table."""
-    results = measure(replicas, seconds)
+def show(result: dict[int, dict[str, Any]], console: Console) -> None:
     total = sum(WEIGHTS.values())
-    table = Table("replicas", "turns", *(f"{t}, due {w / total:.1%}" for t, w in WEIGHTS.items()))
-    for name in ("slot free, p50", "p99", "Redis a turn"):
-        table.add_column(name)
-    for count, one in results.items():
-        free = one["hand_over_ms"]
-        table.add_row(
-            str(count),
-            f"{one['turns']:,}",
-            *(f"{one['shares'][tenant]:.1%}" for tenant in WEIGHTS),
-            f"{free['p50']:.0f} ms",
-            f"{free['p99']:.0f} ms",
-            f"{one['redis_us_per_turn']:.0f} µs",
-        )
-    Console().print(table)
-    save(results, json_file)
+    columns = {
+        "turns": "{turns:,}",
+        **{f"{t}, due {w / total:.1%}": f"{{shares[{t}]:.1%}}" for t, w in WEIGHTS.items()},
+        "slot free, p50": "{hand_over_ms[p50]:.0f} ms",
+        "p99": "{hand_over_ms[p99]:.0f} ms",
+        "Redis a turn": "{redis_us_per_turn:.0f} µs",
+    }
+    rows = (([str(count)], figures) for count, figures in result.items())
+    console.print(grid(["replicas"], columns, rows))
 
+
+main = bench(
+    measure,
+    show,
+    option("--replicas", REPLICAS, kind=PROCESSES, several=True),
+    option("--seconds", 10.0, "Duration for each number of replicas.", AT_LEAST_1_S),
+)
 
 if __name__ == "__main__":
     main()

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,8 +17,8 @@ from rich.table import Table
 
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis, free_port
-from loadtest.command import table
 from loadtest.cores import CORES
+from loadtest.harness import grid, in_turn
 from loadtest.servers import Server, Shape, figures, load, server_core, until_serving
 
 START_S = 60.0
@@ -76,36 +77,29 @@ def compare(
     for door in doors:
         for shape in shapes:
             run(until_serving(door.serving.port, shape))
-    made: dict[str, list[list[float]]] = {shape.name: [] for shape in shapes}
 
     def cpu_us(door: Door, shape: Shape) -> float:
         took = run(load([door.serving], door.redis_url, shape, concurrency, requests))
         return figures([took])["cpu_us"]
 
-    for turn in range(rounds + 1):
-        for shape in shapes:
-            # Whoever is first in one turn is second in the next.
-            order = doors if turn % 2 else doors[::-1]
-            by_door = {door: cpu_us(door, shape) for door in order}
-            if turn:  # the first one warms up
-                made[shape.name].append([by_door[door] for door in doors])
-    return {
-        name: {
-            "other_us": median(other for other, _ in turns),
-            "here_us": median(here for _, here in turns),
-            "times": median(here / other for other, here in turns),
+    ways = {(s.name, door): partial(cpu_us, door, s) for s in shapes for door in doors}
+    made = in_turn(ways, rounds)
+    compared = {}
+    for shape in shapes:
+        other, here = (made[shape.name, door] for door in doors)
+        times = [b / a for a, b in zip(other, here, strict=True)]
+        compared[shape.name] = {
+            "other_us": median(other),
+            "here_us": median(here),
+            "times": median(times),
         }
-        for name, turns in made.items()
-    }
+    return compared
 
 
 def shown(result: dict[str, dict[str, float]]) -> Table:
-    cells = table("", "other, µs of CPU", "this one, µs of CPU", "times", left=("",))
-    for shape, numbers in result.items():
-        cells.add_row(
-            shape,
-            f"{numbers['other_us']:.0f}",
-            f"{numbers['here_us']:.0f}",
-            f"{numbers['times']:.2f}",
-        )
-    return cells
+    columns = {
+        "other, µs of CPU": "{other_us:.0f}",
+        "this one, µs of CPU": "{here_us:.0f}",
+        "times": "{times:.2f}",
+    }
+    return grid([""], columns, (([shape], numbers) for shape, numbers in result.items()))

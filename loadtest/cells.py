@@ -24,12 +24,12 @@ import click
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from app.options import FACTOR, POSITIVE, Number
+from app.options import FACTOR, Number
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
-from loadtest.command import Command, distinct, jobs_option, json_option, read, save, trace_option
+from loadtest.command import Command, jobs_option, json_option, option, read, save, trace_option
 from loadtest.processes import forked
 from loadtest.report import PolicyRun, summarise
 from loadtest.scenario import WARMUP, offered
@@ -192,32 +192,20 @@ def table(played: Mapping[str, Sequence[CellFigures]]) -> str:
 
 @click.command(cls=Command)
 @trace_option
-@click.option("--requests", type=POSITIVE, help="Play at most this many.")
-@click.option(
-    "--load", default=2.0, show_default=True, type=FACTOR, help="Times the recorded rate."
+@option("--requests", None, "Play at most this many.")
+@option("--load", 2.0, "Times the recorded rate.", FACTOR)
+@option("--workers num_workers", 16, "Of all cells.")
+@option("--cells num_cells", 2)
+@option(
+    "--blocks nums_blocks",
+    (1, 4),
+    "Leading blocks of a prompt that are hashed, of 256 tokens; may be given several times.",
+    several=True,
 )
-@click.option(
-    "--workers", "num_workers", default=16, show_default=True, type=POSITIVE, help="Of all cells."
+@option(
+    "--bound", 1.5, "Times the mean of requests under way that a cell may have.", Number(1, 100)
 )
-@click.option("--cells", "num_cells", default=2, show_default=True, type=POSITIVE)
-@click.option(
-    "--blocks",
-    "nums_blocks",
-    multiple=True,
-    default=(1, 4),
-    show_default=True,
-    callback=distinct,
-    type=POSITIVE,
-    help="Leading blocks of a prompt that are hashed, of 256 tokens; may be given several times.",
-)
-@click.option(
-    "--bound",
-    default=1.5,
-    show_default=True,
-    type=Number(1, 100),
-    help="Times the mean of requests under way that a cell may have.",
-)
-@click.option("--seeds", default=1, show_default=True, type=POSITIVE, help="Runs of each row.")
+@option("--seeds", 1, "Runs of each row.")
 @jobs_option
 @json_option
 def main(

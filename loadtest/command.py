@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from rich.table import Column, Table
 
 from app import options
 from app.local.interrupts import heed_interrupts
-from app.options import PROCESSES
+from app.options import POSITIVE, PROCESSES
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
+
+Decorator = Callable[[Any], Any]
 
 
 class Command(options.Command):
@@ -30,6 +32,24 @@ def distinct(_: click.Context, __: click.Parameter, values: tuple[Any, ...]) -> 
     if twice := [value for n, value in enumerate(values) if value in values[:n]]:
         raise click.BadParameter(f"{twice[0]} twice")
     return values
+
+
+def option(
+    flag: str,
+    default: Any,
+    text: str | None = None,
+    kind: Any = POSITIVE,
+    *,
+    several: bool = False,
+    **more: Any,
+) -> Decorator:
+    """flag: with the parameter's name behind it where that is another. text: of its help. several:
+    it may be given several times, each time with another value. more: of click's option."""
+    if default is not None:
+        more |= {"default": default, "show_default": True}
+    if several:
+        more = {"multiple": True, "callback": distinct} | more
+    return click.option(*flag.split(), type=kind, help=text, **more)
 
 
 def make_folder(folder: Path) -> None:
@@ -70,13 +90,7 @@ trace_option = click.option(
     default=DEMO_TRACE,
     help="JSON lines, as for kvroute replay. Default: the demo's trace.",
 )
-jobs_option = click.option(
-    "--jobs",
-    default=os.cpu_count() or 1,
-    show_default=True,
-    type=PROCESSES,
-    help="Processes to simulate in.",
-)
+jobs_option = option("--jobs", os.cpu_count() or 1, "Processes to simulate in.", PROCESSES)
 json_option = click.option("--json", "json_file", type=FILE, help="File to write the figures to.")
 
 

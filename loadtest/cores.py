@@ -14,16 +14,13 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
-def redis_to_measure(url: str | None = None) -> Iterator[str]:
-    """The URL of the Redis to measure: `url`, or one that is started.
+def redis_to_measure() -> Iterator[str]:
+    """The URL of a Redis that is started, to be measured.
 
     This process and the Redis started stay on the first core from here on. Left to the scheduler,
     they are sometimes together and sometimes apart, where waking each other takes twice the CPU.
     """
     os.sched_setaffinity(0, CORES[:1])
-    if url is not None:
-        yield url
-        return
     with EmbeddedRedis() as server:
         assert server.pid is not None
         os.sched_setaffinity(server.pid, CORES[:1])

@@ -15,7 +15,7 @@ from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, cluster_size
 from loadtest import report
-from loadtest.command import Command, distinct, make_folder, read, save
+from loadtest.command import Command, make_folder, option, read, save
 from loadtest.door_client import Api
 from loadtest.replay import api_option, progress_display, replay_policy
 from loadtest.traces import DEMO_TRACE
@@ -27,31 +27,21 @@ NUM_REQUESTS = 1800
 
 @click.command(cls=Command)
 @cluster_size()
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=("round_robin", "latency"),
-    show_default=True,
-    callback=distinct,
-    type=POLICY,
-    help="Policy to play, on a fresh cluster. Give it several times to compare; the ratio is "
+@option(
+    "--policy policies",
+    ("round_robin", "latency"),
+    "Policy to play, on a fresh cluster. Give it several times to compare; the ratio is "
     "between the first and the last.",
+    POLICY,
+    several=True,
 )
 @api_option
-@click.option(
-    "--load",
-    default=1.1,
-    show_default=True,
-    type=FACTOR,
-    help="Arrival rate, as a multiple of the recorded one.",
-)
-@click.option(
+@option("--load", 1.1, "Arrival rate, as a multiple of the recorded one.", FACTOR)
+@option(
     "--out",
-    default=Path("out"),
-    show_default=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for demo.json and demo.png.",
+    Path("out"),
+    "Folder for demo.json and demo.png.",
+    click.Path(path_type=Path, file_okay=False),
 )
 def demo(
     num_workers: int,

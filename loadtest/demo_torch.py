@@ -26,10 +26,10 @@ from rich.table import Table
 from app.core.settings.router import RouterSettings
 from app.http.server import run
 from app.local.cluster import Cluster
-from app.options import POSITIVE, POSITIVE_SECONDS
+from app.options import POSITIVE_SECONDS
 from loadtest import bench_transfer, report
 from loadtest.client import ClusterClient
-from loadtest.command import Command, make_folder, save
+from loadtest.command import Command, make_folder, option, save
 from loadtest.devices import (
     BLOCK_SIZE,
     SIZES,
@@ -214,24 +214,17 @@ def speedup(times: dict[str, list[float]], name: str) -> float:
 @click.command(cls=Command)
 @device_option
 @model_option
-@click.option("--rounds", default=5, show_default=True, type=POSITIVE, help="Prompts of each kind.")
-@click.option("--conversations", default=24, show_default=True, type=POSITIVE)
-@click.option(
-    "--turns", default=5, show_default=True, type=POSITIVE, help="Turns of each conversation."
-)
-@click.option(
+@option("--rounds", 5, "Prompts of each kind.")
+@option("--conversations", 24)
+@option("--turns", 5, "Turns of each conversation.")
+@option(
     "--every-s",
-    default=3.0,
-    show_default=True,
-    type=POSITIVE_SECONDS,
-    help="Seconds between the starts of conversations, and of thinking between turns.",
+    3.0,
+    "Seconds between the starts of conversations, and of thinking between turns.",
+    POSITIVE_SECONDS,
 )
-@click.option(
-    "--out",
-    default=Path("out"),
-    show_default=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for demo-torch.json.",
+@option(
+    "--out", Path("out"), "Folder for demo-torch.json.", click.Path(path_type=Path, file_okay=False)
 )
 def main(
     device: str,
@@ -254,8 +247,8 @@ def main(
     console.print("two workers, of which one computes, and the other goes on from its KV")
     tokens = size.prompt_tokens
     settings = bench_transfer.settings_of(device, model, tokens)
-    transfers = run(bench_transfer.measure(settings, tokens, TRANSFER_ROUNDS))
-    bench_transfer.show(transfers, tokens, console)
+    transfers = run(bench_transfer.measure_with(settings, tokens, TRANSFER_ROUNDS))
+    bench_transfer.show(transfers, console)
 
     trace = conversation_trace(conversations, turns, every_s, size.turn_tokens)
     console.print(f"{conversations} conversations of {turns} turns, two workers")

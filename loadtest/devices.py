@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from app.core.settings.worker import WorkerSettings
+from loadtest.command import option
 from loadtest.traces import VOCABULARY
 
 BLOCK_SIZE = 16
@@ -35,17 +36,18 @@ SIZES = {
     "cuda": Size("llama-3.1-8b", 1_024, 8_192, 7_168, 1_024, 32_768, 2, None),
 }
 
-device_option = click.option(
+device_option = option(
     "--device",
-    type=click.Choice(tuple(SIZES)),
-    default="cpu",
-    show_default=True,
-    help="What the torch engine computes on; sizes are such that they fill it.",
+    "cpu",
+    "What the torch engine computes on; sizes are such that they fill it.",
+    click.Choice(tuple(SIZES)),
 )
-model_option = click.option(
+model_option = option(
     "--model",
-    help=f"As for `kvroute worker`, with a vocabulary of at least {VOCABULARY:,} tokens. Default: "
+    None,
+    f"As for `kvroute worker`, with a vocabulary of at least {VOCABULARY:,} tokens. Default: "
     + ", ".join(f"{size.model} on {device}" for device, size in SIZES.items()),
+    None,
 )
 
 

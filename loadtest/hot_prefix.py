@@ -15,14 +15,14 @@ from pathlib import Path
 import click
 import numpy as np
 
-from app.options import COUNT, FACTOR, POSITIVE
+from app.options import COUNT, FACTOR
 from app.policy.transfer import TransferKind
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
 from app.simulation.link import Link
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
-from loadtest.command import Command, distinct, json_option, save
+from loadtest.command import Command, json_option, option, save
 
 OUTPUT_TOKENS = 100
 
@@ -85,24 +85,19 @@ def simulate(setting: Setting, crowd: Crowd) -> Spread:
 
 
 @click.command(cls=Command)
-@click.option("--workers", "num_workers", default=8, show_default=True, type=POSITIVE)
-@click.option("--prefix-tokens", default=8192, show_default=True, type=POSITIVE)
-@click.option(
-    "--own-tokens", default=256, show_default=True, type=COUNT, help="Of each request's prompt."
+@option("--workers num_workers", 8)
+@option("--prefix-tokens", 8192)
+@option("--own-tokens", 256, "Of each request's prompt.", COUNT)
+@option("--requests", 200)
+@option("--within-s", 2.0, kind=FACTOR)
+@option(
+    "--link-gbit links_gbit",
+    (100.0, 200.0, 400.0),
+    "Gbit/s at which KV leaves a worker; may be given several times.",
+    FACTOR,
+    several=True,
 )
-@click.option("--requests", default=200, show_default=True, type=POSITIVE)
-@click.option("--within-s", default=2.0, show_default=True, type=FACTOR)
-@click.option(
-    "--link-gbit",
-    "links_gbit",
-    multiple=True,
-    default=(100.0, 200.0, 400.0),
-    show_default=True,
-    callback=distinct,
-    type=FACTOR,
-    help="Gbit/s at which KV leaves a worker; may be given several times.",
-)
-@click.option("--seeds", default=5, show_default=True, type=POSITIVE, help="Runs of each row.")
+@option("--seeds", 5, "Runs of each row.")
 @json_option
 def main(
     num_workers: int,

@@ -23,13 +23,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.options import POSITIVE, PROCESSES
+from app.options import PROCESSES
 from app.policy.cost import POLICIES
 from app.simulation.flights import SimAnswer
 from app.simulation.profiles import PROFILES
 from app.simulation.setting import Setting
 from loadtest.client import Outcome
-from loadtest.command import Command, distinct, jobs_option, json_option, save
+from loadtest.command import Command, jobs_option, json_option, option, save
 from loadtest.ideal import ideal
 from loadtest.processes import forked
 from loadtest.traces import Session, Trace, TraceRequest
@@ -192,29 +192,22 @@ def _table(played: list[QuietFigures], policies: tuple[str, ...]) -> Table:
 
 
 @click.command(cls=Command)
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=("least_loaded", "blocks", "latency"),
-    show_default=True,
-    callback=distinct,
-    type=click.Choice(list(POLICIES)),
-    help="Policy to play; may be given several times.",
+@option(
+    "--policy policies",
+    ("least_loaded", "blocks", "latency"),
+    "Policy to play; may be given several times.",
+    click.Choice(list(POLICIES)),
+    several=True,
 )
-@click.option(
-    "--workers", "num_workers", default=8, show_default=True, type=POSITIVE, help="At the start."
-)
-@click.option("--replicas", default=1, show_default=True, type=PROCESSES, help="Router replicas.")
-@click.option(
-    "--block-size", default=64, show_default=True, type=POSITIVE, help="Tokens per KV block."
-)
+@option("--workers num_workers", 8, "At the start.")
+@option("--replicas", 1, "Router replicas.", PROCESSES)
+@option("--block-size", 64, "Tokens per KV block.")
 @click.option(
     "--no-idle-times",
     is_flag=True,
     help="Workers report no idle times of evicted blocks, as vLLM without --kv-cache-metrics.",
 )
-@click.option("--seeds", default=1, show_default=True, type=POSITIVE, help="Runs to average.")
+@option("--seeds", 1, "Runs to average.")
 @jobs_option
 @json_option
 def main(

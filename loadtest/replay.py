@@ -24,7 +24,6 @@ from app.http.server import run
 from app.options import (
     BASE_URL,
     FACTOR,
-    POSITIVE,
     POSITIVE_SECONDS,
     SECONDS,
     SEED,
@@ -34,7 +33,7 @@ from app.options import (
 )
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, RequestError, clock
-from loadtest.command import FILE, distinct, json_option, read, save
+from loadtest.command import FILE, json_option, option, read, save
 from loadtest.door_client import Api, DoorClient
 from loadtest.report import PolicyRun
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest
@@ -239,37 +238,34 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     help="JSON lines in the Mooncake or the agentic-session format. Default: 13 minutes of real "
     "chat traffic (2,400 requests) that a checkout has.",
 )
-@click.option(
+@option(
     "--url",
-    default="http://127.0.0.1:8080",
-    show_default=True,
-    type=BASE_URL,
-    help="URL of the cluster: its load balancer, or a single router.",
+    "http://127.0.0.1:8080",
+    "URL of the cluster: its load balancer, or a single router.",
+    BASE_URL,
 )
 @api_option
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    callback=distinct,
-    help="Routing policy to play the trace under, such as latency or round_robin. Give it several "
+@option(
+    "--policy policies",
+    None,
+    "Routing policy to play the trace under, such as latency or round_robin. Give it several "
     "times to compare; the ratio is between the first and the last. Only the first finds caches "
     "empty; `kvroute demo` starts a fresh cluster for each. Default: the routers' own.",
+    None,
+    several=True,
 )
-@click.option(
+@option(
     "--speedup",
-    type=FACTOR,
-    default=1.0,
-    show_default=True,
-    help="Play the trace this many times faster than recorded, for simulated workers that run "
+    1.0,
+    "Play the trace this many times faster than recorded, for simulated workers that run "
     "faster by the same factor. Reported seconds are scaled back.",
+    FACTOR,
 )
-@click.option(
+@option(
     "--load",
-    type=FACTOR,
-    default=1.0,
-    show_default=True,
-    help="Arrival rate, as a multiple of the recorded one; answers take just as long.",
+    1.0,
+    "Arrival rate, as a multiple of the recorded one; answers take just as long.",
+    FACTOR,
 )
 @click.option(
     "--start",
@@ -278,31 +274,29 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     default=0.0,
     help="Skip this many seconds of the trace.",
 )
-@click.option(
-    "--duration",
-    "duration_s",
-    type=POSITIVE_SECONDS,
-    help="Play this many seconds of the trace (as recorded). Default: to its end.",
+@option(
+    "--duration duration_s",
+    None,
+    "Play this many seconds of the trace (as recorded). Default: to its end.",
+    POSITIVE_SECONDS,
 )
-@click.option("--requests", type=POSITIVE, help="Play at most this many requests.")
-@click.option(
+@option("--requests", None, "Play at most this many requests.")
+@option(
     "--warmup",
-    type=Number(0, 1, max_open=True),
-    default=0.25,
-    show_default=True,
-    help="Leave this share of the requests, the first ones, out of the figures, since caches "
+    0.25,
+    "Leave this share of the requests, the first ones, out of the figures, since caches "
     "start empty.",
+    Number(0, 1, max_open=True),
 )
-@click.option(
+@option(
     "--seed",
-    type=SEED,
-    default=0,
-    show_default=True,
-    help="Seed of the prompts' tokens. The second policy is played with seed+1, and so on, so that "
+    0,
+    "Seed of the prompts' tokens. The second policy is played with seed+1, and so on, so that "
     "it finds nothing from the one before in the workers' caches.",
+    SEED,
 )
 @json_option
-@click.option("--png", "png_file", type=FILE, help="File to draw the figures to.")
+@option("--png png_file", None, "File to draw the figures to.", FILE)
 def replay(
     trace_file: Path,
     url: str,

@@ -15,8 +15,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from app.options import POSITIVE
-from loadtest.command import Command, distinct, json_option, read, save, table, trace_option
+from loadtest.command import Command, json_option, option, read, save, table, trace_option
 from loadtest.traces import Trace
 
 MULTIPLES = 16, 256, 512, 1024, 2048
@@ -46,16 +45,7 @@ def reused_share(requests: Sequence[tuple[int, int]], multiple: int) -> float:
 
 @click.command(cls=Command)
 @trace_option
-@click.option(
-    "--multiple",
-    "multiples",
-    multiple=True,
-    default=MULTIPLES,
-    show_default=True,
-    callback=distinct,
-    type=POSITIVE,
-    help="Tokens; may be given several times.",
-)
+@option("--multiple multiples", MULTIPLES, "Tokens; may be given several times.", several=True)
 @json_option
 def main(trace_file: Path, multiples: tuple[int, ...], json_file: Path | None) -> None:
     """Show the share of prompt tokens that is reused in multiples of so many."""

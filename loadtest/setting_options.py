@@ -11,12 +11,13 @@ import click
 
 from app.core.roles import Role
 from app.core.settings.kinds import LONGEST_S
-from app.options import COUNT, FACTOR, POSITIVE, PROCESSES, Number
+from app.options import COUNT, FACTOR, PROCESSES, Number
 from app.policy.cost import POLICIES
 from app.policy.transfer import OWN_TRANSFER
 from app.simulation.link import Link
 from app.simulation.profiles import PROFILES
 from app.simulation.setting import PolicyVariant, Setting, Sharing
+from loadtest.command import option
 from loadtest.scenario import IDEAL
 
 MILLISECONDS = Number(0, 1000 * LONGEST_S)
@@ -67,145 +68,87 @@ ROLES = _Roles()
 
 
 _OPTIONS = (
-    click.option(
-        "--workers",
-        "num_workers",
-        default=8,
-        show_default=True,
-        type=POSITIVE,
-        help="Number of workers.",
-    ),
-    click.option(
-        "--profile",
-        "profiles",
+    option("--workers num_workers", 8, "Number of workers."),
+    option(
+        "--profile profiles",
+        ("70b-4xh100",),
+        "Timing of the workers. If several are given, workers of unequal speed take them in turn.",
+        click.Choice(list(PROFILES)),
         multiple=True,
-        default=("70b-4xh100",),
-        show_default=True,
-        type=click.Choice(list(PROFILES)),
-        help="Timing of the workers. If several are given, workers of unequal speed take them in "
-        "turn.",
     ),
-    click.option(
+    option(
         "--batch-tokens",
-        type=POSITIVE,
-        help="Of a step at most, in place of the profile: vLLM takes 2,048, or 8,192 on GPUs of "
-        "70 GiB.",
+        None,
+        "Of a step at most, in place of the profile: vLLM takes 2,048, or 8,192 on GPUs of 70 GiB.",
     ),
-    click.option(
-        "--max-seqs",
-        type=POSITIVE,
-        help="Requests that run at once, likewise: vLLM takes 256, or 1,024.",
-    ),
+    option("--max-seqs", None, "Requests that run at once, likewise: vLLM takes 256, or 1,024."),
     click.option(
         "--keep-room",
         is_flag=True,
         help="Engines admit a request once there is room for its whole answer, too. Default: once "
         "there is for its prompt, and preempt the youngest where there is none left, as vLLM does.",
     ),
-    click.option(
-        "--host-tokens", default=0, show_default=True, type=COUNT, help="Host tokens per worker."
-    ),
-    click.option(
+    option("--host-tokens", 0, "Host tokens per worker.", COUNT),
+    option(
         "--roles",
-        type=ROLES,
-        help="Of the workers, such as 2p6d (2 prefill, 6 decode) or 8b (both), in place of "
-        "--workers.",
+        None,
+        "Of the workers, such as 2p6d (2 prefill, 6 decode) or 8b (both), in place of --workers.",
+        ROLES,
     ),
-    click.option(
-        "--link-gbit",
-        type=FACTOR,
-        help="Gbit/s at which KV leaves a worker. Default: none does.",
-    ),
-    click.option(
+    option("--link-gbit", None, "Gbit/s at which KV leaves a worker. Default: none does.", FACTOR),
+    option(
         "--kv-transfer",
-        default=OWN_TRANSFER,
-        show_default=True,
-        help=f"How it does: by {OWN_TRANSFER}, prefixes are fetched, too; by others, whole "
-        "prompts.",
+        OWN_TRANSFER,
+        f"How it does: by {OWN_TRANSFER}, prefixes are fetched, too; by others, whole prompts.",
+        None,
     ),
-    click.option(
+    option(
         "--split-above",
-        type=COUNT,
-        help="A yardstick: split if the worker lacks at least so many tokens, whatever it costs.",
+        None,
+        "A yardstick: split if the worker lacks at least so many tokens, whatever it costs.",
+        COUNT,
     ),
-    click.option(
-        "--block-size", default=256, show_default=True, type=POSITIVE, help="Tokens per KV block."
-    ),
-    click.option(
-        "--replicas",
-        default=1,
-        show_default=True,
-        type=PROCESSES,
-        help="Number of router replicas.",
-    ),
-    click.option(
+    option("--block-size", 256, "Tokens per KV block."),
+    option("--replicas", 1, "Number of router replicas.", PROCESSES),
+    option(
         "--sharing",
-        default="exact",
-        show_default=True,
-        type=click.Choice([str(sharing) for sharing in Sharing]),
-        help="What replicas know about each other's reservations.",
+        "exact",
+        "What replicas know about each other's reservations.",
+        click.Choice([str(sharing) for sharing in Sharing]),
     ),
-    click.option(
-        "--sync-ms",
-        default=5.0,
-        show_default=True,
-        type=MILLISECONDS,
-        help="Delay of `late` sharing.",
+    option("--sync-ms", 5.0, "Delay of `late` sharing.", MILLISECONDS),
+    option("--trip-ms", 0.5, "Time from lookup to reservation.", MILLISECONDS),
+    option(
+        "--event-delay-ms", 0.0, "Time from a change in a cache until routers see it.", MILLISECONDS
     ),
-    click.option(
-        "--trip-ms",
-        default=0.5,
-        show_default=True,
-        type=MILLISECONDS,
-        help="Time from lookup to reservation.",
-    ),
-    click.option(
-        "--event-delay-ms",
-        default=0.0,
-        show_default=True,
-        type=MILLISECONDS,
-        help="Time from a change in a cache until routers see it.",
-    ),
-    click.option(
-        "--metrics-ms",
-        default=100.0,
-        show_default=True,
-        type=Number(1, 1000 * LONGEST_S),
-        help="Interval between metrics.",
-    ),
+    option("--metrics-ms", 100.0, "Interval between metrics.", Number(1, 1000 * LONGEST_S)),
     click.option(
         "--priorities",
         is_flag=True,
         help="Heed the priorities that the trace's requests name, in prices and in line. Default: "
         "all are alike.",
     ),
-    click.option(
+    option(
         "--wait-above-s",
-        type=Number(0, LONGEST_S),
-        help="Requests wait, in one fair queue, while every worker's queue of prefills is longer, "
+        None,
+        "Requests wait, in one fair queue, while every worker's queue of prefills is longer, "
         "as at routers with --wait-queue. Default: they never do.",
+        Number(0, LONGEST_S),
     ),
-    click.option(
+    option(
         "--misjudged-prefill",
-        default=1.0,
-        show_default=True,
-        type=FACTOR,
-        help="Prefill and load times as routers believe them, over what was learned.",
+        1.0,
+        "Prefill and load times as routers believe them, over what was learned.",
+        FACTOR,
     ),
-    click.option(
-        "--misjudged-decode",
-        default=1.0,
-        show_default=True,
-        type=FACTOR,
-        help="The same for decodes.",
-    ),
+    option("--misjudged-decode", 1.0, "The same for decodes.", FACTOR),
 )
 
 
 def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a command the options of a fleet, for `setting_of`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
+    for add in reversed(_OPTIONS):
+        command = add(command)
     return command
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from app.options import FACTOR, POSITIVE, Number
+from app.options import FACTOR, Number
 from app.policy.cost import POLICIES
 from loadtest.command import (
     FILE,
@@ -27,6 +27,7 @@ from loadtest.command import (
     distinct,
     jobs_option,
     json_option,
+    option,
     read,
     save,
     trace_option,
@@ -41,7 +42,7 @@ SHARES_OF_KNEE = (0.5, 0.7, 0.9)
 
 @click.command(cls=Command)
 @trace_option
-@click.option("--requests", type=POSITIVE, help="Play at most this many.")
+@option("--requests", None, "Play at most this many.")
 @click.option(
     "--policy",
     "policies",
@@ -53,33 +54,26 @@ SHARES_OF_KNEE = (0.5, 0.7, 0.9)
     "blocks with a prefill weight of W; ideal is no policy but a yardstick: every request alone, "
     "on a worker with the memory of all.",
 )
-@click.option(
-    "--load",
-    "loads",
-    multiple=True,
-    callback=distinct,
-    type=FACTOR,
-    help="Arrival rate, as a multiple of the recorded one; may be given several times. Default: "
+@option(
+    "--load loads",
+    None,
+    "Arrival rate, as a multiple of the recorded one; may be given several times. Default: "
     "50, 70 and 90 % of the knee, the load at which the last policy's mean TTFT is "
     f"{KNEE:g} times that without load.",
+    FACTOR,
+    several=True,
 )
-@click.option(
-    "--limit",
-    "share",
-    type=Number(0, 1, min_open=True),
-    help="Also find the highest load at which this share of the requests meets the SLO.",
+@option(
+    "--limit share",
+    None,
+    "Also find the highest load at which this share of the requests meets the SLO.",
+    Number(0, 1, min_open=True),
 )
 @setting_options
-@click.option(
-    "--seeds",
-    default=1,
-    show_default=True,
-    type=POSITIVE,
-    help="Runs of each policy and load, whose figures are averaged; arrivals differ.",
-)
+@option("--seeds", 1, "Runs of each policy and load, whose figures are averaged; arrivals differ.")
 @jobs_option
 @json_option
-@click.option("--png", "png_file", type=FILE, help="File to draw the figures to.")
+@option("--png png_file", None, "File to draw the figures to.", FILE)
 def main(
     trace_file: Path,
     requests: int | None,

@@ -17,11 +17,11 @@ import click
 import numpy as np
 
 from app.core.roles import Role
-from app.options import COUNT, FACTOR, POSITIVE
+from app.options import COUNT, FACTOR
 from app.policy.transfer import OWN_TRANSFER
 from app.simulation.link import Link
 from app.simulation.setting import Setting
-from loadtest.command import Command, distinct, jobs_option, json_option, read, save, trace_option
+from loadtest.command import Command, jobs_option, json_option, option, read, save, trace_option
 from loadtest.figures import Figures, Played
 from loadtest.knee import knee
 from loadtest.scenario import Scenario, play, processes
@@ -78,43 +78,31 @@ def _cells(figures: Figures) -> tuple[float, ...]:
 
 @click.command(cls=Command)
 @trace_option
-@click.option("--requests", type=POSITIVE, help="Play at most this many.")
-@click.option(
-    "--load",
-    "loads",
-    multiple=True,
-    callback=distinct,
-    type=FACTOR,
-    help="Arrival rate, as a multiple of the recorded one; may be given several times. Default: 70 "
+@option("--requests", None, "Play at most this many.")
+@option(
+    "--load loads",
+    None,
+    "Arrival rate, as a multiple of the recorded one; may be given several times. Default: 70 "
     "and 90 % of the knee without transfers.",
+    FACTOR,
+    several=True,
 )
-@click.option(
-    "--roles",
-    "splits",
+@option(
+    "--roles splits",
+    ("1p7d", "2p6d", "3p5d", "4p4d", "5p3d", "6p2d"),
+    "A fixed split; may be given several times, always of as many workers.",
+    ROLES,
     multiple=True,
-    default=("1p7d", "2p6d", "3p5d", "4p4d", "5p3d", "6p2d"),
-    show_default=True,
-    type=ROLES,
-    help="A fixed split; may be given several times, always of as many workers.",
 )
-@click.option(
-    "--split-above",
-    default=2048,
-    show_default=True,
-    type=COUNT,
-    help="Uncached tokens from which fixed splits split a request.",
+@option("--split-above", 2048, "Uncached tokens from which fixed splits split a request.", COUNT)
+@option(
+    "--link-gbit links_gbit",
+    (100.0, 400.0),
+    "Gbit/s at which KV leaves a worker; may be given several times.",
+    FACTOR,
+    several=True,
 )
-@click.option(
-    "--link-gbit",
-    "links_gbit",
-    multiple=True,
-    default=(100.0, 400.0),
-    show_default=True,
-    callback=distinct,
-    type=FACTOR,
-    help="Gbit/s at which KV leaves a worker; may be given several times.",
-)
-@click.option("--seeds", default=3, show_default=True, type=POSITIVE, help="Runs of each row.")
+@option("--seeds", 3, "Runs of each row.")
 @jobs_option
 @json_option
 def main(

@@ -17,12 +17,11 @@ from pathlib import Path
 import click
 import numpy as np
 
-from app.options import POSITIVE
 from app.simulation.profiles import PROFILES
 from app.simulation.setting import Setting
 from loadtest import traffic
 from loadtest.client import Outcome
-from loadtest.command import Command, distinct, jobs_option
+from loadtest.command import Command, jobs_option, option
 from loadtest.processes import forked
 from loadtest.scenario import WARMUP, offered
 from loadtest.slo import meets_slo
@@ -135,14 +134,14 @@ def _chosen(only: Sequence[str]) -> Iterator[Row]:
 
 
 @click.command(cls=Command)
-@click.option(
+@option(
     "--only",
-    multiple=True,
-    callback=distinct,
-    type=click.Choice(list(traffic.TRAFFIC)),
-    help="Rows of that traffic; may be given several times. Default: all.",
+    None,
+    "Rows of that traffic; may be given several times. Default: all.",
+    click.Choice(list(traffic.TRAFFIC)),
+    several=True,
 )
-@click.option("--seeds", default=3, show_default=True, type=POSITIVE, help="Runs of each row.")
+@option("--seeds", 3, "Runs of each row.")
 @jobs_option
 def main(only: Sequence[str], seeds: int, jobs: int) -> None:
     """Print a table of all rows."""

@@ -28,7 +28,7 @@ from loadtest.bench_burst import (
     NUM_WORKERS,
     PREFIX_BLOCKS,
     SUFFIX_BLOCKS,
-    measure,
+    place_bursts,
 )
 from loadtest.holders import BLOCK_SIZE, Holders
 from tests.redis_servers import default_kind, require_redis
@@ -46,7 +46,7 @@ async def test_many_replicas_put_as_much_of_a_burst_on_its_owner_as_one_does(
     count: int, allowed_less: int
 ) -> None:
     require_redis(default_kind())
-    placed = await measure([1, count], rounds=8)
+    placed = await place_bursts([1, count], rounds=8)
     on_owner = {n: [burst.on_owner for burst in bursts] for n, bursts in placed.items()}
     alone = median(on_owner[1])
     # The owner is preferred, yet part of the burst goes elsewhere.

@@ -45,7 +45,7 @@ def test_conversations_fill_what_the_engines_compute_on(
         measured.append(given)
         return {"policies": {}}
 
-    monkeypatch.setattr(bench_engines, "measure", measure)
+    monkeypatch.setattr(bench_engines, "measure_with", measure)
     result = CliRunner().invoke(main, ["--engine-url=http://x", *arguments])
     assert result.exit_code == 0, result.output
     assert measured == [asked]

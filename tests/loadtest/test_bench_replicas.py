@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from loadtest.bench_replicas import compare, measure, show
+from loadtest.bench_replicas import compare, replay_each, show
 from loadtest.traces import DEMO_TRACE, read_trace
 from tests.redis_servers import default_kind, require_redis
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_a_short_replay_is_measured_for_each_number_of_replicas_and_compared() -> None:
     require_redis(default_kind())
     trace = read_trace(DEMO_TRACE).cut(requests=30)
-    made = measure(trace, (1, 2), rounds=1, num_workers=2, load=3.0, speedup=30.0)
+    made = replay_each(trace, (1, 2), rounds=1, num_workers=2, load=3.0, speedup=30.0)
     assert list(made) == [1, 2]
     for [one] in made.values():
         assert (one.summary.failed, one.degraded) == (0, 0)
@@ -27,4 +27,4 @@ def test_a_short_replay_is_measured_for_each_number_of_replicas_and_compared() -
     compared = compare(made)
     assert (compared["base"], compared["noise"]) == (1, {"least": 1.0, "most": 1.0})
     assert compared["against"]["2"]["ttft_mean"]["median"] > 0
-    show(made, Console(file=io.StringIO()))
+    show({"rounds": made, **compared}, Console(file=io.StringIO()))

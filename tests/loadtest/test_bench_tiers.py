@@ -6,12 +6,12 @@ import pytest
 from click import ClickException
 from rich.console import Console
 
-from loadtest.bench_tiers import PAIRS, run, show
+from loadtest.bench_tiers import PAIRS, measure, show
 from workers.kv.copies import Copies
 
 
 def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path: Path) -> None:
-    result = run([16, 256], mib=1, rounds=1, folder=tmp_path)
+    result = measure([16, 256], mib=1, rounds=1, folder=tmp_path)
     assert len(result["pairs"]) == len(PAIRS) == 6
     for sizes in result["pairs"].values():
         assert sizes.keys() == {"16", "256"}
@@ -27,4 +27,4 @@ def test_copies_that_bring_something_else_end_the_benchmark(
 ) -> None:
     monkeypatch.setattr(Copies, "copy_blocks", lambda *args: len(args[3]))
     with pytest.raises(ClickException, match="copies from DEVICE to HOST are wrong"):
-        run([16], mib=1, rounds=1, folder=tmp_path)
+        measure([16], mib=1, rounds=1, folder=tmp_path)

@@ -7,7 +7,7 @@ from click import ClickException
 from rich.console import Console
 
 from loadtest import bench_transfer
-from loadtest.bench_transfer import KINDS, measure, prompt_of, running, settings_of, show
+from loadtest.bench_transfer import KINDS, measure_with, prompt_of, running, settings_of, show
 from workers.kv.transfer.tcp import Source
 
 SETTINGS = settings_of("cpu", None, 300)
@@ -15,10 +15,10 @@ SETTINGS = settings_of("cpu", None, 300)
 
 @pytest.mark.slow
 async def test_the_target_answers_alone_and_with_what_the_source_hands_on() -> None:
-    figures = await measure(SETTINGS, tokens=300, rounds=1)
+    figures = await measure_with(SETTINGS, tokens=300, rounds=1)
     assert [figures[kind]["fetched_tokens"] for kind in KINDS] == [0, 256, 128]
     console = Console(record=True, width=100)
-    show(figures, 300, console)
+    show(figures, console)
     assert "1.000" in console.export_text()
 
 

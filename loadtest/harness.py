@@ -1,0 +1,97 @@
+"""What every bench shares: its command, rounds in turn, medians, and tables.
+
+A bench is a `measure` that returns figures and a `show` that prints them:
+
+    main = bench(measure, show, option("--rounds", 5))
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from app.http.server import run
+from loadtest.command import Command, Decorator, json_option, save, table
+from loadtest.cores import redis_to_measure
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+
+def bench(
+    measure: Callable[..., Any],
+    show: Callable[[Any, Console], None],
+    *options: Decorator,
+    redis: bool = False,
+    width: int = 120,
+) -> click.Command:
+    """Measures with its options, writes what that returns with --json, and shows it.
+
+    redis: one is started to be measured, and its URL is the first argument. width: of what is
+    shown, in characters. The help is the docstring of the module.
+    """
+
+    def command(json_file: Path | None, **chosen: Any) -> None:
+        with redis_to_measure() if redis else nullcontext() as url:
+            result = measure(url, **chosen) if redis else measure(**chosen)
+            if inspect.iscoroutine(result):
+                result = run(result)
+        save(result, json_file)
+        show(result, Console(width=width))
+
+    made: Any = command
+    for add in (json_option, *reversed(options)):
+        made = add(made)
+    text = sys.modules[measure.__module__].__doc__ or ""
+    # So that click leaves the lines of an example as they are.
+    return click.command(cls=Command, help=text.replace("\n\n    ", "\n\n\b\n    "))(made)
+
+
+def in_turn(ways: Mapping[C, Callable[[], T]], rounds: int) -> dict[C, list[T]]:
+    """What each way comes to in each round; one round more comes first, to warm up.
+
+    Every second round is backwards, so that no way always follows the same one.
+    """
+    made: dict[C, list[T]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name in list(ways)[:: -1 if turn % 2 else 1]:
+            result = ways[name]()
+            if turn:
+                made[name].append(result)
+    return made
+
+
+def medians(rounds: Sequence[Any]) -> Any:
+    """The median of each number of results that have the same keys."""
+    if isinstance(rounds[0], Mapping):
+        return {key: medians([result[key] for result in rounds]) for key in rounds[0]}
+    return float(median(rounds))
+
+
+def percentiles(values: Sequence[float], *of: int) -> dict[str, float]:
+    """By name: p50 and so on."""
+    return {f"p{q}": float(np.percentile(values, q)) for q in of}
+
+
+def grid(
+    labels: Sequence[str],
+    columns: Mapping[str, str],
+    rows: Iterable[tuple[Sequence[str], Mapping[str, Any]]],
+    **more: Any,
+) -> Table:
+    """labels: heads of the columns that say what a row is, on the left. columns: by head, how a
+    row's figures are written there, as for str.format. more: of rich's Table."""
+    cells = table(*labels, *columns, left=labels, **more)
+    for names, figures in rows:
+        cells.add_row(*names, *(form.format_map(figures) for form in columns.values()))
+    return cells
