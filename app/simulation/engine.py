@@ -58,10 +58,6 @@ class SimEngine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def submit(self, request: SimRequest, received: Received | None = None) -> None:
         """Queue a request. received: KV for it, which is in the cache once it is admitted.
 

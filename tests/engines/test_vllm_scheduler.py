@@ -76,7 +76,7 @@ def steps_of_ours(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     engine = SimEngine(profile, block_size=BLOCK, now=lambda: 0.0, kv_pool_tokens=BLOCKS * BLOCK)
     steps: list[dict[str, Any]] = []
     left = list(asked)
-    while left or engine.num_running or engine.num_waiting:
+    while left or engine.metrics().request_active_slots or engine.num_waiting:
         while left and left[0]["at"] <= len(steps):
             one = left.pop(0)
             engine.submit(

@@ -83,11 +83,6 @@ class KVShape:
         return 2, self.block_size, self.num_heads, self.head_size
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        """(num_layers, 2, block_size, num_heads, head_size)."""
-        return self.num_layers, *self.layer_shape
-
-    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of a block."""
         return 2 * self.block_size * self.num_heads * self.head_size * self.dtype.itemsize
@@ -120,8 +115,8 @@ class MemoryPool:
     """`num_blocks` blocks in the memory of a device, initially zero.
 
     words: int64, (num_blocks, num_layers, layer_words); this is what gets copied.
-    kv: the same memory as numbers, (num_blocks, *shape.block_shape). Index it for elements, and use
-    `kv.cpu()` and `kv.copy_()` for all of them at once.
+    kv: the same memory as numbers, (num_blocks, num_layers, *shape.layer_shape). Index it for
+    elements, and use `kv.cpu()` and `kv.copy_()` for all of them at once.
     """
 
     def __init__(

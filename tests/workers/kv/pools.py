@@ -56,5 +56,5 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def joined(ranks: Sequence[MemoryPool]) -> Tensor:
-    """What the ranks hold together: (num_blocks, *whole block_shape)."""
+    """What the ranks hold together: (num_blocks, num_layers, *whole layer_shape)."""
     return torch.cat([pool.kv for pool in ranks], -2)

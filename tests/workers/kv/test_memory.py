@@ -21,7 +21,6 @@ ODD = KVShape(num_layers=2, num_kv_heads=1, head_size=3, dtype=torch.bfloat16, b
 
 def test_a_block_is_one_row_of_all_layers_keys_before_values() -> None:
     assert SMALL.layer_shape == (2, 2, 8, 4)
-    assert SMALL.block_shape == (3, 2, 2, 8, 4)
     assert SMALL.layer_bytes == 2 * 2 * 8 * 4 * 4
     assert SMALL.block_bytes == 3 * SMALL.layer_bytes
     pool = MemoryPool(SMALL, 5)

@@ -386,14 +386,15 @@ def test_cudnn_attention_which_is_planned_for_each_length_is_not_used() -> None:
 def test_kv_of_a_model_fits_its_pool() -> None:
     model = Llama.random(TINY, seed=1, dtype=torch.bfloat16, device="cpu")
     shape = model.kv_shape(16)
-    assert shape.block_shape == (2, 2, 16, 2, 16)
+    assert (shape.num_layers, *shape.layer_shape) == (2, 2, 16, 2, 16)
     assert shape.dtype is torch.bfloat16
 
 
 def test_prefill_and_decode_do_not_synchronise_with_the_device() -> None:
     """Tensors on the meta device have no values to read, so that a synchronisation would fail."""
     model = Llama(TINY, dtype=torch.float32, device="meta")
-    kv = torch.empty(NUM_BLOCKS, *model.kv_shape(BLOCK_SIZE).block_shape, device="meta")
+    shape = model.kv_shape(BLOCK_SIZE)
+    kv = torch.empty(NUM_BLOCKS, shape.num_layers, *shape.layer_shape, device="meta")
     [block_ids] = slots(20)
     for start in (0, 9):
         assert model.prefill([kv], prompt(9, 256), start, block_ids).shape == (256,)
