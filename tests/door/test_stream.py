@@ -115,9 +115,11 @@ def test_each_piece_of_a_long_event_is_looked_through_once(monkeypatch: pytest.M
 def test_wherever_a_stream_is_cut_its_events_stay_whole_but_for_the_usage(end: bytes) -> None:
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}'
     one = b'data: {"choices":[{"index":0,"text":"a"}]}'
-    text = end.join((one, usage, one, b""))
+    nulls = b'data: {"choices":[{"index":0,"text":"b"}],"usage":null}'
+    counts = b'data: {"choices":[{"index":0,"text":"c"}],"usage":{"prompt_tokens":3}}'
+    text = end.join((nulls, one, usage, counts, nulls, usage, one, b""))
     for cut in range(len(text)):
         stream = Stream(drops_usage=True)
         passed = stream.passed(text[:cut]) + stream.passed(text[cut:]) + stream.rest()
-        assert passed == end.join((one, one, b""))
+        assert passed == end.join((nulls, one, counts, nulls, one, b""))
         assert usage_in(stream.tail) == Usage(3, 1, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from socket import SO_LINGER, SOL_SOCKET
@@ -288,6 +289,27 @@ async def test_what_is_not_read_is_left_to_the_engine() -> None:
         assert len(await answer.read()) < 1024 * 1024
         assert len(await whole(answer)) > 60 * 1024 * 1024
         assert sent == 1000 * 65536
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "is_heard"),
+    [
+        (LENGTH, b"POST", True),
+        (CHUNKED, b"POST", True),
+        (CONTINUED, b"POST", True),
+        (LENGTH, b"GET", False),
+        (LENGTH.replace(b"200 OK", b"503 Busy"), b"POST", False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b"POST", False),
+    ],
+)
+async def test_an_engine_is_heard_in_what_it_answers_to_requests(
+    text: bytes, method: bytes, is_heard: bool
+) -> None:
+    async with serving(saying(text)) as (server, upstream):
+        for _ in range(2):  # on a new connection, and on one that was kept
+            began_s = time.monotonic()
+            await whole(await post(upstream, server.url, method=method))
+            assert (upstream.heard_s(server.url) >= began_s) == is_heard
 
 
 async def test_an_aborted_answer_ends_the_connection() -> None:
