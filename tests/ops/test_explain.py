@@ -131,7 +131,7 @@ def test_other_terms_count_for_the_policy_that_decided() -> None:
     found = record("w1:0", "latency", overlaps=[10, 9, 0, 0], requests=[0] * 4)
     assert changed(found, "latency") == DECISIONS
     assert found.seen is not None
-    found.seen.others["late_s"] = np.array([0.5, 0.0, 0.0, 0.0])
+    found.seen.others["late_s"] = np.array([50.0, 0.0, 0.0, 0.0])
     assert changed(found, "latency") == 0
     cheapest = explanation(found)["candidates"][0]
     assert (cheapest["worker"], cheapest["late_s"]) == ("w1:0", 0.0)
