@@ -4,6 +4,9 @@
 --
 -- An engine that is not ready may still be claimed if somebody has claimed it before.
 --
+-- A process that comes too late, as all do after Redis was away, gives those another lease that were
+-- there when it last came: else the first one would take over the engines of all others.
+--
 -- KEYS[1] agents:     hashes  source -> "agent <holder>" -> until when, ms; "engine <engine>" -> holder
 -- ARGV[1] source      str
 -- ARGV[2] holder      str     the process
@@ -22,10 +25,21 @@ local holder, ttl_ms, room, num_ready = ARGV[2], tonumber(ARGV[3]), tonumber(ARG
 local LONGEST_MS, KEPT_MS = 3600 * 1000, 24 * 3600 * 1000
 despite_full(key)
 local now = now_ms()
+local own_ms = whole(redis.call('HGET', key, 'agent ' .. holder), now)
 if ttl_ms > 0 then
   redis.call('HSET', key, 'agent ' .. holder, string.format('%d', now + ttl_ms))
 else
   redis.call('HDEL', key, 'agent ' .. holder)
+end
+
+-- One that ends with its own is what this process gave, and is given once.
+local function lease_ms(name, text)
+  local ends_ms = whole(text, now + LONGEST_MS) or 0
+  if ttl_ms > 0 and own_ms and ends_ms <= now and ends_ms > own_ms - ttl_ms and ends_ms ~= own_ms then
+    ends_ms = now + ttl_ms
+    redis.call('HSET', key, 'agent ' .. name, string.format('%d', ends_ms))
+  end
+  return ends_ms
 end
 
 local seen, is_live, num_live, holder_of = {}, {}, 0, {}
@@ -35,7 +49,7 @@ end
 local fields = redis.call('HGETALL', key)
 for i = 1, #fields, 2 do
   local kind, name = string.match(fields[i], '^(%a+) (.*)$')
-  if kind == 'agent' and (whole(fields[i + 1], now + LONGEST_MS) or 0) > now then
+  if kind == 'agent' and lease_ms(name, fields[i + 1]) > now then
     is_live[name], num_live = true, num_live + 1
   elseif kind == 'engine' then
     holder_of[name] = fields[i + 1]

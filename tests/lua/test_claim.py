@@ -56,6 +56,35 @@ async def test_those_of_a_process_that_is_silent_are_free_once_its_lease_has_end
     assert await claimed(space, "a") == []
 
 
+async def lapse(space: Namespace, **holders: int) -> None:
+    """As if their leases had ended so many ms ago."""
+    seconds, _ = await space.redis.time()
+    for holder, ms in holders.items():
+        ended = seconds * 1000 - ms
+        await space.redis.hset(space.keys["agents:"] + "s", f"agent {holder}", ended)
+
+
+async def test_processes_that_all_come_late_keep_their_engines(space: Namespace) -> None:
+    for holder in "aba":
+        await claimed(space, holder)
+    assert await claimed(space, "b") == ["4", "5", "6"]
+    await lapse(space, a=2, b=1)
+    assert await claimed(space, "b") == ["4", "5", "6"]
+    assert await claimed(space, "a") == ["1", "2", "3"]
+    # b comes late once more, and a, to which it gave a lease, was not heard of.
+    await lapse(space, a=1, b=1)
+    assert await claimed(space, "b") == SIX
+
+
+async def test_one_that_was_silent_before_another_came_too_late_has_no_lease(
+    space: Namespace,
+) -> None:
+    await claimed(space, "a")
+    await claimed(space, "b")
+    await lapse(space, a=LONG_MS + 1, b=1)
+    assert await claimed(space, "b") == SIX
+
+
 async def test_a_process_claims_no_more_than_it_has_room_for(space: Namespace) -> None:
     assert await claimed(space, "a", room=4) == ["1", "2", "3", "4"]
     assert await claimed(space, "b") == ["5", "6"]
