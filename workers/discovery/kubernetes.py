@@ -71,6 +71,8 @@ class Pods:
                     WAIT_S,
                     WAIT_MAX_S,
                 )
+                # A watch may end again and again after it has told something.
+                await asyncio.sleep(WAIT_S)
 
     async def _listed_and_watched(self, core: client.CoreV1Api, tell: Tell) -> None:
         """Until the watch ends that begins with what is listed. Raises WatchFailed if it told

@@ -75,6 +75,11 @@ class ApiServer:
         for queue in self._open:
             queue.put_nowait(how)
 
+    @property
+    def num_open(self) -> int:
+        """Watches that are told of changes."""
+        return len(self._open)
+
     def _tell(self, kind: str, about: dict[str, Any]) -> None:
         self._version += 1
         about["metadata"]["resourceVersion"] = str(self._version)

@@ -120,6 +120,19 @@ async def test_a_version_that_is_too_old_is_listed_anew_and_not_in_haste(
         await seen.until("uid-a", "uid-b", "uid-c")
 
 
+async def test_a_watch_that_ends_once_it_has_told_something_is_not_begun_again_in_haste(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kubernetes, "WAIT_S", 60.0)
+    async with watched("a") as seen:
+        await eventually(lambda: asyncio.sleep(0, seen.server.num_open))
+        seen.server.put(pod("b", URL))
+        await seen.until("uid-a", "uid-b")
+        seen.server.end_watches()
+        await asyncio.sleep(0.5)
+        assert len(seen.server.lists) == 1
+
+
 @pytest.mark.parametrize("status", [401, 403, 410, 500, 504])
 async def test_while_the_server_fails_all_stays_as_it_was(status: int) -> None:
     async with watched("a") as seen:
