@@ -50,7 +50,7 @@ def of_workers(
         "workers",
         bool(view.infos),
         f"{len(view.infos)} take requests",
-        "start a worker, or an agent beside an engine",
+        "start a worker, or an agent, whose log says which engines it finds",
     )
     yield checks.agents(
         {str(info.key): away_s for info, away_s in zip(view.infos, view.away_s, strict=True)}

@@ -132,7 +132,7 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
             "no worker has ever registered there",
             f"--namespace {others[0]}"
             if others
-            else "start a worker, or an agent beside an engine",
+            else "start a worker, or an agent, whose log says which engines it finds",
         )
         return
     routed_to = [w for w in summary.workers if w.is_routed_to and w.info is not None]
@@ -140,7 +140,12 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
     states = {w.state for w in summary.workers} - {"live"}
     counts = [(s, sum(w.state == s for w in summary.workers)) for s in sorted(states)]
     text = ", ".join([counted(len(live), "live worker"), *(f"{n} {s}" for s, n in counts)])
-    yield Check("workers", bool(routed_to), text, "start a worker, or an agent beside an engine")
+    yield Check(
+        "workers",
+        bool(routed_to),
+        text,
+        "start a worker, or an agent, whose log says which engines it finds",
+    )
     yield agents({str(w.info.key): w.away_s for w in routed_to if w.info})
     yield engines(w.info for w in summary.workers if w.info and w.current)
     for check in approximate(w.info for w in routed_to if w.info):

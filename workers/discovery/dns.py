@@ -7,6 +7,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
@@ -17,6 +18,9 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 DEADLINE_S = 5.0
+GONE_S = 600.0
+"""Name servers that give some of the addresses give others with the next answers, and what asks
+them may keep an answer for minutes."""
 
 Place = tuple[str, int]
 """Address and port."""
@@ -35,10 +39,16 @@ def name_and_port(text: str) -> tuple[str, int | None]:
 
 
 async def addresses(name: str, port: int) -> set[Place]:
-    """Raises OSError."""
-    loop = asyncio.get_running_loop()
+    """Those of the older family if there are any, as an engine may have one of each. Raises
+    OSError."""
+    look_up = partial(asyncio.get_running_loop().getaddrinfo, name, port, type=socket.SOCK_STREAM)
     try:
-        answers = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        try:
+            answers = await look_up(family=socket.AF_INET)
+        except socket.gaierror as error:
+            if error.errno == socket.EAI_AGAIN:
+                raise
+            answers = await look_up(family=socket.AF_INET6)
     except UnicodeError as error:
         raise OSError(str(error)) from None
     return {(str(answer[4][0]), port) for answer in answers}

@@ -125,19 +125,20 @@ class Fleet:
 
     def _tell(self, engines: Engines) -> None:
         self._heard_s = asyncio.get_running_loop().time()
-        some_lack = self._absences.note(self._followed, engines, self._heard_s)
-        if some_lack or engines != self.engines:
+        if not engines and self.engines != engines:
+            log.warning("no engine is found; those that were stay")
+        self._absences.note(engines, self._heard_s)
+        if self._absences.lacking or engines != self.engines:
             self.engines = engines
             self._changed.set()
 
     def _present(self, told: Engines) -> Engines:
-        """Those told of, and those followed that are told of no more and may yet be there."""
-        return {
-            key: one.engine
-            for key, one in self._followed.items()
-            if not (one.is_ending or one.follower.state == "unavailable")
-            if not (self._absences.is_long(key) or one.engine.is_replaced(told.values()))
-        } | dict(told)
+        """Those told of, and those told of no more that may yet be there."""
+        for key, one in self._followed.items():
+            # One that has not answered yet may be about to.
+            if one.follower.state == "unavailable" and one.follower.facts is not None:
+                self._absences.forget(key)
+        return {**self._absences.lacking, **told}
 
     async def _act(self, tasks: asyncio.TaskGroup, engines: Engines) -> None:
         if self._is_stopping:

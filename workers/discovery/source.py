@@ -17,7 +17,6 @@ SOURCES = ("engine_url", "engines", "engine_dns", "kubernetes_selector")
 """Settings of which one is given; the first is no source, but an engine."""
 
 GONE_S = 60.0
-"""Name servers that give some of the addresses give others with the next answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ async def source_of(settings: EngineAgentSettings) -> Source:
     if settings.engine_dns:
         look = _look(*dns.name_and_port(settings.engine_dns))
         name = f"dns {settings.engine_dns}"
-        return Source(name, partial(dns.follow, settings, look))
+        return Source(name, partial(dns.follow, settings, look), dns.GONE_S)
     with extra("discovery"):
         from app.http.kubernetes import load_configuration
         from workers.discovery import kubernetes

@@ -2,38 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.workers.discovery.fleets import engine
 from workers.discovery.absences import ANSWERS, Absences
+from workers.discovery.engine import Engines
 
 BOTH = {"1": engine("a", "http://a:1"), "2": engine("b", "http://b:1")}
 ONE = {"1": BOTH["1"]}
 GONE_S = 60.0
 
 
-def noted(*answers: tuple[float, dict[str, object]]) -> Absences:
-    """When each came, in seconds, and what it told of."""
+def noted(*answers: tuple[float, Engines]) -> Absences:
+    """When each came after one of both, in seconds, and what it told of."""
     absences = Absences(GONE_S)
+    absences.note(BOTH, 0.0)
     for now, engines in answers:
-        absences.note(BOTH, engines, now)  # type: ignore[arg-type]
+        absences.note(engines, now)
     return absences
 
 
 def test_an_engine_is_gone_once_all_answers_have_lacked_it_for_long() -> None:
-    assert not noted((0.0, ONE), (5.0, ONE), (GONE_S - 1.0, ONE)).is_long("2")
-    gone = noted((0.0, ONE), (5.0, ONE), (GONE_S, ONE))
-    assert gone.is_long("2")
-    assert not gone.is_long("1")
+    there = noted((0.0, ONE), (5.0, ONE), (GONE_S - 1.0, ONE))
+    assert there.lacking == {"2": replace(BOTH["2"], ready=False)}
+    assert not noted((0.0, ONE), (5.0, ONE), (GONE_S, ONE)).lacking
 
 
 def test_an_answer_that_has_it_begins_the_count_anew() -> None:
-    assert not noted((0.0, ONE), (5.0, BOTH), (10.0, ONE), (15.0, ONE), (GONE_S, ONE)).is_long("2")
+    assert noted((0.0, ONE), (5.0, BOTH), (10.0, ONE), (15.0, ONE), (GONE_S, ONE)).lacking
 
 
 def test_a_few_answers_say_nothing_however_long_they_took() -> None:
     assert ANSWERS == 3
-    assert not noted((0.0, ONE), (1000.0, ONE)).is_long("2")
+    assert noted((0.0, ONE), (1000.0, ONE)).lacking
 
 
 def test_an_answer_of_no_engine_says_nothing() -> None:
-    assert not noted(*((now * 10.0, {}) for now in range(20))).is_long("2")
-    assert not noted((0.0, ONE), (30.0, ONE), (GONE_S, {})).is_long("2")
+    assert noted(*((now * 10.0, {}) for now in range(20))).lacking.keys() == {"1", "2"}
+    assert noted((0.0, ONE), (30.0, ONE), (GONE_S, {})).lacking.keys() == {"1", "2"}
+    assert noted((0.0, {}), (50.0, ONE), (55.0, ONE), (GONE_S, ONE)).lacking
+
+
+def test_an_engine_that_was_leaving_or_is_replaced_does_not_lack() -> None:
+    other = engine("b", "http://c:1")
+    assert not noted((0.0, ONE | {"3": other})).lacking
+    assert not noted((0.0, ONE | {"2": replace(BOTH["2"], leaving=True)}), (1.0, ONE)).lacking
+
+
+def test_an_engine_that_is_forgotten_does_not_lack() -> None:
+    absences = noted((0.0, ONE))
+    absences.forget("2")
+    absences.note(ONE, 1.0)
+    assert not absences.lacking

@@ -23,8 +23,9 @@ async def test_engines_come_and_go_with_the_addresses_of_a_name(
     known: list[str] | None = ["127.0.0.1"]
     asked = asyncio.Event()
 
-    async def getaddrinfo(name: str, port: int, **_: object) -> list[object]:
+    async def getaddrinfo(name: str, port: int, family: int, **_: object) -> list[object]:
         assert name == "vllm.test"
+        assert known is None or family == socket.AF_INET
         asked.set()
         if known is None:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -47,6 +48,36 @@ async def test_engines_come_and_go_with_the_addresses_of_a_name(
             await until_live(redis, f"127.0.0.1-{port}")
             known = ["127.0.0.2"]
             await until_live(redis)
+
+
+OLD, NEW = socket.AF_INET, socket.AF_INET6
+NONE, LATER = socket.gaierror(socket.EAI_NODATA, "none"), socket.gaierror(socket.EAI_AGAIN, "later")
+
+
+@pytest.mark.parametrize(
+    ("known", "found"),
+    [
+        ({OLD: "10.0.0.1", NEW: "fd00::1"}, {("10.0.0.1", 80)}),
+        ({OLD: NONE, NEW: "fd00::1"}, {("fd00::1", 80)}),
+        ({OLD: LATER, NEW: "fd00::1"}, LATER),
+        ({OLD: NONE, NEW: NONE}, NONE),
+    ],
+    ids=["both", "newer", "nobody says whether it has the older", "none"],
+)
+async def test_an_engine_with_an_address_of_each_family_is_one(
+    known: dict[int, str | OSError], found: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def getaddrinfo(*_: object, family: int, **__: object) -> list[object]:
+        if isinstance(answer := known[family], OSError):
+            raise answer
+        return [(family, socket.SOCK_STREAM, 6, "", (answer, 80))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    if isinstance(found, OSError):
+        with pytest.raises(OSError, match=found.args[1]):
+            await dns.addresses("vllm.test", 80)
+    else:
+        assert await dns.addresses("vllm.test", 80) == found
 
 
 def test_without_a_port_it_is_a_name_of_records() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
@@ -161,6 +162,17 @@ async def test_a_process_that_ends_leaves_its_engines_in_service(
         await until_live(redis, "a", "b")
 
 
+async def test_an_agent_that_finds_no_engine_says_so_once(
+    redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Told()
+    async with engines(1) as (a,), running(redis, tmp_path, source):
+        for told in ({}, {}, {"1": engine("a", a.url)}, {}):
+            source.tell(told)
+            await eventually(lambda: asyncio.sleep(0, not source.changed.is_set()))
+        assert caplog.text.count("no engine is found") == 2
+
+
 async def test_an_agent_says_how_long_it_has_not_been_told_of_engines(
     redis: Redis, tmp_path: Path
 ) -> None:
@@ -206,6 +218,27 @@ async def test_processes_share_the_engines_and_take_over_those_of_one_that_dies(
             await until_live(redis, *names)
         await shared(lasting, lasting, 4)
         await until_live(redis, *names)
+
+
+async def test_processes_that_are_told_of_some_engines_each_keep_theirs(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source, partial = Told(), Told()
+    async with (
+        engines(4) as some,
+        running(redis, tmp_path / "1", source) as one,
+        running(redis, tmp_path / "2", partial, gone_s=LONG_S) as other,
+    ):
+        told = {str(i): engine(f"e{i}", each.url) for i, each in enumerate(some)}
+        source.tell(told)
+        partial.tell(told)
+        await shared(one, other, 2)
+        await until_live(redis, "e0", "e1", "e2", "e3")
+        kept = dict(other.followers)
+        for key in kept:
+            await acted_on(partial, other, {key: told[key]}, times=1)
+        await acted_on(partial, other, told, times=1)
+        assert kept.items() <= other.followers.items()
 
 
 async def test_an_engine_that_begins_to_leave_after_its_agent_ended_is_drained_by_the_heir(
