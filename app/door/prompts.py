@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from app.core.errors import InvalidRequest, RouterOverloaded, shown
@@ -29,7 +28,7 @@ from app.door.errors import ContextTooLong, NotTokenized
 from app.door.models import Model
 from app.door.tokenizers import NOT_LOADED, LoadedTokenizer, Tokenizers
 from app.door.upstream import Upstream
-from app.http.json_body import Fields
+from app.http.json_body import Fields, dumps
 from app.http.supervisor import Beside
 from app.tokens import (
     Overloaded,
@@ -366,7 +365,7 @@ def _question(api: Api, model: Model, fields: Mapping[str, Any]) -> bytes:
         if "add_special_tokens" in fields:
             asked["add_special_tokens"] = fields["add_special_tokens"]
     asked["model"] = model.name
-    body = _dumps(asked)
+    body = dumps(asked)
     if len(body) > MAX_ASKED_BYTES:
         raise NotTokenized("size")
     return body
@@ -432,14 +431,6 @@ def _trail(api: Api, model: Model, fields: Fields) -> list[str]:
     first = [name for name in _TEXTS[api] if name != PROMPTS[api]]
     text = b"".join([fields.raw(name) for name in (*first, PROMPTS[api])])
     return trail_of(text, f"{model.name} {fields.get('cache_salt') or ''}")
-
-
-def _dumps(value: object) -> bytes:
-    """Raises InvalidRequest."""
-    try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError as error:  # what can be read can be written, but for its depth
-        raise InvalidRequest("body", f"is nested too deeply: {error}") from None
 
 
 def _one_text(prompt: object) -> str:

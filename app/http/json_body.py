@@ -144,19 +144,23 @@ class JsonBody:
         """The object with the members in `changes` set, and without those in `without`; the others
         stay as they are. A member that is new comes last."""
         if self.members and not without and self.members.keys().isdisjoint(changes):
-            new = [b",%b:%b" % (_dumps(name), _dumps(value)) for name, value in changes.items()]
+            new = [b",%b:%b" % (dumps(name), dumps(value)) for name, value in changes.items()]
             return b"".join([self.text.rstrip()[:-1], *new, b"}"])
         parts: list[Any] = []
         for name, value in {**self.members, **changes}.items():
             if name in without:
                 continue
             is_raw = isinstance(value, msgspec.Raw)
-            parts += [b",", orjson.dumps(name), b":", value if is_raw else _dumps(value)]
+            parts += [b",", orjson.dumps(name), b":", value if is_raw else dumps(value)]
         return b"".join([b"{", *parts[1:], b"}"])
 
 
-def _dumps(value: object) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+def dumps(value: object, field: str = "body") -> bytes:
+    """What was read, written again. Raises InvalidRequest."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:  # what can be read can be written, but for its depth
+        raise InvalidRequest(field, f"is nested too deeply: {error}") from None
 
 
 def _value(name: str, text: bytes) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from app.simulation.steps import Finished
 from workers.engines.base import CompletionRequest, Engine, EngineStoppedError, TextStream
@@ -126,14 +126,10 @@ class Writer:
         return self.finished.finish_reason if self.finished is not None else None
 
 
-class WholeForm(Protocol):
-    """How an answer is written in one body."""
+class Form(Protocol):
+    """How an answer is written, in one body or as a stream."""
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes: ...
-
-
-class Form(WholeForm, Protocol):
-    """How it is written either in one body or as a stream."""
 
     def piece(self, piece: Piece) -> bytes:
         """As events of a stream."""
@@ -145,14 +141,11 @@ class Form(WholeForm, Protocol):
         """The events that end a stream whose engine has stopped: the status is already sent."""
 
 
-F_co = TypeVar("F_co", bound=WholeForm, covariant=True)
-
-
-class AnswerChoices(Generic[F_co]):
+class AnswerChoices:
     """The choices of one answer; `cancel` it in every case. per_prompt: choices in a row that have
     the same prompt, whose tokens count once."""
 
-    def __init__(self, writers: Sequence[Writer], form: F_co, per_prompt: int = 1) -> None:
+    def __init__(self, writers: Sequence[Writer], form: Form, per_prompt: int = 1) -> None:
         self._writers = writers
         self._form = form
         self._per_prompt = per_prompt
@@ -162,7 +155,7 @@ class AnswerChoices(Generic[F_co]):
         for writer in self._writers:
             writer.cancel()
 
-    async def events(self: AnswerChoices[Form]) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         try:
             async for piece in self._pieces():
                 if events := self._form.piece(piece):

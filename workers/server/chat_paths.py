@@ -26,12 +26,12 @@ from workers.server.chats import (
     with_opaque_images,
 )
 from workers.server.completions import ChatForm
-from workers.server.embeddings import EmbeddingForm
-from workers.server.members import GenerationOptions, generated
+from workers.server.embeddings import embedded
+from workers.server.members import generated
 from workers.server.messages import MessageForm
-from workers.server.paths import WorkerApp, hand_on, ids_of, respond, respond_whole, texts_of
+from workers.server.paths import WorkerApp, hand_on, ids_of, respond, texts_of
 from workers.server.responses import ResponseForm
-from workers.server.scripts import Script, check_unscripted, script_of
+from workers.server.scripts import check_unscripted, script_of
 from workers.server.texts import apart, decoded, encoded
 from workers.server.transfer import PARAMS
 from workers.server.writers import NATURAL_TOKENS, ServedEngine, written
@@ -40,8 +40,6 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 """What a router takes, and the ids that it adds."""
 AT_ONCE_BYTES = 32 * 1024
 DEFAULT_MAX_TOKENS = 128
-
-FormOf = Callable[[str, GenerationOptions, Script | None], Form]
 
 
 def add_chat(app: WorkerApp, served: ServedEngine, source: str) -> None:
@@ -88,47 +86,26 @@ class _Chats:
 
     async def complete(self, client: Client) -> None:
         fields = await self._fields(client)
-
-        def form(request_id: str, asked: GenerationOptions, script: Script | None) -> ChatForm:
-            return ChatForm(
-                request_id,
-                fields["model"],
-                call=script.call if script else None,
-                streams=asked.stream,
-                usage=asked.wants_usage,
-            )
-
-        names = {"prompt": "messages"}
-        await self._answer(client, fields, chat_of, form, names)
+        await self._answer(client, fields, chat_of, ChatForm, {"prompt": "messages"})
 
     async def message(self, client: Client) -> None:
         fields = await self._fields(client)
         if fields.get("max_tokens") is None:
             raise InvalidRequest("max_tokens", "is missing")
-
-        def form(request_id: str, _: GenerationOptions, script: Script | None) -> MessageForm:
-            return MessageForm(request_id, fields["model"], call=script.call if script else None)
-
         names = {"prompt": "messages"}
-        await self._answer(client, fields, self._chat_of_message, form, names)
+        await self._answer(client, fields, self._chat_of_message, MessageForm, names)
 
     async def response(self, client: Client) -> None:
         fields = await self._fields(client)
-
-        def form(request_id: str, _: GenerationOptions, script: Script | None) -> ResponseForm:
-            return ResponseForm(
-                request_id, fields["model"], fields, call=script.call if script else None
-            )
-
         names = {"prompt": "input", "max_tokens": "max_output_tokens"}
-        await self._answer(client, fields, chat_of_input, form, names)
+        await self._answer(client, fields, chat_of_input, ResponseForm, names)
 
     async def _answer(
         self,
         client: Client,
         fields: dict[str, Any],
         chat_of: Callable[[Mapping[str, Any]], dict[str, Any]],
-        form_of: FormOf,
+        form_of: Callable[[str, Mapping[str, Any], str | None], Form],
         names: Mapping[str, str],
     ) -> None:
         """names: of members, where they are called otherwise than in completions."""
@@ -150,7 +127,7 @@ class _Chats:
             await hand_on(client, served, [prompt], asked)
             return
         request_id = asked.request_id or new_id()
-        form = form_of(request_id, asked, script)
+        form = form_of(request_id, fields, script.call if script else None)
         try:
             writers = written(
                 served,
@@ -171,10 +148,7 @@ class _Chats:
         fields = await self._fields(client)
         inputs = texts_of(fields, "input")
         prompts = [await ids_of(each, self._served, "input") for each in inputs]
-        form = EmbeddingForm(fields, prompts)
-        asked = generated({"cache_salt": fields.get("cache_salt")})
-        writers = written(self._served, prompts, asked, new_id(), limit=1)
-        await respond_whole(client, AnswerChoices(writers, form))
+        await client.answer(embedded(fields, prompts))
 
     async def count(self, client: Client) -> None:
         fields = await self._fields(client)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import orjson
 from xxhash import xxh3_64_hexdigest
 
 from app.core.errors import InvalidRequest, shown
+from app.http.json_body import dumps
 from app.tokens import MAX_MESSAGES, Habits, Unrenderable, chat_of_messages, chat_of_response
 from workers.server.members import GENERATION, check_members, count, stops_in
 from workers.server.transfer import PARAMS
@@ -50,7 +50,7 @@ MAX_ITEMS = {"messages": MAX_MESSAGES, "input": 2 * MAX_MESSAGES}
 """Several items of a response may be one message."""
 MAX_DEPTH = 2
 """Of images: in the results of tools, which are in messages."""
-_IMAGES = frozenset({"image", "image_url", "input_image"})
+_IMAGES = ("image", "image_url", "input_image")
 
 
 def check_numbers_of_messages(fields: Mapping[str, Any]) -> None:
@@ -116,24 +116,14 @@ def with_opaque_images(items: Any, text: str, depth: int = 0) -> Any:
     different ones. text: the type of parts that are text."""
     if not isinstance(items, list) or depth > MAX_DEPTH:
         return items
-    made = []
-    for item in items:
-        if isinstance(item, dict):
-            kind = item.get("type")
-            if isinstance(kind, str) and kind in _IMAGES:
-                item = {"type": text, "text": f"[image {_digest(item)}]"}
-            for name in ("content", "output"):
-                if isinstance(item.get(name), list):
-                    item = {**item, name: with_opaque_images(item[name], text, depth + 1)}
-        made.append(item)
-    return made
+    return [_opaque(item, text, depth) if isinstance(item, dict) else item for item in items]
 
 
-def _digest(image: Mapping[str, Any]) -> str:
-    try:
-        return xxh3_64_hexdigest(orjson.dumps(image, option=orjson.OPT_SORT_KEYS))
-    except TypeError as error:  # what can be read can be written, but for its depth
-        raise InvalidRequest("body", f"an image: {error}") from None
+def _opaque(item: dict[str, Any], text: str, depth: int) -> dict[str, Any]:
+    if item.get("type") in _IMAGES:
+        return {"type": text, "text": f"[image {xxh3_64_hexdigest(dumps(item))}]"}
+    inner = {name: item[name] for name in ("content", "output") if name in item}
+    return item | {n: with_opaque_images(value, text, depth + 1) for n, value in inner.items()}
 
 
 def renderable(chat: Mapping[str, Any]) -> dict[str, Any]:

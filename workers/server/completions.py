@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import orjson
 
@@ -69,22 +70,21 @@ class CompletionForm:
 
 
 class ChatForm:
-    """A chat. call: the function whose arguments the text is; None: it is said.
+    """A chat. fields: of the request. call: the function whose arguments the text is; None: it is
+    said.
 
     The first event of a choice comes with its first token.
     """
 
-    def __init__(
-        self, request_id: str, model: str, *, call: str | None, streams: bool, usage: bool
-    ) -> None:
+    def __init__(self, request_id: str, fields: Mapping[str, Any], call: str | None) -> None:
         self._frame: dict[str, object] = {
             "id": f"chatcmpl-{request_id}",
-            "object": "chat.completion.chunk" if streams else "chat.completion",
+            "object": "chat.completion.chunk" if fields.get("stream") else "chat.completion",
             "created": now_s(),
-            "model": model,
+            "model": fields["model"],
         }
         self._call = call
-        self._wants_usage = usage
+        self._wants_usage = (fields.get("stream_options") or {}).get("include_usage")
         self._begun: set[int] = set()
 
     def piece(self, piece: Piece) -> bytes:

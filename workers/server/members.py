@@ -71,7 +71,6 @@ class GenerationOptions:
     request_id: str | None
     stream: bool
     stream_interval: int
-    wants_usage: bool
     max_tokens: int | None
     min_tokens: int
     choices: int
@@ -93,7 +92,6 @@ def generated(fields: Mapping[str, Any]) -> GenerationOptions:
         None if request_id is None else checked_request_id(request_id),
         flag(fields, "stream"),
         count(fields, "stream_interval") or 1,
-        bool(options and options.get("include_usage")),
         count(fields, "max_tokens"),
         count(fields, "min_tokens", least=0) or 0,
         count(fields, "n", most=MAX_CHOICES) or 1,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import orjson
 from xxhash import xxh3_64_hexdigest
@@ -12,14 +13,15 @@ from workers.server.answer import Piece, Usage
 
 
 class MessageForm:
-    """One block. call: the tool whose input the text is; None: it is said."""
+    """One block. fields: of the request. call: the tool whose input the text is; None: it is
+    said."""
 
-    def __init__(self, request_id: str, model: str, *, call: str | None) -> None:
+    def __init__(self, request_id: str, fields: Mapping[str, Any], call: str | None) -> None:
         self._frame: dict[str, object] = {
             "id": f"msg_{request_id}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": fields["model"],
             "container": None,
         }
         self._call = call

@@ -38,7 +38,7 @@ from app.http.route import Route, routed
 from app.simulation.steps import PromptTooLargeError
 from workers.engines.base import EngineStoppedError, QueueFullError
 from workers.metrics import registry_of
-from workers.server.answer import AnswerChoices, Form, WholeForm
+from workers.server.answer import AnswerChoices
 from workers.server.completions import STOPPING, CompletionForm
 from workers.server.members import (
     GENERATION,
@@ -148,28 +148,20 @@ class WorkerApp:
             await respond(client, _completion(served, prompts, asked), streams=asked.stream)
 
 
-async def respond(client: Client, answer: AnswerChoices[Form], *, streams: bool) -> None:
+async def respond(client: Client, answer: AnswerChoices, *, streams: bool) -> None:
     """Send the answer, as a stream if that is asked for.
 
     Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
     """
-    if not streams:
-        await respond_whole(client, answer)
-        return
     try:
         async with client.watched():
-            await client.start(200, [EVENTS])
-            async for events in answer.events():
-                await client.send(events)
-            await client.send(b"", last=True)
-    finally:
-        answer.cancel()
-
-
-async def respond_whole(client: Client, answer: AnswerChoices[WholeForm]) -> None:
-    """Computed before anything is sent, so that the status reflects the outcome."""
-    try:
-        async with client.watched():
+            if streams:
+                await client.start(200, [EVENTS])
+                async for events in answer.events():
+                    await client.send(events)
+                await client.send(b"", last=True)
+                return
+            # Computed before anything is sent, so that the status reflects the outcome.
             body = await answer.whole()
     finally:
         answer.cancel()
@@ -189,7 +181,7 @@ async def hand_on(
 
 def _completion(
     served: ServedEngine, prompts: list[bytes], asked: GenerationOptions
-) -> AnswerChoices[Form]:
+) -> AnswerChoices:
     """Submitted. Raises InvalidRequest, naming the field and its value, and as Engine.complete."""
     request_id = asked.request_id or f"cmpl-{new_id()}"
     limit = asked.max_tokens or DEFAULT_MAX_TOKENS

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from app.core.errors import InvalidRequest
+from app.http.json_body import dumps
 from workers.engines.base import EngineStoppedError
 from workers.server.answer import Piece, Usage, now_s
 
@@ -40,27 +40,22 @@ _ALWAYS: Mapping[str, object] = {
 
 
 class ResponseForm:
-    """One item. call: the function whose arguments the text is; None: it is said. Raises
-    InvalidRequest for what cannot be repeated."""
+    """One item. fields: of the request. call: the function whose arguments the text is; None: it is
+    said. Raises InvalidRequest for what cannot be repeated."""
 
-    def __init__(
-        self, request_id: str, model: str, fields: Mapping[str, Any], *, call: str | None
-    ) -> None:
+    def __init__(self, request_id: str, fields: Mapping[str, Any], call: str | None) -> None:
         given = {name: fields[name] for name in _ECHOED if fields.get(name) is not None}
         self._frame: dict[str, object] = {
             "id": f"resp_{request_id}",
             "object": "response",
             "created_at": now_s(),
-            "model": model,
+            "model": fields["model"],
             **_ALWAYS,
             **_ECHOED,
             **given,
         }
         self._frame["tools"] = [{"strict": None, **tool} for tool in given.get("tools", ())]
-        try:
-            orjson.dumps(self._frame)
-        except TypeError as error:  # what can be read can be written, but for its depth
-            raise InvalidRequest("body", f"is nested too deeply: {error}") from None
+        dumps(self._frame)
         self._call = call
         self._id = f"{'msg' if call is None else 'fc'}_{request_id}"
         self._text: list[str] = []

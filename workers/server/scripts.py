@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
-import orjson
-
 from app.core.errors import InvalidRequest, shown
+from app.http.json_body import dumps
 from workers.engines.sim.objects import made_up
 
 TOKEN_CHARACTERS = 4
@@ -27,21 +27,15 @@ class Script:
     def num_tokens(self) -> int:
         return max(1, -(-len(self.text) // TOKEN_CHARACTERS))
 
-    def push(self, number: int) -> str:
-        """The text of the token of that number."""
-        return self.text[number * TOKEN_CHARACTERS : (number + 1) * TOKEN_CHARACTERS]
-
 
 class ScriptStream:
     """The text of a script as its tokens are produced, whichever they are."""
 
     def __init__(self, script: Script) -> None:
-        self._script = script
-        self._number = -1
+        self._text = StringIO(script.text)
 
     def push(self, token: int) -> str:
-        self._number += 1
-        return self._script.push(self._number)
+        return self._text.read(TOKEN_CHARACTERS)
 
     def end(self) -> str:
         return ""
@@ -66,8 +60,8 @@ def script_of(chat: Mapping[str, Any]) -> Script | None:
         raise InvalidRequest("tool_choice", "is required, but there are no tools")
     if choice == "required" or (choice == "auto" and tools and not results):
         return _call(tools[results % len(tools)])
-    schema = _schema(chat.get("response_format"))
-    return None if schema is None else Script(_dumps(made_up(schema, _FORMAT), _FORMAT))
+    schema = _schema(chat.get(_FORMAT))
+    return None if schema is None else _made_up(schema, _FORMAT)
 
 
 def _tools(tools: object) -> list[Mapping[str, Any]]:
@@ -86,10 +80,8 @@ def _tools(tools: object) -> list[Mapping[str, Any]]:
 
 
 def _named(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
     for tool in tools:
-        if tool["name"] == name:
+        if choice.get("function") == {"name": tool["name"]}:
             return tool
     raise InvalidRequest("tool_choice", f"names none of the tools: {shown(choice)}")
 
@@ -109,35 +101,28 @@ def _call(function: Mapping[str, Any]) -> Script:
     parameters = function.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise InvalidRequest("tools", f"needs a schema of parameters, got {shown(parameters)}")
-    arguments = made_up({"type": "object"} | parameters, "tools")
-    return Script(_dumps(arguments, "tools"), call=function["name"])
+    return _made_up({"type": "object"} | parameters, "tools", function["name"])
 
 
-def _schema(response_format: object) -> object:
+def _made_up(schema: object, field: str, call: str | None = None) -> Script:
+    return Script(dumps(made_up(schema, field), field).decode(), call)
+
+
+def _schema(asked: object) -> object:
     """What the answer has to match; None: it may be any text."""
-    kind = response_format.get("type") if isinstance(response_format, dict) else response_format
-    match kind:
+    form = asked if isinstance(asked, dict) else {"type": asked}
+    wrapped = form.get("json_schema")
+    schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
+    match form.get("type"):
         case None | "text":
             return None
         case "json_object":
-            return {"type": "object", "properties": {"answer": {"type": "string"}}}
-        case "json_schema":
-            assert isinstance(response_format, dict)
-            wrapped = response_format.get("json_schema")
-            schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
-            if schema is not None:
-                return schema
+            return {"type": "object", "required": ["answer"]}
+        case "json_schema" if schema is not None:
+            return schema
     raise InvalidRequest(
-        "response_format",
-        f"must be text, json_object or json_schema with a schema, got {shown(response_format)}",
+        _FORMAT, f"must be text, json_object or json_schema with a schema, got {shown(asked)}"
     )
-
-
-def _dumps(value: object, field: str) -> str:
-    try:
-        return orjson.dumps(value).decode()
-    except TypeError as error:  # what can be read can be written, but for its depth
-        raise InvalidRequest(field, f"is nested too deeply: {error}") from None
 
 
 def check_unscripted(chat: Mapping[str, Any]) -> None:
@@ -146,5 +131,5 @@ def check_unscripted(chat: Mapping[str, Any]) -> None:
         raise InvalidRequest(
             "tools", "this engine does not tell calls from text: tool_choice must be none"
         )
-    if _schema(chat.get("response_format")) is not None:
-        raise InvalidRequest("response_format", "must be text for this engine")
+    if _schema(chat.get(_FORMAT)) is not None:
+        raise InvalidRequest(_FORMAT, "must be text for this engine")

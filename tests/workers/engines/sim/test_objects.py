@@ -9,6 +9,9 @@ from app.core.errors import InvalidRequest
 from workers.engines.sim import objects
 from workers.engines.sim.objects import made_up
 
+A_AND_C = {"a": None, "c": "the quick"}
+ONE = {"A": {"const": 1}}
+
 
 @pytest.mark.parametrize(
     ("schema", "value"),
@@ -16,20 +19,21 @@ from workers.engines.sim.objects import made_up
         ({"type": "string"}, "the quick"),
         ({"type": "string", "maxLength": 3}, "the"),
         ({"type": "string", "format": "date"}, "2026-01-31"),
-        ({"type": ["null", "boolean"]}, True),
+        ({"type": "boolean"}, True),
+        ({"type": ["string", "null"]}, None),
+        ({"type": ["string", "integer"]}, "the quick"),
         ({"enum": ["red", "blue"]}, "red"),
         ({"const": 7}, 7),
         ({"type": "integer", "minimum": 3}, 3),
         ({"type": "integer", "exclusiveMinimum": 3}, 4),
-        ({"type": "integer", "maximum": -2, "multipleOf": 5}, -5),
+        ({"type": "integer", "maximum": -2}, -2),
+        ({"type": "integer", "exclusiveMaximum": 1.5, "minimum": 0.5}, 1),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, 0.5),
         ({"type": "array", "items": {"type": "null"}, "minItems": 2}, [None, None]),
-        ({"anyOf": [{"type": "null"}, {"type": "boolean"}]}, True),
-        (
-            {"allOf": [{"properties": {"a": True}}, {"required": ["b"]}]},
-            {"a": "the quick", "b": "the quick"},
-        ),
-        ({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"const": 1}}}, {"a": 1}),
+        ({"oneOf": [{"type": "boolean"}, {"type": "string"}]}, True),
+        ({"anyOf": [{"type": "boolean"}, {"type": "null"}], "title": "A"}, None),
+        ({"properties": {"a": {"type": "null"}, "b": True}, "required": ["a", "c"]}, A_AND_C),
+        ({"type": "array", "items": {"$ref": "#/$defs/A"}, "minItems": 1, "$defs": ONE}, [1]),
     ],
 )
 def test_a_value_is_made_up_from_a_schema(schema: dict[str, Any], value: object) -> None:
@@ -40,8 +44,8 @@ def test_a_schema_that_contains_itself_has_an_end() -> None:
     node = {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "type": "object"}
     tree = {"properties": {"children": {"type": "array", "items": {"$ref": "#"}}}}
 
-    assert "None" in str(made_up(node, "tools"))
-    assert made_up(tree, "tools") == {"children": [{"children": [{}]}]}
+    assert made_up(node | {"required": ["next"]}, "tools") == {"next": None}
+    assert made_up(tree | {"required": ["children"]}, "tools") == {"children": []}
 
 
 def test_a_string_is_as_long_as_the_schema_asks() -> None:
@@ -55,10 +59,14 @@ def test_a_string_is_as_long_as_the_schema_asks() -> None:
         ({"type": "colour"}, "has a type 'colour'"),
         ({"$ref": "#/$defs/A"}, "refers to '#/$defs/A'"),
         ({"$ref": "#"}, "refers to itself"),
-        ({"type": "array", "minItems": 10**9}, "items"),
-        ({"type": "string", "minLength": 10**9}, "characters"),
-        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "too large"),
+        ({"allOf": [{"type": "string"}]}, "'allOf'"),
+        ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}, "beside"),
+        ({"type": "array", "minItems": 10**9}, "too long"),
+        ({"type": "string", "minLength": 10**9}, "too long"),
+        ({"type": "string", "maxLength": -1}, "'maxLength'"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "refers to itself"),
         ({"type": "integer", "minimum": "3"}, "'minimum'"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "bounds"),
         ([], "needs a schema"),
     ],
 )
@@ -73,41 +81,34 @@ MANY = 50_000
 LONG = "x" * 100_000
 
 
-def nested(name: str, times: int, width: int = 1) -> dict[str, Any]:
+def nested(name: str, times: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(times):
-        schema = {name: [schema] * width}
+        schema = {name: [schema]}
     return schema
 
 
-def doubling(name: str, times: int) -> dict[str, Any]:
-    """Each definition has the next one twice: what is at the end is there 2^times times."""
-    steps = {f"d{n}": {name: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(times)}
+def multiplying(times: int) -> dict[str, Any]:
+    """Each definition has the next one ten times: what is at the end is there 10^times times."""
+    steps = {
+        f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}, "minItems": 10}
+        for n in range(times)
+    }
     return {"$ref": "#/$defs/d0", "$defs": steps | {f"d{times}": {"type": "null"}}}
-
-
-LARGE = {f"p{n}": {} for n in range(1000)}
 
 
 @pytest.mark.parametrize(
     "schema",
     [
-        doubling("allOf", 20),
-        doubling("allOf", 60),
-        nested("allOf", 900),
+        multiplying(8),
         nested("anyOf", 900),
-        {"allOf": [{"properties": LARGE}] * 1000},
-        {"allOf": [{"required": ["a"] * 1000}] * 1000},
-        {"items": {"allOf": [{"properties": LARGE}] * 100}, "type": "array", "minItems": 2000},
         {"items": {"const": LONG}, "type": "array", "minItems": 2000},
         {"items": {"enum": [LONG]}, "type": "array", "minItems": 2000},
-        {"items": {"required": [LONG]}, "type": "array", "minItems": 2000},
+        {"items": {"type": "object", "required": [LONG]}, "type": "array", "minItems": 2000},
         {"items": {"minLength": 2000}, "type": "array", "minItems": 1999},
         {"items": {"$ref": "#/" + "a/" * MANY}, "type": "array", "minItems": 2000, "a": {}},
         {"type": "array", "items": {"$ref": "#/d"}, "minItems": 2000, "d": {"anyOf": [{}] * MANY}},
-        {"type": "array", "prefixItems": [{}] * MANY},
         {"required": [f"r{n}" for n in range(MANY)], "type": "object"},
-        {"type": "number", "minimum": 1.7e308, "multipleOf": 5e-324},
         {"const": nested("a", 900)},
     ],
 )
