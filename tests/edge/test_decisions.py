@@ -213,11 +213,10 @@ async def test_a_long_prompt_decided_on_the_second_try_is_recorded_as_that_with_
     async with running(one_redis_server.url) as replica:
 
         async def overtake() -> None:
-            replica.runner.before_reserve = None
             for name in ("w1", "w2"):
                 await two.occupy(name, f"rival of {name}")
 
-        replica.runner.before_reserve = overtake
+        replica.meanwhile(overtake)
         chain = request("r1", prompt=prompt).chain
         assert (await replica.route(request("r1", prompt=prompt))).tries == 2
         found = await recorded(one_redis_server.url, "r1")

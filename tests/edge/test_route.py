@@ -4,6 +4,8 @@ import asyncio
 import re
 import struct
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -476,15 +478,20 @@ def restart(server: EmbeddedRedis) -> None:
     server.start()
 
 
+@asynccontextmanager
+async def beside(
+    server: EmbeddedRedis, replica: StartReplica
+) -> AsyncIterator[tuple[FakeWorkers, httpx.AsyncClient]]:
+    """Workers and a client of a replica."""
+    async with connect(server.url) as redis, replica(server.url) as client:
+        yield FakeWorkers(redis), client
+
+
 class TestWithoutRedis:
     async def test_requests_are_placed_by_the_last_loads_seen(
         self, own_redis_server: EmbeddedRedis, replica: StartReplica
     ) -> None:
-        async with (
-            connect(own_redis_server.url) as redis,
-            replica(own_redis_server.url) as client,
-        ):
-            workers = FakeWorkers(redis)
+        async with beside(own_redis_server, replica) as (workers, client):
             await workers.register("w1")
             await workers.register("w2")
             await workers.publish("w1", PROMPT)
@@ -516,11 +523,7 @@ class TestWithoutRedis:
     async def test_exclusions_still_hold(
         self, own_redis_server: EmbeddedRedis, replica: StartReplica
     ) -> None:
-        async with (
-            connect(own_redis_server.url) as redis,
-            replica(own_redis_server.url) as client,
-        ):
-            workers = FakeWorkers(redis)
+        async with beside(own_redis_server, replica) as (workers, client):
             await workers.register("w1")
             await workers.register("w2")
             await routed(client, reserve=False)
@@ -543,11 +546,7 @@ class TestWithoutRedis:
     async def test_a_redis_that_came_back_empty_counts_as_unavailable_until_workers_register(
         self, own_redis_server: EmbeddedRedis, replica: StartReplica
     ) -> None:
-        async with (
-            connect(own_redis_server.url) as redis,
-            replica(own_redis_server.url) as client,
-        ):
-            workers = FakeWorkers(redis)
+        async with beside(own_redis_server, replica) as (workers, client):
             await workers.register("w1")
             await workers.publish("w1", PROMPT)
             assert not (await routed(client))["degraded"]
@@ -570,11 +569,7 @@ class TestWithoutRedis:
     async def test_after_an_empty_restart_a_reused_incarnation_is_not_taken_for_the_old_worker(
         self, own_redis_server: EmbeddedRedis, replica: StartReplica
     ) -> None:
-        async with (
-            connect(own_redis_server.url) as redis,
-            replica(own_redis_server.url) as client,
-        ):
-            workers = FakeWorkers(redis)
+        async with beside(own_redis_server, replica) as (workers, client):
             assert await workers.register("w1") == 1
             assert await workers.register("w2") == 2
             await routed(client)

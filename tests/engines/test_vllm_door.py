@@ -16,7 +16,7 @@ from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
 from tests.door.test_answers import counted, events
 from tests.e2e.engines import agent
-from tests.engines.vllm_server import ANSWER_S, BLOCK, MODEL, vllm_servers
+from tests.engines.vllm_server import ANSWER_S, BLOCK, MODEL, behind_a_door, vllm_servers
 from tests.eventually import eventually
 from tests.tokens.capture import agents
 
@@ -49,77 +49,66 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
 ) -> None:
     rng = random.Random(4)
     systems = [{"role": "system", "content": text(rng, 60)} for _ in range(4)]
-    url = one_redis_server.url
-    with (
-        vllm_servers(tmp_path, "a", blocks=2000) as [engine],
-        agent(engine.url, url, tmp_path / "memory", "a"),
-    ):
-        async with (
-            replica(url) as door,
-            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
-        ):
-            await until_serving(door, 1)
-            replies: dict[str, str] = {}
+    async with behind_a_door(one_redis_server.url, tmp_path) as (door, direct):
+        replies: dict[str, str] = {}
 
-            async def until_published(body: dict[str, Any]) -> None:
-                """All full blocks of a prompt and its answer, whose last token has no KV."""
-                tokens = [*body["prompt_token_ids"], *body["choices"][0]["token_ids"][:-1]]
-                route = {"token_ids": tokens, "reserve": False, "explain": True}
+        async def until_published(body: dict[str, Any]) -> None:
+            """All full blocks of a prompt and its answer, whose last token has no KV."""
+            tokens = [*body["prompt_token_ids"], *body["choices"][0]["token_ids"][:-1]]
+            route = {"token_ids": tokens, "reserve": False, "explain": True}
 
-                async def held() -> int:
-                    found = (await door.post("/v1/route", json=route)).json().get("candidates", ())
-                    return sum(found[0]["overlap_blocks"].values()) if found else 0
+            async def held() -> int:
+                found = (await door.post("/v1/route", json=route)).json().get("candidates", ())
+                return sum(found[0]["overlap_blocks"].values()) if found else 0
 
-                full = len(tokens) // BLOCK
-                await eventually(held, lambda blocks: blocks >= full, within_s=ANSWER_S)
+            full = len(tokens) // BLOCK
+            await eventually(held, lambda blocks: blocks >= full, within_s=ANSWER_S)
 
-            async def ask(messages: list[Any], **more: Any) -> tuple[str, int, int]:
-                """What is answered, and the blocks predicted and found cached."""
-                asked = {"model": MODEL, "messages": messages, "max_tokens": 8} | more
-                asked |= {"temperature": 0, "return_token_ids": True}
-                answer = await door.post("/v1/chat/completions", json=asked)
-                assert answer.status_code == 200, answer.text
-                body = answer.json()
-                usage = body["usage"]
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
-                # The last token is always computed, and with it its block.
-                stated = int(answer.headers["x-kvroute-overlap"].partition("/")[0])
-                most = (usage["prompt_tokens"] - 1) // BLOCK
-                own = (await direct.post("/v1/chat/completions", json=asked)).json()
-                reply = body["choices"][0]["message"]["content"]
-                assert reply == own["choices"][0]["message"]["content"]
-                assert usage["prompt_tokens"] == own["usage"]["prompt_tokens"]
-                replies[str(asked)] = reply
-                await until_published(body)
-                return reply, min(stated, most), cached // BLOCK
+        async def ask(messages: list[Any], **more: Any) -> tuple[str, int, int]:
+            """What is answered, and the blocks predicted and found cached."""
+            asked = {"model": MODEL, "messages": messages, "max_tokens": 8} | more
+            asked |= {"temperature": 0, "return_token_ids": True}
+            answer = await door.post("/v1/chat/completions", json=asked)
+            assert answer.status_code == 200, answer.text
+            body = answer.json()
+            usage = body["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            # The last token is always computed, and with it its block.
+            stated = int(answer.headers["x-kvroute-overlap"].partition("/")[0])
+            most = (usage["prompt_tokens"] - 1) // BLOCK
+            own = (await direct.post("/v1/chat/completions", json=asked)).json()
+            reply = body["choices"][0]["message"]["content"]
+            assert reply == own["choices"][0]["message"]["content"]
+            assert usage["prompt_tokens"] == own["usage"]["prompt_tokens"]
+            replies[str(asked)] = reply
+            await until_published(body)
+            return reply, min(stated, most), cached // BLOCK
 
-            async def rendered_here() -> float:
-                await ask([{"role": "user", "content": "hello"}])
-                return await counted(door, f'tokens_from_total{{model="{MODEL}",source="router"}}')
+        async def rendered_here() -> float:
+            await ask([{"role": "user", "content": "hello"}])
+            return await counted(door, f'tokens_from_total{{model="{MODEL}",source="router"}}')
 
-            await eventually(rendered_here, lambda number: number > 0, within_s=ANSWER_S)
-            differences = []
-            for number in range(CHATS):
-                messages = [rng.choice(systems)]
-                more = {"tools": TOOLS, "tool_choice": "none"} if number % 3 == 0 else {}
-                for _ in range(TURNS):
-                    messages = [*messages, {"role": "user", "content": text(rng, 20)}]
-                    reply, stated, cached = await ask(messages, **more)
-                    messages = [*messages, {"role": "assistant", "content": reply or "yes"}]
-                    if stated != cached:
-                        differences.append(f"chat {number}: {stated} stated, {cached} cached")
-            assert differences == []
-            # So the answer to another prompt would have been seen.
-            assert len(set(replies.values())) == len(replies) >= CHATS * TURNS
-            sources = {
-                source: await counted(
-                    door, f'tokens_from_total{{model="{MODEL}",source="{source}"}}'
-                )
-                for source in ("router", "engine")
-            }
-            assert sources["router"] >= CHATS * TURNS
-            # Only while the tokenizer was read.
-            assert sources["engine"] <= 2
+        await eventually(rendered_here, lambda number: number > 0, within_s=ANSWER_S)
+        differences = []
+        for number in range(CHATS):
+            messages = [rng.choice(systems)]
+            more = {"tools": TOOLS, "tool_choice": "none"} if number % 3 == 0 else {}
+            for _ in range(TURNS):
+                messages = [*messages, {"role": "user", "content": text(rng, 20)}]
+                reply, stated, cached = await ask(messages, **more)
+                messages = [*messages, {"role": "assistant", "content": reply or "yes"}]
+                if stated != cached:
+                    differences.append(f"chat {number}: {stated} stated, {cached} cached")
+        assert differences == []
+        # So the answer to another prompt would have been seen.
+        assert len(set(replies.values())) == len(replies) >= CHATS * TURNS
+        sources = {
+            source: await counted(door, f'tokens_from_total{{model="{MODEL}",source="{source}"}}')
+            for source in ("router", "engine")
+        }
+        assert sources["router"] >= CHATS * TURNS
+        # Only while the tokenizer was read.
+        assert sources["engine"] <= 2
 
 
 async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by_vllm_alone(
@@ -128,58 +117,49 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
     rng = random.Random(5)
     # They share nothing, so that the index has heard of what came before by the time it counts.
     systems = [text(rng, 60) for _ in range(2)]
-    url = one_redis_server.url
-    with (
-        vllm_servers(tmp_path, "a", blocks=2000) as [engine],
-        agent(engine.url, url, tmp_path / "memory", "a"),
-    ):
-        async with (
-            replica(url) as door,
-            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
-        ):
-            await until_serving(door, 1)
-            replies: dict[str, str] = {}
+    async with behind_a_door(one_redis_server.url, tmp_path) as (door, direct):
+        replies: dict[str, str] = {}
 
-            async def ask(path: str, asked: dict[str, Any]) -> str:
-                """What is answered."""
-                asked = {"model": MODEL, "temperature": 0} | asked
-                answer = await door.post(path, json=asked)
-                assert answer.status_code == 200, answer.text
-                own = await direct.post(path, json=asked)
-                reply = answer_in(answer.json())
-                assert reply == answer_in(own.json())
-                replies[f"{path} {asked}"] = reply
-                return reply
+        async def ask(path: str, asked: dict[str, Any]) -> str:
+            """What is answered."""
+            asked = {"model": MODEL, "temperature": 0} | asked
+            answer = await door.post(path, json=asked)
+            assert answer.status_code == 200, answer.text
+            own = await direct.post(path, json=asked)
+            reply = answer_in(answer.json())
+            assert reply == answer_in(own.json())
+            replies[f"{path} {asked}"] = reply
+            return reply
 
-            async def counts() -> list[float]:
-                names = (
-                    f'tokens_from_total{{model="{MODEL}",source="router"}}',
-                    f'cached_compared_tokens_total{{model="{MODEL}",worker="a:0"}}',
-                    f'tokens_total{{kind="cached",model="{MODEL}"}}',
-                )
-                return [await counted(door, name) for name in names]
+        async def counts() -> list[float]:
+            names = (
+                f'tokens_from_total{{model="{MODEL}",source="router"}}',
+                f'cached_compared_tokens_total{{model="{MODEL}",worker="a:0"}}',
+                f'tokens_total{{kind="cached",model="{MODEL}"}}',
+            )
+            return [await counted(door, name) for name in names]
 
-            async def rendered_here() -> float:
-                await ask("/v1/messages", {"messages": [said("hello")], "max_tokens": 4})
-                return (await counts())[0]
+        async def rendered_here() -> float:
+            await ask("/v1/messages", {"messages": [said("hello")], "max_tokens": 4})
+            return (await counts())[0]
 
-            await eventually(rendered_here, bool, within_s=ANSWER_S)
-            for _ in range(20):
-                items = [said(text(rng, 20))]
-                for _ in range(TURNS):
-                    asked = {"messages": items, "system": systems[0], "max_tokens": 8}
-                    await ask("/v1/messages", asked)
-                    asked = {"input": items, "instructions": systems[1], "max_output_tokens": 8}
-                    reply = await ask("/v1/responses", asked)
-                    answer = {"role": "assistant", "content": reply or "yes"}
-                    items = [*items, answer, said(text(rng, 20))]
-            # So the answer to another prompt would have been seen.
-            assert len(set(replies.values())) == len(replies) > 20 * TURNS * 2
-            rendered, compared, cached = await counts()
-            assert rendered >= 20 * TURNS * 2
-            assert compared > cached > 0
-            labels = f'model="{MODEL}",worker="a:0"'
-            assert await counted(door, f"cached_apart_tokens_total{{{labels}}}") == 0
+        await eventually(rendered_here, bool, within_s=ANSWER_S)
+        for _ in range(20):
+            items = [said(text(rng, 20))]
+            for _ in range(TURNS):
+                asked = {"messages": items, "system": systems[0], "max_tokens": 8}
+                await ask("/v1/messages", asked)
+                asked = {"input": items, "instructions": systems[1], "max_output_tokens": 8}
+                reply = await ask("/v1/responses", asked)
+                answer = {"role": "assistant", "content": reply or "yes"}
+                items = [*items, answer, said(text(rng, 20))]
+        # So the answer to another prompt would have been seen.
+        assert len(set(replies.values())) == len(replies) > 20 * TURNS * 2
+        rendered, compared, cached = await counts()
+        assert rendered >= 20 * TURNS * 2
+        assert compared > cached > 0
+        labels = f'model="{MODEL}",worker="a:0"'
+        assert await counted(door, f"cached_apart_tokens_total{{{labels}}}") == 0
 
 
 async def test_what_coding_agents_send_has_the_ids_here_that_vllm_gives_it(
@@ -187,32 +167,24 @@ async def test_what_coding_agents_send_has_the_ids_here_that_vllm_gives_it(
 ) -> None:
     url = one_redis_server.url
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with (
-        vllm_servers(tmp_path, "a", blocks=2000, more=flags) as [engine],
-        agent(engine.url, url, tmp_path / "memory", "a"),
-    ):
-        async with (
-            replica(url) as door,
-            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
-        ):
-            await until_serving(door, 1)
-            for path, sent in agents():
-                asked = {name: value for name, value in sent.items() if name != "stream_options"}
-                limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-                asked |= {"model": MODEL, "stream": False, limit: 1}
-                answer = await door.post(path, json=asked)
-                assert answer.status_code == 200, answer.text
-                assert "x-kvroute-tokens" not in answer.headers
-                own = usage_in((await direct.post(path, json=asked)).content)
-                routed = usage_in(answer.content)
-                assert own is not None
-                assert routed is not None
-                assert routed.prompt == own.prompt
-                # Of what vLLM makes of it itself, it has all in its cache; the last token is always
-                # computed.
-                assert own.cached == (own.prompt - 1) // BLOCK * BLOCK
-            labels = f'model="{MODEL}",source="router"'
-            assert await counted(door, f"tokens_from_total{{{labels}}}") == len(agents())
+    async with behind_a_door(url, tmp_path, more=flags) as (door, direct):
+        for path, sent in agents():
+            asked = {name: value for name, value in sent.items() if name != "stream_options"}
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            asked |= {"model": MODEL, "stream": False, limit: 1}
+            answer = await door.post(path, json=asked)
+            assert answer.status_code == 200, answer.text
+            assert "x-kvroute-tokens" not in answer.headers
+            own = usage_in((await direct.post(path, json=asked)).content)
+            routed = usage_in(answer.content)
+            assert own is not None
+            assert routed is not None
+            assert routed.prompt == own.prompt
+            # Of what vLLM makes of it itself, it has all in its cache; the last token is always
+            # computed.
+            assert own.cached == (own.prompt - 1) // BLOCK * BLOCK
+        labels = f'model="{MODEL}",source="router"'
+        assert await counted(door, f"tokens_from_total{{{labels}}}") == len(agents())
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
@@ -302,44 +274,37 @@ async def test_a_burst_of_texts_to_tokenize_costs_a_vllm_no_lease(
 ) -> None:
     rng = random.Random(7)
     texts = [text(rng, 4000) for _ in range(1000)]
-    url = one_redis_server.url
-    with (
-        vllm_servers(tmp_path, "a", blocks=2000) as [engine],
-        agent(engine.url, url, tmp_path / "memory", "a"),
+    async with (
+        behind_a_door(one_redis_server.url, tmp_path, answer_timeout_s=ANSWER_S) as (door, direct),
+        httpx.AsyncClient(
+            base_url=direct.base_url, timeout=ANSWER_S, limits=httpx.Limits(max_connections=None)
+        ) as many,
     ):
-        async with (
-            replica(url, answer_timeout_s=ANSWER_S) as door,
-            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
-            httpx.AsyncClient(
-                base_url=engine.url, timeout=ANSWER_S, limits=httpx.Limits(max_connections=None)
-            ) as many,
-        ):
-            await until_serving(door, 1)
-            [before] = (await door.get("/v1/workers")).json()["workers"]
-            loop = asyncio.get_running_loop()
-            longest_s = 0.0
+        [before] = (await door.get("/v1/workers")).json()["workers"]
+        loop = asyncio.get_running_loop()
+        longest_s = 0.0
 
-            async def look_at_health() -> None:
-                nonlocal longest_s
-                while True:
-                    asked_s = loop.time()
-                    await direct.get("/health")
-                    longest_s = max(longest_s, loop.time() - asked_s)
-                    await asyncio.sleep(0.1)
+        async def look_at_health() -> None:
+            nonlocal longest_s
+            while True:
+                asked_s = loop.time()
+                await direct.get("/health")
+                longest_s = max(longest_s, loop.time() - asked_s)
+                await asyncio.sleep(0.1)
 
-            async def tokenize(words: str) -> int:
-                answer = await many.post("/tokenize", json={"model": MODEL, "prompt": words})
-                assert answer.status_code == 200, answer.text
-                return int(answer.json()["count"])
+        async def tokenize(words: str) -> int:
+            answer = await many.post("/tokenize", json={"model": MODEL, "prompt": words})
+            assert answer.status_code == 200, answer.text
+            return int(answer.json()["count"])
 
-            looking = asyncio.create_task(look_at_health())
-            burst = asyncio.gather(*(tokenize(words) for words in texts))
-            while not burst.done():
-                listed = (await door.get("/v1/workers")).json()["workers"]
-                assert [one["incarnation"] for one in listed] == [before["incarnation"]]
-                asked = {"model": MODEL, "prompt": text(rng, 30), "max_tokens": 2}
-                answer = await door.post("/v1/completions", json=asked, timeout=ANSWER_S)
-                assert answer.status_code == 200, answer.text
-            assert min(await burst) >= 4000
-            looking.cancel()
-            assert longest_s > 3.0, "else it proves nothing: a lease lasts for 3 s"
+        looking = asyncio.create_task(look_at_health())
+        burst = asyncio.gather(*(tokenize(words) for words in texts))
+        while not burst.done():
+            listed = (await door.get("/v1/workers")).json()["workers"]
+            assert [one["incarnation"] for one in listed] == [before["incarnation"]]
+            asked = {"model": MODEL, "prompt": text(rng, 30), "max_tokens": 2}
+            answer = await door.post("/v1/completions", json=asked, timeout=ANSWER_S)
+            assert answer.status_code == 200, answer.text
+        assert min(await burst) >= 4000
+        looking.cancel()
+        assert longest_s > 3.0, "else it proves nothing: a lease lasts for 3 s"

@@ -9,10 +9,8 @@ import httpx
 import pytest
 
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import replica, until_serving
 from tests.door.test_foreign_load import others
-from tests.e2e.engines import agent
-from tests.engines.vllm_server import ANSWER_S, MODEL, vllm_servers
+from tests.engines.vllm_server import ANSWER_S, MODEL, behind_a_door
 from tests.eventually import eventually
 
 AT_ONCE, TURNS = 12, 6
@@ -30,38 +28,29 @@ async def ask(client: httpx.AsyncClient, number: int, num_tokens: int) -> None:
 async def test_a_real_engine_counts_others_requests_and_none_of_ours_twice(
     one_redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    url = one_redis_server.url
-    with (
-        vllm_servers(tmp_path, "a", blocks=2000) as [engine],
-        agent(engine.url, url, tmp_path / "memory", "a"),
-    ):
-        async with (
-            replica(url) as door,
-            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
-        ):
-            door.timeout = ANSWER_S
-            await until_serving(door, 1)
-            seen: list[int] = []
+    async with behind_a_door(one_redis_server.url, tmp_path) as (door, direct):
+        door.timeout = ANSWER_S
+        seen: list[int] = []
 
-            async def look() -> None:
-                while True:
-                    seen.extend(await others(door))
-                    await asyncio.sleep(0.1)
+        async def look() -> None:
+            while True:
+                seen.extend(await others(door))
+                await asyncio.sleep(0.1)
 
-            looking = asyncio.create_task(look())
-            for turn in range(TURNS):
-                await asyncio.gather(
-                    *(ask(door, turn * AT_ONCE + number, 20) for number in range(AT_ONCE))
-                )
-            looking.cancel()
-            await asyncio.wait([looking])
-            assert len(seen) > TURNS
-            assert max(seen) == 0
+        looking = asyncio.create_task(look())
+        for turn in range(TURNS):
+            await asyncio.gather(
+                *(ask(door, turn * AT_ONCE + number, 20) for number in range(AT_ONCE))
+            )
+        looking.cancel()
+        await asyncio.wait([looking])
+        assert len(seen) > TURNS
+        assert max(seen) == 0
 
-            asking = [asyncio.create_task(ask(direct, number, 1000)) for number in range(30)]
-            # One too many is forgiven.
-            await eventually(lambda: others(door), lambda found: found == [29], within_s=ANSWER_S)
-            for task in asking:
-                task.cancel()
-            await asyncio.wait(asking)
-            await eventually(lambda: others(door), lambda found: found == [0], within_s=ANSWER_S)
+        asking = [asyncio.create_task(ask(direct, number, 1000)) for number in range(30)]
+        # One too many is forgiven.
+        await eventually(lambda: others(door), lambda found: found == [29], within_s=ANSWER_S)
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+        await eventually(lambda: others(door), lambda found: found == [0], within_s=ANSWER_S)

@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import httpx
 import pytest
 
 from app.local.redis_server import free_port
+from tests.door.conftest import replica, until_serving
+from tests.e2e.engines import agent
 
 VENV = Path(os.environ.get("KVROUTE_TEST_VLLM", Path(__file__).parents[2] / ".venv-vllm"))
 """The virtual environment that install_vllm.sh makes."""
@@ -148,3 +151,20 @@ def vllm_servers(
     finally:
         for server in servers:
             server.kill()
+
+
+@asynccontextmanager
+async def behind_a_door(
+    redis_url: str, folder: Path, more: Sequence[str] = (), **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
+    """Clients of a replica, and of the one vLLM that it routes to, as a."""
+    with (
+        vllm_servers(folder, "a", blocks=2000, more=more) as [engine],
+        agent(engine.url, redis_url, folder / "memory", "a"),
+    ):
+        async with (
+            replica(redis_url, **settings) as door,
+            httpx.AsyncClient(base_url=engine.url, timeout=ANSWER_S) as direct,
+        ):
+            await until_serving(door, 1)
+            yield door, direct

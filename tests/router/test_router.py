@@ -111,6 +111,15 @@ class Replica(Router):
             self.runner, keyspace, chosen, Fleet(redis, keyspace, TIMEOUT_S), telemetry=Telemetry()
         )
 
+    def meanwhile(self, act: Hook) -> None:
+        """To be done once, before the next reservation."""
+
+        async def once() -> None:
+            self.runner.before_reserve = None
+            await act()
+
+        self.runner.before_reserve = once
+
     def counted(self, name: str, **labels: str) -> float:
         return self.telemetry.registry.get_sample_value(f"kvroute_{name}_total", labels) or 0.0
 
@@ -522,12 +531,7 @@ class TestConflicts:
         await workers.register("w2")
         await workers.publish("w1", PROMPT)
         await workers.occupy("w2", "z")
-
-        async def overtake() -> None:
-            router.runner.before_reserve = None
-            await workers.occupy("w1", "x", "y")
-
-        router.runner.before_reserve = overtake
+        router.meanwhile(lambda: workers.occupy("w1", "x", "y"))
         decision = await router.route(request("r1", explain=True))
         assert (decision.worker.key.worker_id, decision.tries) == ("w2", 2)
         assert [c.load.requests for c in decision.candidates] == [2, 1]
@@ -540,14 +544,9 @@ class TestConflicts:
     ) -> None:
         await workers.register("w1")
         await workers.register("w2", max_requests=0)
-
-        async def overtake() -> None:
-            router.runner.before_reserve = None
-            await workers.occupy("w1", "x")
-
         # r1 saw no reservation on w1 and is refused. r2, planned after r1, expects one, and
         # there is one by then: x's instead of r1's.
-        router.runner.before_reserve = overtake
+        router.meanwhile(lambda: workers.occupy("w1", "x"))
         answers = await route_all(router, request("r1"), request("r2"))
         assert [a.tries for a in answers if isinstance(a, Decision)] == [2, 2]
         assert router.conflicts() == {"changed": 2}
@@ -560,12 +559,7 @@ class TestConflicts:
         await workers.register("w1")
         await workers.register("w2")
         await workers.publish("w1", PROMPT)
-
-        async def overtake() -> None:
-            router.runner.before_reserve = None
-            await workers.occupy("w1", "x")
-
-        router.runner.before_reserve = overtake
+        router.meanwhile(lambda: workers.occupy("w1", "x"))
         decision = await router.route(request("r1", "logit"))
         assert (decision.worker.key.worker_id, decision.tries) == ("w1", 2)
         assert decision.overlap.device == 2
@@ -587,12 +581,7 @@ class TestConflicts:
         await workers.register("w1")
         await workers.register("w2")
         await workers.publish("w1", PROMPT)
-
-        async def leave() -> None:
-            router.runner.before_reserve = None
-            await workers.retire("w1")
-
-        router.runner.before_reserve = leave
+        router.meanwhile(lambda: workers.retire("w1"))
         decision = await router.route(request("r1", "logit"))
         assert (decision.worker.key.worker_id, decision.tries) == ("w2", 2)
         assert router.conflicts() == {"lapsed": 1}
@@ -603,11 +592,10 @@ class TestConflicts:
         await workers.register("w1")
 
         async def join() -> None:
-            router.runner.before_reserve = None
             await workers.occupy("w1", "x")
             await workers.register("w2")
 
-        router.runner.before_reserve = join
+        router.meanwhile(join)
         decision = await router.route(request("r1"))
         assert decision.worker.address == "http://w2-0:80"
 
