@@ -114,7 +114,7 @@ def played(kind: str, at_once: int, outcomes: Sequence[Outcome]) -> PlayedKind:
 @trace_option
 @option("--engines number", 4)
 @option("--requests", 1800)
-@option("--at-once", (1, 32), "So many requests at once; may be given several times.", several=True)
+@option("--at-once", (1, 32), "So many requests at once.", several=True)
 @option("--speedup", 100.0, "Of the engines' clock.", FACTOR)
 @option(
     "--prediction-ttl-s keeps_s", 120.0, "As the routers'; in seconds of the wall clock.", FACTOR

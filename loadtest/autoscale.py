@@ -205,7 +205,7 @@ class _PolicyName(click.ParamType[str]):
 @option(
     "--policy policies",
     ("static:4", "static:6", "static:8", "threshold", "waiting", "slo", "oracle"),
-    "Rule for the size; may be given several times. threshold:X, waiting:X and ongoing:X have "
+    "Rule for the size. threshold:X, waiting:X and ongoing:X have "
     "X times the usual thresholds, slo:X and oracle:X aim at a share of X within the SLO, static:X "
     "has X workers, curve:X that many on average. oracle is slo, shown what will be asked instead "
     "of what was.",
@@ -222,7 +222,7 @@ class _PolicyName(click.ParamType[str]):
 @option(
     "--victim victims",
     ("unique_value",),
-    "How to choose the worker that leaves; may be given several times.",
+    "How to choose the worker that leaves.",
     click.Choice(list(VICTIMS)),
     several=True,
 )

@@ -29,9 +29,6 @@ from rich.console import Console
 
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.settings.router import RouterSettings
-from app.core.settings.worker import WorkerSettings
-from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import POLICY
 from app.state.connect import connect
@@ -39,6 +36,7 @@ from app.state.scripts import ScriptRunner
 from loadtest.command import option, table
 from loadtest.harness import bench
 from loadtest.holders import BLOCK_SIZE, Holders
+from loadtest.servers import routers
 
 REPLICAS = (1, 2, 4, 8, 16)
 NUM_WORKERS = 8
@@ -101,21 +99,8 @@ async def replicas(count: int, policy: str) -> AsyncIterator[tuple[Holders, list
         async with connect(server.url) as redis:
             holders = Holders(ScriptRunner(redis, timeout_s=5.0), KEYS)
             await holders.register(NUM_WORKERS)
-            with Cluster(
-                num_workers=0,
-                num_replicas=count,
-                # A router that does not wait for Redis on a busy machine decides without it.
-                router=RouterSettings(
-                    namespace=KEYS.namespace,
-                    policy=policy,
-                    redis_timeout_ms=5000,
-                    log_level="warning",
-                ),
-                worker=WorkerSettings(),
-                redis_url=server.url,
-                haproxy=False,
-            ) as cluster:
-                yield holders, [member.url for member in cluster.routers]
+            with routers(count, server.url, namespace=KEYS.namespace, policy=policy) as urls:
+                yield holders, urls
 
 
 async def place_bursts(

@@ -30,14 +30,12 @@ import stamina
 from rich import box
 from rich.console import Console
 
-from app.core.settings.router import RouterSettings
-from app.core.settings.worker import WorkerSettings
 from app.http.server import run
 from app.local.child import start_child
-from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis, free_port
 from loadtest.command import option
 from loadtest.harness import bench, grid, medians
+from loadtest.servers import routers
 
 POLICIES = "round_robin", "latency"
 NAMESPACE = "bench-engines"
@@ -188,18 +186,9 @@ def play(engine_urls: Sequence[str], policy: str, asked: Conversations, seed: in
         redis_url = stack.enter_context(EmbeddedRedis()).url
         for number, url in enumerate(engine_urls):
             stack.enter_context(agent_beside(url, redis_url, NAMESPACE, f"e{number}"))
-        cluster = stack.enter_context(
-            Cluster(
-                num_workers=0,
-                num_replicas=1,
-                router=RouterSettings(namespace=NAMESPACE, policy=policy, log_level="warning"),
-                worker=WorkerSettings(),
-                redis_url=redis_url,
-                haproxy=False,
-            )
-        )
-        model = _first_model(cluster.balancer_url)
-        return run(converse(cluster.balancer_url, model, asked, seed))
+        [url] = stack.enter_context(routers(1, redis_url, namespace=NAMESPACE, policy=policy))
+        model = _first_model(url)
+        return run(converse(url, model, asked, seed))
 
 
 def summary(turns: Sequence[Turn]) -> dict[str, float]:

@@ -25,9 +25,6 @@ from rich.console import Console
 from app.core.errors import KvrouteError
 from app.core.keys import Keyspace
 from app.core.settings.kinds import LONGEST_S
-from app.core.settings.router import RouterSettings
-from app.core.settings.worker import WorkerSettings
-from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import PROCESSES, Number
 from app.state.connect import connect
@@ -35,6 +32,7 @@ from app.state.scripts import ScriptRunner
 from loadtest.command import option
 from loadtest.harness import bench, grid, percentiles
 from loadtest.holders import Holders
+from loadtest.servers import routers
 
 KEYS = Keyspace("bench-waiting")
 REPLICAS = (1, 2, 4)
@@ -131,22 +129,14 @@ def measure(replicas: Sequence[int], seconds: float) -> dict[int, dict[str, Any]
     by_replicas = {}
     with EmbeddedRedis() as redis:
         asyncio.run(register(redis.url))
-        with Cluster(
-            num_workers=0,
-            num_replicas=max(replicas),
-            router=RouterSettings(
-                namespace=KEYS.namespace,
-                wait_queue=256,
-                wait_timeout_s=60.0,
-                redis_timeout_ms=5000,
-                tenant_weights=",".join(f"{name}={weight}" for name, weight in WEIGHTS.items()),
-                log_level="warning",
-            ),
-            worker=WorkerSettings(),
-            redis_url=redis.url,
-            haproxy=False,
-        ) as cluster:
-            urls = [member.url for member in cluster.routers]
+        with routers(
+            max(replicas),
+            redis.url,
+            namespace=KEYS.namespace,
+            wait_queue=256,
+            wait_timeout_s=60.0,
+            tenant_weights=",".join(f"{name}={weight}" for name, weight in WEIGHTS.items()),
+        ) as urls:
             for count in replicas:
                 by_replicas[count] = asyncio.run(_measure(redis.url, urls[:count], seconds))
     return by_replicas

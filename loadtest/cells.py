@@ -199,7 +199,7 @@ def table(played: Mapping[str, Sequence[CellFigures]]) -> str:
 @option(
     "--blocks nums_blocks",
     (1, 4),
-    "Leading blocks of a prompt that are hashed, of 256 tokens; may be given several times.",
+    "Leading blocks of a prompt that are hashed, of 256 tokens.",
     several=True,
 )
 @option(

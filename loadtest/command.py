@@ -48,6 +48,7 @@ def option(
     if default is not None:
         more |= {"default": default, "show_default": True}
     if several:
+        text = f"{text or ''} May be given several times.".strip()
         more = {"multiple": True, "callback": distinct} | more
     return click.option(*flag.split(), type=kind, help=text, **more)
 

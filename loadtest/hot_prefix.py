@@ -93,7 +93,7 @@ def simulate(setting: Setting, crowd: Crowd) -> Spread:
 @option(
     "--link-gbit links_gbit",
     (100.0, 200.0, 400.0),
-    "Gbit/s at which KV leaves a worker; may be given several times.",
+    "Gbit/s at which KV leaves a worker.",
     FACTOR,
     several=True,
 )

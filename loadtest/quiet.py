@@ -195,7 +195,7 @@ def _table(played: list[QuietFigures], policies: tuple[str, ...]) -> Table:
 @option(
     "--policy policies",
     ("least_loaded", "blocks", "latency"),
-    "Policy to play; may be given several times.",
+    "Policy to play.",
     click.Choice(list(POLICIES)),
     several=True,
 )

@@ -45,7 +45,7 @@ def reused_share(requests: Sequence[tuple[int, int]], multiple: int) -> float:
 
 @click.command(cls=Command)
 @trace_option
-@option("--multiple multiples", MULTIPLES, "Tokens; may be given several times.", several=True)
+@option("--multiple multiples", MULTIPLES, "Tokens.", several=True)
 @json_option
 def main(trace_file: Path, multiples: tuple[int, ...], json_file: Path | None) -> None:
     """Show the share of prompt tokens that is reused in multiples of so many."""

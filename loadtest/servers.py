@@ -19,6 +19,9 @@ import numpy as np
 import stamina
 import stamina.instrumentation
 
+from app.core.settings.router import RouterSettings
+from app.core.settings.worker import WorkerSettings
+from app.local.cluster import Cluster
 from app.local.redis_server import LOOPBACK, free_port
 from app.state.connect import connect
 from loadtest.cores import CORES, cpu_s
@@ -75,6 +78,21 @@ def server(target: Callable[[str, int], None], redis_url: str, core: int) -> Ite
     finally:
         process.terminate()
         process.join(timeout=10)
+
+
+@contextmanager
+def routers(number: int, redis_url: str, **settings: Any) -> Iterator[list[str]]:
+    """The URLs of so many router processes, which are on any core. settings: of theirs."""
+    with Cluster(
+        num_workers=0,
+        num_replicas=number,
+        # A router that does not wait for Redis on a busy machine decides without it.
+        router=RouterSettings(redis_timeout_ms=5000, log_level="warning", **settings),
+        worker=WorkerSettings(),
+        redis_url=redis_url,
+        haproxy=False,
+    ) as cluster:
+        yield [member.url for member in cluster.routers]
 
 
 class Connection(asyncio.Protocol):

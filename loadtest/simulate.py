@@ -57,7 +57,7 @@ SHARES_OF_KNEE = (0.5, 0.7, 0.9)
 @option(
     "--load loads",
     None,
-    "Arrival rate, as a multiple of the recorded one; may be given several times. Default: "
+    "Arrival rate, as a multiple of the recorded one. Default: "
     "50, 70 and 90 % of the knee, the load at which the last policy's mean TTFT is "
     f"{KNEE:g} times that without load.",
     FACTOR,

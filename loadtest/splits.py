@@ -82,8 +82,8 @@ def _cells(figures: Figures) -> tuple[float, ...]:
 @option(
     "--load loads",
     None,
-    "Arrival rate, as a multiple of the recorded one; may be given several times. Default: 70 "
-    "and 90 % of the knee without transfers.",
+    "Arrival rate, as a multiple of the recorded one. Default: 70 and "
+    "90 % of the knee without transfers.",
     FACTOR,
     several=True,
 )
@@ -98,7 +98,7 @@ def _cells(figures: Figures) -> tuple[float, ...]:
 @option(
     "--link-gbit links_gbit",
     (100.0, 400.0),
-    "Gbit/s at which KV leaves a worker; may be given several times.",
+    "Gbit/s at which KV leaves a worker.",
     FACTOR,
     several=True,
 )

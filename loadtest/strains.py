@@ -137,7 +137,7 @@ def _chosen(only: Sequence[str]) -> Iterator[Row]:
 @option(
     "--only",
     None,
-    "Rows of that traffic; may be given several times. Default: all.",
+    "Rows of that traffic. Default: all.",
     click.Choice(list(traffic.TRAFFIC)),
     several=True,
 )
