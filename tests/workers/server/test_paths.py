@@ -18,6 +18,7 @@ from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.worker_report import DEFAULT_SPEED
 from app.http import body, client
+from app.http.client import EVENTS, Client
 from app.http.json_body import MAX_VALUES
 from app.http.keys import OPEN
 from app.http.protocol import CUT
@@ -862,6 +863,33 @@ async def test_an_engine_that_stops_in_mid_stream_is_reported_in_the_last_chunk(
         }
     }
     assert caplog.messages == []
+
+
+async def test_an_answer_that_an_unforeseen_error_ends_is_cut(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def breaks(client: Client) -> None:
+        await client.start(200, [EVENTS])
+        await client.send(b"data: one\n\n")
+        raise LookupError("unforeseen")
+
+    async def breaks_at_once(_: Client) -> None:
+        raise LookupError("unforeseen")
+
+    runner = runner_of()
+    app = WorkerApp(ServedEngine(runner, ["simulated"], None))
+    app.add("GET", "/breaks", breaks)
+    app.add("GET", "/breaks_at_once", breaks_at_once)
+    async with served_by(runner, app) as client:
+        # In order, its end would say that this was all.
+        with pytest.raises(httpx.TransportError):
+            await client.get("/breaks")
+        answer = await client.get("/breaks_at_once")
+
+    assert answer.status_code == 500
+    error = {"code": "internal", "message": "LookupError; see the worker's log", "field": None}
+    assert answer.json() == {"error": error}
+    assert caplog.messages == ["/breaks failed", "/breaks_at_once failed"]
 
 
 async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
