@@ -417,6 +417,19 @@ async def test_nothing_but_health_is_open_where_a_key_is_asked_for() -> None:
         assert (await client.get("/console/page")).status_code == 401
 
 
+async def test_routers_with_the_same_key_have_a_share_each_of_what_bodies_may_take() -> None:
+    async def holder(client: Client) -> None:
+        await client.answer(client.holder)
+
+    runner = runner_of()
+    app = WorkerApp(ServedEngine(runner, ["simulated"], None), key="inner")
+    app.add("GET", "/holder", holder)
+    async with served_by(runner, app) as client:
+        answer = await client.get("/holder", headers={"authorization": "Bearer inner"})
+
+    assert answer.json() == "127.0.0.1"
+
+
 async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
     async with serving(fast()) as client:
         response = await client.post(
