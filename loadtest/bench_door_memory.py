@@ -25,13 +25,7 @@ from rich.console import Console
 from app.http.server import run
 from app.local.redis_server import LOOPBACK
 from app.options import Number
-from loadtest.bench_door import (
-    MODEL,
-    PATH,
-    door_forever,
-    register,
-    shapes,
-)
+from loadtest.bench_door import MODEL, PATH, door_forever, register, shapes
 from loadtest.command import option
 from loadtest.cores import CORES
 from loadtest.harness import bench

@@ -28,14 +28,7 @@ from app.core.settings.picker import PickerSettings
 from app.http.server import listen, run
 from app.local.envoy import rendered
 from app.local.redis_server import LOOPBACK, free_port
-from loadtest.bench_door import (
-    CONCURRENCY,
-    KEYS,
-    MODEL,
-    door_forever,
-    register,
-    shapes,
-)
+from loadtest.bench_door import CONCURRENCY, KEYS, MODEL, door_forever, register, shapes
 from loadtest.command import option
 from loadtest.cores import CORES, cpu_s
 from loadtest.harness import bench, grid, in_turn, medians, percentiles

@@ -30,14 +30,7 @@ from app.options import POSITIVE_SECONDS
 from loadtest import bench_transfer, report
 from loadtest.client import ClusterClient
 from loadtest.command import Command, make_folder, option, save
-from loadtest.devices import (
-    BLOCK_SIZE,
-    SIZES,
-    Size,
-    device_option,
-    model_option,
-    torch_worker,
-)
+from loadtest.devices import BLOCK_SIZE, SIZES, Size, device_option, model_option, torch_worker
 from loadtest.replay import progress_display, replay_policy
 from loadtest.traces import Session, Trace, TraceRequest, pseudo_random_tokens
 

@@ -21,16 +21,7 @@ from typing import TYPE_CHECKING
 import click
 
 from app.http.server import run
-from app.options import (
-    BASE_URL,
-    FACTOR,
-    POSITIVE_SECONDS,
-    SECONDS,
-    SEED,
-    Command,
-    Number,
-    Option,
-)
+from app.options import BASE_URL, FACTOR, POSITIVE_SECONDS, SECONDS, SEED, Command, Number, Option
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, RequestError, clock
 from loadtest.command import FILE, json_option, option, read, save
