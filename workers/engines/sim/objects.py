@@ -33,8 +33,9 @@ _UNKNOWN = (
 
 
 def made_up(schema: object, field: str) -> Any:
-    """The least value that the schema allows: no more of it than is required, and null where it may
-    be. Raises InvalidRequest, which names `field`, if there is none or it is not found."""
+    """A value that the schema allows. Where that is an object it has all that it may, but what is
+    within has no more than is required, and null where it may be: schemas contain themselves.
+    Raises InvalidRequest, which names `field`, if there is none or it is not found."""
     return _Maker(schema, field).value(schema, 0)
 
 
@@ -119,8 +120,9 @@ class _Maker:
             or not all(isinstance(name, str) for name in required)
         ):
             raise self._bad("needs an object of properties and a list of required names")
-        self._spend(len(required) + sum(map(len, required)))
-        return {name: self.value(properties.get(name, True), depth + 1) for name in required}
+        names = required if depth else dict.fromkeys([*properties, *required])
+        self._spend(len(names) + sum(map(len, names)))
+        return {name: self.value(properties.get(name, True), depth + 1) for name in names}
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
         least = self._size(schema, "minItems", 0)

@@ -32,7 +32,8 @@ ONE = {"A": {"const": 1}}
         ({"type": "array", "items": {"type": "null"}, "minItems": 2}, [None, None]),
         ({"oneOf": [{"type": "boolean"}, {"type": "string"}]}, True),
         ({"anyOf": [{"type": "boolean"}, {"type": "null"}], "title": "A"}, None),
-        ({"properties": {"a": {"type": "null"}, "b": True}, "required": ["a", "c"]}, A_AND_C),
+        ({"properties": {"a": {"type": "null"}}, "required": ["c"]}, A_AND_C),
+        ({"type": "array", "minItems": 1, "items": {"properties": {"a": {}}}}, [{}]),
         ({"type": "array", "items": {"$ref": "#/$defs/A"}, "minItems": 1, "$defs": ONE}, [1]),
     ],
 )
@@ -44,8 +45,9 @@ def test_a_schema_that_contains_itself_has_an_end() -> None:
     node = {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "type": "object"}
     tree = {"properties": {"children": {"type": "array", "items": {"$ref": "#"}}}}
 
-    assert made_up(node | {"required": ["next"]}, "tools") == {"next": None}
-    assert made_up(tree | {"required": ["children"]}, "tools") == {"children": []}
+    assert made_up(node, "tools") == {"next": None}
+    assert made_up(tree, "tools") == {"children": []}
+    assert made_up({"properties": {"inner": {"$ref": "#"}}}, "tools") == {"inner": {}}
 
 
 def test_a_string_is_as_long_as_the_schema_asks() -> None:
