@@ -49,9 +49,10 @@ _NEUTRAL: Mapping[str, object] = {
 
 
 def check_members(fields: Mapping[str, Any], done: Collection[str]) -> None:
-    """Raises InvalidRequest for what is neither done nor asks for nothing."""
-    for name in fields.keys() - done - _ABOUT:
-        value = fields[name]
+    """Raises InvalidRequest for the first that is neither done nor asks for nothing."""
+    for name, value in fields.items():
+        if name in done or name in _ABOUT:
+            continue
         asks = value != _NEUTRAL[name] if name in _NEUTRAL else _says_something(value)
         if value is not None and asks:
             raise InvalidRequest(name, f"is not supported by this engine, got {shown(value)}")

@@ -547,6 +547,7 @@ async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_
         ({"prompt": [1], "request_id": ""}, "request_id", "got ''"),
         ({"prompt": [1], "request_id": "a b"}, "request_id", "got 'a b'"),
         ({"prompt": [1], "request_id": "x" * 129}, "request_id", "got 'xxx"),
+        ({"prompt": [1], **dict.fromkeys("zyxwvutsrqp", 5)}, "z", "got 5"),  # the first of them
         ([1], "body", "got `array`"),
         (travelling(7), "kv_transfer_params", "got 7"),
         (travelling({"do_remote_decode": 1}), "kv_transfer_params.do_remote_decode", "got 1"),
