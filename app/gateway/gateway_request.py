@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from grpc.aio import EOF
 from starlette.types import Message, Scope
@@ -65,7 +66,7 @@ class GatewayRequest:
             "http_version": "1.1",
             "method": about.get(b":method", b"GET").decode("latin-1"),
             "scheme": about.get(b":scheme", b"http").decode("latin-1"),
-            "path": path.decode("latin-1"),
+            "path": unquote(path.decode("latin-1")),
             "raw_path": path,
             "query_string": query,
             "root_path": "",

@@ -209,10 +209,12 @@ class Gateway:
         mode: int | None = None,
         about: dict[str, str] | None = None,
         meta: Any = None,
+        method: str = "POST",
     ) -> tuple[Asked, Told]:
         asked = self.call()
         mode = FULL_DUPLEX_STREAMED if mode is None else mode
-        await asked.headers(path, mode=mode, about=about or {}, meta=meta)
+        about = {":method": method} | (about or {})
+        await asked.headers(path, mode=mode, about=about, meta=meta)
         body = fields if isinstance(fields, bytes) else orjson.dumps(fields)
         size = -(-len(body) // pieces)
         await asked.body(*(body[at * size : (at + 1) * size] for at in range(pieces)))

@@ -329,6 +329,14 @@ async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(
         await gateway.until_reserved()
 
 
+async def test_a_path_may_spell_characters_as_clients_do(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url, 1) as gateway:
+        _, told = await gateway.asks({}, "/v1/models/%6d?a=%20", method="GET")
+        assert (told.status, told.fields["id"]) == (200, "m")
+
+
 async def test_its_health_says_what_is_served(
     redis: Redis, one_redis_server: EmbeddedRedis
 ) -> None:
