@@ -127,8 +127,9 @@ class Fleet:
         self._heard_s = asyncio.get_running_loop().time()
         if not engines and self.engines != engines:
             log.warning("no engine is found; those that were stay")
+        lacked = self._absences.lacking
         self._absences.note(engines, self._heard_s)
-        if self._absences.lacking or engines != self.engines:
+        if lacked != self._absences.lacking or engines != self.engines:
             self.engines = engines
             self._changed.set()
 

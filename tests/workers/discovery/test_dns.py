@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from redis.asyncio import Redis
 from app.core.errors import ConfigError
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import dns
+from workers.discovery.absences import Absences
+from workers.discovery.source import source_of
 
 
 async def test_engines_come_and_go_with_the_addresses_of_a_name(
@@ -78,6 +81,18 @@ async def test_an_engine_with_an_address_of_each_family_is_one(
             await dns.addresses("vllm.test", 80)
     else:
         assert await dns.addresses("vllm.test", 80) == found
+
+
+async def test_a_name_server_that_gives_8_of_20_addresses_ends_no_engine() -> None:
+    process = settings(engine_dns="vllm.test:80")
+    absences = Absences((await source_of(process)).gone_s)
+    at = {key: dns.engine_at(process, key, 80) for key in (f"10.0.0.{i}" for i in range(20))}
+    absences.note(at, 0.0)
+    chance = random.Random(7)
+    for number in range(1000):
+        told = {key: at[key] for key in chance.sample([*at], 8)}
+        absences.note(told, number * dns.LOOK_S)
+        assert absences.lacking.keys() | told.keys() == at.keys()
 
 
 def test_without_a_port_it_is_a_name_of_records() -> None:

@@ -115,6 +115,41 @@ async def test_an_engine_that_works_outlasts_answers_that_lack_it(
         await until_live(redis, "a")
 
 
+async def test_an_engine_that_the_same_answer_lacks_again_and_again_leaves(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source, long_s = Told(), 10 * LONG_S
+    async with engines(2) as (a, b), running(redis, tmp_path, source, lease_s=long_s) as fleet:
+        source.tell({"1": engine("a", a.url), "2": engine("b", b.url)})
+        await until_live(redis, "a", "b")
+
+        async def followed() -> set[str]:
+            source.tell({"1": engine("a", a.url)})
+            return {*fleet.followers}
+
+        await eventually(followed, lambda keys: keys == {"1"})
+
+
+async def test_an_heir_follows_an_engine_that_its_answers_lack_until_it_answers(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source, partial = Told(), Told()
+    async with engines(1) as (a,), running(redis, tmp_path / "1", source) as one:
+        told = {"1": engine("a", a.url)}
+        source.tell(told)
+        await until_live(redis, "a")
+        async with running(redis, tmp_path / "2", partial, lease_s=0.5, gone_s=LONG_S) as heir:
+            partial.tell(told)
+            await eventually(lambda: asyncio.sleep(0, heir.engines == told))
+            a.faults = replace(a.faults, away_s=LONG_S)
+            await one.stop()
+            await eventually(lambda: asyncio.sleep(0, "1" in heir.followers))
+            await acted_on(partial, heir, {}, times=3)
+            assert "1" in heir.followers
+            a.faults = replace(a.faults, away_s=0.0)
+            await until_live(redis, "a")
+
+
 async def test_an_engine_that_does_not_answer_is_gone_with_the_first_answer_that_lacks_it(
     redis: Redis, tmp_path: Path
 ) -> None:
