@@ -6,6 +6,7 @@ import base64
 import json
 import struct
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -27,27 +28,28 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """Of a simulated engine that needs no time to speak of."""
+@asynccontextmanager
+async def serving(*args: Any, source: str = str(FOLDER)) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a simulated engine that needs no time to speak of. args: of ServedEngine."""
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     runner = EngineRunner(engine, speedup=1e5)
-    served = ServedEngine(runner, ["m"], SimTokenizer(), invents=True)
+    served = ServedEngine(runner, ["m"], *args)
     app = WorkerApp(served)
-    add_chat(app, served, str(FOLDER))
+    add_chat(app, served, source)
     async with served_by(runner, app) as client:
+        yield client
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(SimTokenizer(), True) as client:
         yield client
 
 
 @pytest.fixture
 async def plain() -> AsyncIterator[httpx.AsyncClient]:
     """Of an engine whose words are its own."""
-    engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
-    runner = EngineRunner(engine, speedup=1e5)
-    served = ServedEngine(runner, ["m"], SimTokenizer())
-    app = WorkerApp(served)
-    add_chat(app, served, str(FOLDER))
-    async with served_by(runner, app) as client:
+    async with serving(SimTokenizer()) as client:
         yield client
 
 
@@ -464,11 +466,15 @@ def deep(depth: int) -> Any:
     return value
 
 
+def taking(parameters: object) -> dict[str, Any]:
+    return {"tools": [{"function": {"name": "f", "parameters": parameters}}]}
+
+
 HOSTILE = [
     (CHATS, {"messages": [{"role": [], "type": []}]}),
     (CHATS, {"messages": [{"role": "user", "content": [{"type": {}}]}]}),
-    (CHATS, {"messages": [USER], "tools": [{"function": {"name": "f", "parameters": [1]}}]}),
-    (CHATS, {"messages": [USER], "tools": [{"function": {"name": "f", "parameters": deep(400)}}]}),
+    (CHATS, {"messages": [USER], **taking([1])}),
+    (CHATS, {"messages": [USER], **taking(deep(400))}),
     (
         CHATS,
         {
@@ -476,20 +482,8 @@ HOSTILE = [
             "response_format": {"type": "json_schema", "json_schema": {"schema": deep(400)}},
         },
     ),
-    (
-        CHATS,
-        {
-            "messages": [USER],
-            "tools": [{"function": {"name": "f", "parameters": {"required": [[]]}}}],
-        },
-    ),
-    (
-        CHATS,
-        {
-            "messages": [USER],
-            "tools": [{"function": {"name": "f", "parameters": {"const": deep(400)}}}],
-        },
-    ),
+    (CHATS, {"messages": [USER], **taking({"required": [[]]})}),
+    (CHATS, {"messages": [USER], **taking({"const": deep(400)})}),
     (CHATS, {"messages": [USER], "tool_choice": []}),
     (CHATS, {"messages": [USER], "response_format": "json_schema"}),
     (CHATS, {"kv_transfer_params": {"prompt_token_ids": []}, "messages": [USER]}),
@@ -535,12 +529,7 @@ async def test_a_part_whose_type_is_no_text_is_refused(client: httpx.AsyncClient
 
 
 async def test_a_worker_without_a_tokenizer_says_so() -> None:
-    engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
-    runner = EngineRunner(engine, speedup=1e5)
-    served = ServedEngine(runner, ["m"])
-    app = WorkerApp(served)
-    add_chat(app, served, "")
-    async with served_by(runner, app) as client:
+    async with serving(source="") as client:
         for path, fields in (
             ("/tokenize", {"prompt": "hello"}),
             ("/tokenize", {"messages": [USER]}),
