@@ -20,6 +20,17 @@ MAX_TOKENS = 1000
 LONG = "word after word " * 20_000
 
 
+async def until_rendered(door: httpx.AsyncClient) -> None:
+    """Prompts, by the router itself."""
+    await until_serving(door, 1)
+
+    async def rendered() -> float:
+        await door.post("/v1/completions", json={"model": "m", "prompt": "x"})
+        return await counted(door, 'tokens_from_total{model="m",source="router"}')
+
+    await eventually(rendered, lambda number: number > 0)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -41,13 +52,7 @@ async def test_a_text_that_cannot_fit_is_refused_as_engines_do(
         completing(redis, "a", complete, **about),
         replica(one_redis_server.url) as door,
     ):
-        await until_serving(door, 1)
-
-        async def rendered() -> float:
-            await door.post("/v1/completions", json={"model": "m", "prompt": "x"})
-            return await counted(door, 'tokens_from_total{model="m",source="router"}')
-
-        await eventually(rendered, lambda number: number > 0)
+        await until_rendered(door)
         asked.clear()
         answer: httpx.Response = await door.post(path, json={"model": "m", **body})
         assert answer.status_code == 400
@@ -93,13 +98,7 @@ async def test_a_large_body_of_another_dialect_becomes_a_chat_in_a_thread(
         completing(redis, "a", complete, path=path, **about),
         replica(one_redis_server.url) as door,
     ):
-        await until_serving(door, 1)
-
-        async def rendered() -> float:
-            await door.post("/v1/completions", json={"model": "m", "prompt": "x"})
-            return await counted(door, 'tokens_from_total{model="m",source="router"}')
-
-        await eventually(rendered, lambda number: number > 0)
+        await until_rendered(door)
         small = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "input": "hi"}
         for asked in (small, body):
             assert (await door.post(path, json={"model": "m", **asked})).status_code == 200

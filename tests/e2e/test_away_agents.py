@@ -13,6 +13,7 @@ import pytest
 
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
+from tests.door.test_away_agents import away, until_away
 from tests.e2e.engines import Process, agent, engine, overlap
 from tests.eventually import eventually
 from tests.redis_servers import stopped
@@ -49,16 +50,6 @@ class Fleet:
 async def ask(client: httpx.AsyncClient, prompt: list[int]) -> httpx.Response:
     body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True}
     return await client.post("/v1/completions", json=body)
-
-
-async def away(client: httpx.AsyncClient) -> list[str]:
-    """Names of the workers in service whose agents are away."""
-    found = (await client.get("/v1/workers")).json()["workers"]
-    return sorted(one["worker_id"] for one in found if one["degraded"])
-
-
-async def until_away(client: httpx.AsyncClient, *names: str) -> None:
-    await eventually(lambda: away(client), lambda found: found == list(names))
 
 
 class Clients:

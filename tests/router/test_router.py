@@ -635,15 +635,20 @@ class TestConflicts:
         assert "r1" not in await workers.reserved()
 
 
+@asynccontextmanager
+async def beside(
+    server: EmbeddedRedis, **settings: Any
+) -> AsyncIterator[tuple[FakeWorkers, Replica]]:
+    """Workers and a replica that share a Redis."""
+    async with connect(server.url) as redis, running(server.url, **settings) as router:
+        yield FakeWorkers(redis), router
+
+
 class TestWithoutRedis:
     async def test_a_batch_is_spread_by_the_loads_last_seen(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
-        async with (
-            connect(own_redis_server.url) as redis,
-            running(own_redis_server.url) as router,
-        ):
-            workers = FakeWorkers(redis)
+        async with beside(own_redis_server) as (workers, router):
             await workers.register("w1")
             await workers.register("w2")
             await workers.occupy("w1", "a", "b")
@@ -660,11 +665,7 @@ class TestWithoutRedis:
     async def test_degraded_decisions_refuse_nobody_however_many_there_are(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
-        async with (
-            connect(own_redis_server.url) as redis,
-            running(own_redis_server.url) as router,
-        ):
-            workers = FakeWorkers(redis)
+        async with beside(own_redis_server) as (workers, router):
             await workers.register("w1", max_requests=2)
             await workers.register("w2", max_requests=2)
             await router.refresh()
@@ -675,11 +676,7 @@ class TestWithoutRedis:
     async def test_a_degraded_decision_without_reservation_adds_no_load(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
-        async with (
-            connect(own_redis_server.url) as redis,
-            running(own_redis_server.url) as router,
-        ):
-            workers = FakeWorkers(redis)
+        async with beside(own_redis_server) as (workers, router):
             await workers.register("w1")
             await workers.register("w2")
             await workers.occupy("w1", "a")
@@ -710,11 +707,7 @@ class TestWithoutRedis:
     async def test_redis_may_fail_between_lookup_and_reservation(
         self, own_redis_server: EmbeddedRedis
     ) -> None:
-        async with (
-            connect(own_redis_server.url) as redis,
-            running(own_redis_server.url) as router,
-        ):
-            workers = FakeWorkers(redis)
+        async with beside(own_redis_server) as (workers, router):
             await workers.register("w1")
             await workers.publish("w1", PROMPT)
 
