@@ -18,7 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from app.core.settings.agent import EngineAgentSettings
@@ -31,6 +30,7 @@ from app.local.redis_server import free_port
 from app.options import FACTOR
 from loadtest.client import Outcome, clock
 from loadtest.command import Command, json_option, option, read, save, trace_option
+from loadtest.console import Console
 from loadtest.door_client import DoorClient
 from loadtest.traces import TraceRequest
 

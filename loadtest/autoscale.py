@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from app.core.roles import Role
 from app.options import FACTOR, Number
@@ -37,6 +36,7 @@ from loadtest.command import (
     save,
     trace_option,
 )
+from loadtest.console import Console
 from loadtest.day import curve, day_of
 from loadtest.processes import forked
 from loadtest.scaling import Coming, Scaled, Scaling

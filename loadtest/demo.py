@@ -6,7 +6,6 @@ import importlib
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from app.core.extras import extra
 from app.core.settings.router import RouterSettings
@@ -16,6 +15,7 @@ from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, cluster_size
 from loadtest import report
 from loadtest.command import Command, make_folder, option, read, save
+from loadtest.console import Console
 from loadtest.door_client import Api
 from loadtest.replay import api_option, progress_display, replay_policy
 from loadtest.traces import DEMO_TRACE

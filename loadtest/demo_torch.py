@@ -20,7 +20,6 @@ import click
 import numpy as np
 import orjson
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from app.core.settings.router import RouterSettings
@@ -30,6 +29,7 @@ from app.options import POSITIVE_SECONDS
 from loadtest import bench_transfer, report
 from loadtest.client import ClusterClient
 from loadtest.command import Command, make_folder, option, save
+from loadtest.console import Console
 from loadtest.devices import BLOCK_SIZE, SIZES, Size, device_option, model_option, torch_worker
 from loadtest.replay import progress_display, replay_policy
 from loadtest.traces import Session, Trace, TraceRequest, pseudo_random_tokens

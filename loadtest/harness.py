@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from app.http.server import run
 from loadtest.command import Command, Decorator, json_option, save, table
+from loadtest.console import Console
 from loadtest.cores import redis_to_measure
 
 C = TypeVar("C")

@@ -20,7 +20,6 @@ from typing import Any
 import click
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from app.options import PROCESSES
@@ -30,6 +29,7 @@ from app.simulation.profiles import PROFILES
 from app.simulation.setting import Setting
 from loadtest.client import Outcome
 from loadtest.command import Command, jobs_option, json_option, option, save
+from loadtest.console import Console
 from loadtest.ideal import ideal
 from loadtest.processes import forked
 from loadtest.traces import Session, Trace, TraceRequest
@@ -228,7 +228,7 @@ def main(
             executor.submit(partial(play, setting=setting), *one[:2], seed=one[2]) for one in asked
         ]
         played = [future.result() for future in futures]
-    Console(width=60 + 40 * len(policies)).print(_table(played, policies))
+    Console().print(_table(played, policies))
     save([asdict(one) for one in played], json_file)
 
 

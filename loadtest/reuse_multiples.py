@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from loadtest.command import Command, json_option, option, read, save, table, trace_option
+from loadtest.console import Console
 from loadtest.traces import Trace
 
 MULTIPLES = 16, 256, 512, 1024, 2048

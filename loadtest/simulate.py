@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from app.options import FACTOR, Number
 from app.policy.cost import POLICIES
@@ -32,6 +31,7 @@ from loadtest.command import (
     save,
     trace_option,
 )
+from loadtest.console import Console
 from loadtest.figures import Figures, plot, table
 from loadtest.knee import KNEE, knee, limit
 from loadtest.scenario import IDEAL, Scenario, play, processes, with_trace
