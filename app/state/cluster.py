@@ -19,9 +19,11 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError
 
 from app.state.client import MAX_REDIRECTS, Address, RedisClient, first_answer
-from app.state.round_trip import FairPool, Node, did_not_run, round_trip
+from app.state.round_trip import Node, SharingPool, did_not_run, round_trip
 
 KEYLESS = frozenset({"INFO", "PING", "TIME"})
+COMMAND_S = 60.0
+"""Bounds one command. Callers have deadlines of their own, which are shorter."""
 
 
 class ClusterClient(RedisClient):
@@ -89,12 +91,13 @@ class ClusterClient(RedisClient):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         key = _key_of(args)
+        until_s = asyncio.get_running_loop().time() + COMMAND_S
         try:
             if self.stale:
                 await self.refresh()
             node = self.node_of(key)
             for _ in range(MAX_REDIRECTS + 1):
-                [reply] = await round_trip(node, [args])
+                [reply] = await round_trip(node, [args], until_s)
                 if not did_not_run(reply):
                     break
                 nodes = await self.redirect(node, {key: reply})
@@ -154,7 +157,7 @@ class ClusterClient(RedisClient):
             options = {**self._options, "host": address[0], "port": address[1]}
             if read_only:
                 options["redis_connect_func"] = _connect_read_only
-            client = Redis.from_pool(FairPool(**options))
+            client = Redis.from_pool(SharingPool(**options))
             self._clients[address, read_only] = client
         return client
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 from urllib.parse import unquote
 
@@ -20,7 +19,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from app.core.errors import ConfigError, RedisUnavailable
 from app.state.client import Address, RedisClient
 from app.state.cluster import ClusterClient
-from app.state.round_trip import FairPool
+from app.state.round_trip import SharingPool
 from app.state.sentinel import SentinelClient, Sentinels
 
 log = logging.getLogger(__name__)
@@ -67,9 +66,9 @@ def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> R
     Options may follow a `?`: those of redis-py's connections (ssl_ca_certs, ssl_certfile, ...), and
     sentinel_username and sentinel_password, without which the sentinels are asked anonymously.
 
-    max_connections: to each server; when all are in use, callers wait for one.
-    timeout_s: bounds connecting and waiting for a free connection; a caller's own deadline bounds
-    the rest. After that deadline, no command is resent behind the caller's back.
+    max_connections: to each server, beside the one that scripts share; when all are in use, callers
+    wait for one. timeout_s: bounds connecting and waiting for a free connection; a caller's own
+    deadline bounds the rest. After that deadline, no command is resent behind the caller's back.
     Raises ConfigError for an invalid URL, without showing the password.
     """
     target = _parse(url)
@@ -108,7 +107,7 @@ def _client(target: _Target, options: dict[str, Any], patience_s: float) -> Redi
         return _sentinel_client(target.hosts, service, options | _db(db), patience_s)
     if "path" in options:
         del options["socket_keepalive"]
-    pool = FairPool(**(options | _db(target.path)))
+    pool = SharingPool(**(options | _db(target.path)))
     return cast(RedisClient, RedisClient.from_pool(pool))
 
 
@@ -185,34 +184,17 @@ def naming(url: str) -> Iterator[None]:
         raise RedisUnavailable(f"REDIS_URL {shown_url(url)!r}: {error}") from error
 
 
-class deadline:  # noqa: N801 - used like asyncio.timeout
-    """Bounds the Redis commands inside. Raises RedisUnavailable if they fail or are late.
-
-    since: loop time from which `timeout_s` counts; None: from now.
-    """
-
-    # Not made by contextlib, whose generators take an eighth of a script call's CPU.
-    def __init__(self, timeout_s: float, *, since: float | None = None) -> None:
-        begin = asyncio.get_running_loop().time() if since is None else since
-        self._timeout_s = timeout_s
-        self._timeout = asyncio.timeout_at(begin + timeout_s)
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            await self._timeout.__aexit__(kind, error, traceback)
-        except TimeoutError:
-            late = f"no answer within {self._timeout_s * 1000:.0f} ms"
-            raise RedisUnavailable(late) from None
-        if isinstance(error, RedisError | OSError):
-            raise RedisUnavailable(f"{type(error).__name__}: {error}") from error
+@asynccontextmanager
+async def deadline(timeout_s: float) -> AsyncIterator[None]:
+    """Bounds the Redis commands inside. Raises RedisUnavailable if they fail or are late."""
+    bound = asyncio.timeout(timeout_s)
+    try:
+        async with bound:
+            yield
+    except (RedisError, OSError) as error:
+        if bound.expired():
+            raise RedisUnavailable(f"no answer within {timeout_s * 1000:.0f} ms") from None
+        raise RedisUnavailable(f"{type(error).__name__}: {error}") from error
 
 
 @asynccontextmanager

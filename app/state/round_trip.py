@@ -1,31 +1,34 @@
-"""Commands and replies over pooled connections, past the parts of redis-py that cost most CPU.
+"""Commands and replies over one connection to each server, which all callers share.
 
-Every decision makes one to three round trips, most of whose CPU redis-py would take. Measured for
-three HMGETs of 20 fields with redis-py 8.1:
-
-    one round trip                     40 µs here, 229 µs with redis-py's pipeline and pool
-    of that, packing the commands       5 µs here,  44 µs
-    of that, a connection and back      4 µs here,  16 µs with its BlockingConnectionPool
+Every decision makes one to three round trips, most of whose CPU redis-py would take: 229 µs for
+three HMGETs of 20 fields with its pipeline and pool, 20 µs here.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import hiredis
 from hiredis import pack_command
+from redis._parsers.base import BaseParser
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
-from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import (
     AskError,
     ClusterDownError,
     ConnectionError,  # noqa: A004 - redis-py's name
+    InvalidResponse,
     ReadOnlyError,
     RedisError,
     ResponseError,
 )
+
+MAX_WAITING = 16_384
+"""Pipelines on one connection whose replies are still to come."""
 
 
 class Node(NamedTuple):
@@ -48,87 +51,170 @@ def did_not_run(reply: Any) -> bool:
     )
 
 
-async def round_trip(node: Node, commands: Iterable[Sequence[Any]]) -> list[Any]:
+async def round_trip(node: Node, commands: Iterable[Sequence[Any]], until_s: float) -> list[Any]:
     """The raw replies to one pipeline, one per command, with errors as values.
 
-    Raises RedisError or OSError if the connection fails after sending; some of the commands may
-    then have run.
+    Raises TimeoutError at `until_s`, loop time, and RedisError or OSError if the connection fails
+    after sending; some of the commands may then have run.
     """
     commands = list(commands)
+    if not commands:
+        return []
     sent = [part for c in commands for part in (("ASKING",), c)] if node.asking else commands
     packed = b"".join([pack_command((*c[0].split(), *c[1:])) for c in sent])
     pool: Any = node.client.connection_pool
-    try:
-        connection = await pool.get_connection()
-    except (RedisError, OSError) as error:
-        return [NotSent(f"{type(error).__name__}: {error}")] * len(commands)
-    try:
-        await connection.send_packed_command(packed, check_health=False)
-        replies = await _replies(connection, len(sent))
-    except BaseException:
-        # Replies still to come would be taken for those to other commands.
-        await connection.disconnect(nowait=True)
-        raise
-    finally:
-        await pool.release(connection)
+    connection: SharedConnection | None = pool.shared
+    if connection is None:
+        try:
+            async with asyncio.timeout_at(until_s):
+                connection = await pool.open_shared()
+        except (RedisError, OSError) as error:
+            # A TimeoutError is an OSError.
+            return [NotSent(f"{type(error).__name__}: {error}")] * len(commands)
+    replies = await connection.send(packed, len(sent), until_s)
     return replies[1::2] if node.asking else replies
 
 
-async def _replies(connection: Any, num: int) -> list[Any]:
-    replies: list[Any] = []
-    reader = connection._parser._reader
-    while len(replies) < num:
-        try:
-            replies.append(await connection.read_response())
-        except ResponseError as error:
-            replies.append(error)
-        # Most come together, and redis-py goes through five functions and a timer for each.
-        while len(replies) < num and (reply := reader.gets()) is not NOT_ENOUGH_DATA:
-            if isinstance(reply, ConnectionError):
-                raise reply
-            replies.append(reply)
-    return replies
+@dataclass(slots=True)
+class _Pipeline:
+    """What one caller has sent. num: of its commands. until_s: loop time."""
+
+    num: int
+    until_s: float
+    done: asyncio.Future[list[Any]]
+    replies: list[Any] = field(default_factory=list)
 
 
-class FairPool(ConnectionPool):
-    """Hands out connections in the order in which they are asked for, for which callers wait up to
-    `timeout` seconds.
+class SharedConnection(asyncio.Protocol):
+    """A connection on which pipelines of all callers go out at once; Redis replies in their order.
 
-    In redis-py's BlockingConnectionPool who asks as a connection comes free overtakes those who
-    wait: with 32 callers and 16 connections, some waited for as long as the others went on. A free
-    connection is handed out without a lock or a timer.
+    A caller that is cancelled, or too late, leaves its place: its replies are dropped as they come.
+    One timer serves all callers.
     """
 
-    def __init__(self, *, timeout: float, **options: Any) -> None:
-        super().__init__(**options)
-        self.timeout = timeout
-        self._turns = asyncio.Semaphore(self.max_connections)
+    def __init__(self, connection: Any) -> None:
+        """connection: of redis-py, connected; nothing else may use it any more."""
+        writer = connection._writer
+        # It would close what it no longer uses.
+        connection._reader = connection._writer = None
+        self._writer = writer
+        self._reader = hiredis.Reader(
+            protocolError=InvalidResponse,
+            replyError=BaseParser.parse_error,
+            notEnoughData=NOT_ENOUGH_DATA,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[_Pipeline] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._transport: asyncio.Transport = writer.transport
+        self._transport.set_protocol(self)
+        self.is_open = not self._transport.is_closing()
+        """Whether more may be sent."""
 
-    async def get_connection(self, *args: Any, **options: Any) -> Any:
-        if self._turns.locked():
-            try:
-                async with asyncio.timeout(self.timeout):
-                    await self._turns.acquire()
-            except TimeoutError:
-                raise ConnectionError(
-                    f"all {self.max_connections} connections were in use for {self.timeout:g} s"
-                ) from None
+    def send(self, packed: bytes, num: int, until_s: float) -> asyncio.Future[list[Any]]:
+        """Sends `num` commands, and returns what their replies come to, as in `round_trip`."""
+        done = self._loop.create_future()
+        if len(self._waiting) >= MAX_WAITING:
+            done.set_result([NotSent(f"{MAX_WAITING} pipelines wait for replies")] * num)
+            return done
+        self._waiting.append(_Pipeline(num, until_s, done))
+        self._transport.write(packed)
+        if self._timer is None or until_s < self._timer.when():
+            self._look_at(until_s)
+        return done
+
+    def retire(self) -> None:
+        """Sends nothing more, and closes once all replies have come that are waited for."""
+        self.is_open = False
+        if all(pipeline.done.done() for pipeline in self._waiting):
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        reader, waiting = self._reader, self._waiting
+        try:
+            reader.feed(data)
+            while waiting:
+                pipeline = waiting[0]
+                while len(pipeline.replies) < pipeline.num:
+                    reply = reader.gets()
+                    if reply is NOT_ENOUGH_DATA:
+                        return
+                    pipeline.replies.append(reply)
+                waiting.popleft()
+                self._answer(pipeline)
+        except InvalidResponse as error:
+            self._fail(error)
+        if not self.is_open:
+            self.retire()
+
+    def _answer(self, pipeline: _Pipeline) -> None:
+        if pipeline.done.done():
+            return
+        # Such as LOADING: a new connection may find a server that answers.
+        broken = next((r for r in pipeline.replies if isinstance(r, ConnectionError)), None)
+        if broken is None:
+            pipeline.done.set_result(pipeline.replies)
         else:
-            await self._turns.acquire()
-        connection = self.get_available_connection()  # type: ignore[no-untyped-call]
-        try:
-            await self.ensure_connection(connection)
-        except BaseException:
-            await self.release(connection)
-            raise
-        return connection
+            pipeline.done.set_exception(broken)
+            self.retire()
 
-    async def release(self, connection: AbstractConnection) -> None:
-        # redis-py's also takes a lock, and tells listeners and counters that are not in use here.
-        try:
-            self._in_use_connections.remove(connection)
-            if connection.should_reconnect():  # type: ignore[no-untyped-call]
-                await connection.disconnect()
-            self._available_connections.append(connection)
-        finally:
-            self._turns.release()
+    def _look_at(self, when_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when_s, self._look)
+
+    def _look(self) -> None:
+        """Has callers leave that have waited for long enough."""
+        self._timer = None
+        now_s = self._loop.time()
+        for pipeline in self._waiting:
+            if pipeline.until_s <= now_s and not pipeline.done.done():
+                pipeline.done.set_exception(TimeoutError())
+        left = [pipeline.until_s for pipeline in self._waiting if pipeline.until_s > now_s]
+        if left:
+            self._look_at(min(left))
+        # A server that is silent for so long may be gone.
+        if not self.is_open or (self._waiting and self._waiting[0].until_s <= now_s):
+            self.retire()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(ConnectionError(str(error or "Connection closed by server.")))
+
+    def _fail(self, error: RedisError) -> None:
+        self.is_open = False
+        if self._timer is not None:
+            self._timer.cancel()
+        while self._waiting:
+            pipeline = self._waiting.popleft()
+            if not pipeline.done.done():
+                pipeline.done.set_exception(error)
+        self._transport.abort()
+
+
+class SharingPool(BlockingConnectionPool):
+    """redis-py's connections to a server, beside the one that all callers of `round_trip` share."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._shared: SharedConnection | None = None
+        self._opening = asyncio.Lock()
+
+    @property
+    def shared(self) -> SharedConnection | None:
+        """The connection that callers share; None: there is none that is open."""
+        return self._shared if self._shared is not None and self._shared.is_open else None
+
+    async def open_shared(self) -> SharedConnection:
+        """Returns the shared connection, opened if there is none. Raises RedisError, OSError."""
+        async with self._opening:
+            if self.shared is None:
+                connection = self.make_connection()  # type: ignore[no-untyped-call]
+                await self.ensure_connection(connection)
+                self._shared = SharedConnection(connection)
+            assert self._shared is not None
+            return self._shared
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        if self._shared is not None:
+            self._shared.retire()
+        await super().disconnect(inuse_connections)

@@ -128,11 +128,11 @@ class ScriptRunner:
         """
         if not calls:
             return []
-        started = asyncio.get_running_loop().time()
+        until_s = asyncio.get_running_loop().time() + self._timeout_s
         if self.redis.has_nodes:
-            replies = await self._replies_of_nodes(calls, started)
+            replies = await self._replies_of_nodes(calls, until_s)
         else:
-            replies = await self._replies(Node(self.redis), calls, started)
+            replies = await self._replies(Node(self.redis), calls, until_s)
         return [_parsed(c, reply) for c, reply in zip(calls, replies, strict=True)]
 
     async def one(self, one: Call[T]) -> T:
@@ -140,22 +140,22 @@ class ScriptRunner:
         result: T = (await self.run([one]))[0]
         return result
 
-    async def _replies_of_nodes(self, calls: Sequence[Call[Any]], started: float) -> list[Any]:
+    async def _replies_of_nodes(self, calls: Sequence[Call[Any]], until_s: float) -> list[Any]:
         """As `_replies`, of the node that each call is for."""
         if self.redis.stale:
             try:
-                async with deadline(self._timeout_s, since=started):
+                async with deadline(self._timeout_s):
                     await self.redis.refresh()
             except RedisUnavailable as error:
                 return [error] * len(calls)
         groups = _grouped((self._node_of(c), i) for i, c in enumerate(calls))
         if len(groups) == 1:
             (node,) = groups
-            return await self._replies(node, calls, started)
+            return await self._replies(node, calls, until_s)
         replies: list[Any] = [None] * len(calls)
 
         async def answer(node: Node, which: list[int]) -> None:
-            answers = await self._replies(node, [calls[i] for i in which], started)
+            answers = await self._replies(node, [calls[i] for i in which], until_s)
             for i, reply in zip(which, answers, strict=True):
                 replies[i] = reply
 
@@ -167,19 +167,26 @@ class ScriptRunner:
     def _node_of(self, one: Call[Any]) -> Node:
         return self.redis.node_of(one.keys[0], replica=one.name in self._on_replicas)
 
-    async def _replies(self, node: Node, calls: Sequence[Call[Any]], started: float) -> list[Any]:
+    async def _replies(self, node: Node, calls: Sequence[Call[Any]], until_s: float) -> list[Any]:
         """The reply to each call, with errors as values."""
         try:
-            async with deadline(self._timeout_s, since=started):
-                return await self._ask(node, calls, MAX_REDIRECTS)
-        except RedisUnavailable as error:
-            self.redis.doubt()
-            return [error] * len(calls)
+            return await self._ask(node, calls, until_s, MAX_REDIRECTS)
+        except TimeoutError:
+            why = f"no answer within {self._timeout_s * 1000:.0f} ms"
+        except (RedisError, OSError) as error:
+            why = f"{type(error).__name__}: {error}"
+        self.redis.doubt()
+        return [RedisUnavailable(why)] * len(calls)
 
-    async def _ask(self, node: Node, calls: Sequence[Call[Any]], redirects: int) -> list[Any]:
+    async def _ask(
+        self, node: Node, calls: Sequence[Call[Any]], until_s: float, redirects: int
+    ) -> list[Any]:
         """The replies of `node`, or of the nodes that calls are redirected to."""
         try:
-            replies = await self._evaluate(node, calls)
+            replies = await self._send(node, calls, until_s)
+            missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+            if missing:
+                await self._evaluate_again(node, calls, replies, missing, until_s)
         except (RedisError, OSError) as error:
             if not node.replica:
                 raise
@@ -190,36 +197,40 @@ class ScriptRunner:
             if isinstance(reply, Exception) and (node.replica or did_not_run(reply))
         }
         if refused and redirects:
-            nodes = await self.redis.redirect(
-                node, {calls[i].keys[0]: reply for i, reply in refused.items()}
-            )
+            async with asyncio.timeout_at(until_s):
+                nodes = await self.redis.redirect(
+                    node, {calls[i].keys[0]: reply for i, reply in refused.items()}
+                )
             targets = [(nodes.get(calls[i].keys[0]), i) for i in refused]
             for target, which in _grouped((n, i) for n, i in targets if n is not None).items():
-                answers = await self._ask(target, [calls[i] for i in which], redirects - 1)
+                some = [calls[i] for i in which]
+                answers = await self._ask(target, some, until_s, redirects - 1)
                 for i, reply in zip(which, answers, strict=True):
                     replies[i] = reply
         return replies
 
-    async def _evaluate(self, node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
-        replies = await self._send(node, calls)
-        missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-        if missing:
-            # Calls run one by one and in order, so what Redis did run stands; only the runs that
-            # it had no script for are sent again.
-            await self._load(node, {calls[i].name for i in missing})
-            again = await self._send(node, [calls[i] for i in missing])
-            for i, reply in zip(missing, again, strict=True):
-                replies[i] = reply
-        return replies
+    async def _evaluate_again(
+        self,
+        node: Node,
+        calls: Sequence[Call[Any]],
+        replies: list[Any],
+        missing: Sequence[int],
+        until_s: float,
+    ) -> None:
+        """Sends those calls again whose script Redis did not know, and sets their replies.
 
-    async def _send(self, node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
-        return await round_trip(node, [c.words() for c in calls])
-
-    async def _load(self, node: Node, names: Iterable[str]) -> None:
-        texts = [load_script(name).text for name in names]
-        for reply in await round_trip(node, [("SCRIPT LOAD", text) for text in texts]):
+        Calls run one by one and in order, so what Redis did run stands.
+        """
+        texts = [load_script(name).text for name in {calls[i].name for i in missing}]
+        for reply in await round_trip(node, [("SCRIPT LOAD", text) for text in texts], until_s):
             if isinstance(reply, Exception):
                 raise reply
+        again = await self._send(node, [calls[i] for i in missing], until_s)
+        for i, reply in zip(missing, again, strict=True):
+            replies[i] = reply
+
+    async def _send(self, node: Node, calls: Sequence[Call[Any]], until_s: float) -> list[Any]:
+        return await round_trip(node, [c.words() for c in calls], until_s)
 
 
 def _grouped(pairs: Iterable[tuple[Node, int]]) -> dict[Node, list[int]]:

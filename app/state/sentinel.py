@@ -13,14 +13,14 @@ from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnec
 from redis.exceptions import RedisError
 
 from app.state.client import Address, RedisClient, answers, first_answer
-from app.state.round_trip import FairPool, Node
+from app.state.round_trip import Node, SharingPool
 
 FOLLOW_INTERVAL_S = 0.25
 FOLLOW_TIMEOUT_S = 1.0
 
 
-class SentinelPool(SentinelConnectionPool, FairPool):
-    """A FairPool whose new connections go to the server that the sentinels name."""
+class SentinelPool(SentinelConnectionPool, SharingPool):
+    """A SharingPool whose new connections go to the server that the sentinels name."""
 
     def __init__(self, service: str, sentinels: Sentinels, **options: Any) -> None:
         super().__init__(service, sentinels, **options)  # type: ignore[no-untyped-call]

@@ -77,10 +77,10 @@ class ScriptedRunner(ScriptRunner):
         self.before_reserve: Hook | None = None
         self.answer_is_lost = False
 
-    async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+    async def _send(self, node: Node, calls: list[Call[Any]], until_s: float) -> list[Any]:
         names = [c.name for c in calls]
         if not names or names[0] in HOUSEKEEPING:
-            return await super()._send(node, calls)
+            return await super()._send(node, calls, until_s)
         named = [sum(str(a).endswith(" -") for a in c.args) for c in calls]
         self.most_named = max(self.most_named, *named)
         turns = [int(c.args[1]) for c in calls if c.name == "turns"]
@@ -89,7 +89,7 @@ class ScriptedRunner(ScriptRunner):
             await self.before_look_up()
         if "reserve" in names and self.before_reserve:
             await self.before_reserve()
-        replies = await super()._send(node, calls)
+        replies = await super()._send(node, calls, until_s)
         ran = not isinstance(replies[0], NoScriptError)
         if ran:  # else a Redis that is new gets the scripts, and the calls once more
             self.round_trips.append(names)
@@ -745,7 +745,10 @@ class TestWithoutRedis:
         for name in ("r2", "r3"):
             assert (await router.route(request(name))).reserved
         told = [r.getMessage() for r in caplog.records if r.name == "app.router.degraded"]
-        assert told == ["deciding without Redis: TimeoutError: ", "deciding with Redis again"]
+        assert told == [
+            "deciding without Redis: no answer within 5000 ms",
+            "deciding with Redis again",
+        ]
 
     async def test_a_reservation_whose_answer_was_lost_is_released(
         self, router: Replica, workers: FakeWorkers

@@ -332,9 +332,8 @@ async def test_of_two_nested_deadlines_the_earlier_one_applies() -> None:
 
 
 async def test_a_deadline_that_has_already_passed_ends_a_wait_at_once() -> None:
-    began = asyncio.get_running_loop().time() - 2
-    with pytest.raises(RedisUnavailable, match=r"^no answer within 1000 ms$"):
-        async with deadline(1, since=began):
+    with pytest.raises(RedisUnavailable, match=r"^no answer within 0 ms$"):
+        async with deadline(0):
             await asyncio.sleep(60)
 
 

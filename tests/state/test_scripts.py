@@ -114,9 +114,9 @@ async def test_a_plain_command_is_sent_in_the_same_round_trip_as_scripts(
     sent: list[list[str]] = []
 
     class Recording(ScriptRunner):
-        async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
+        async def _send(self, node: Node, calls: list[Call[Any]], until_s: float) -> list[Any]:
             sent.append([c.name for c in calls])
-            return await super()._send(node, calls)
+            return await super()._send(node, calls, until_s)
 
     runner = Recording(redis, timeout_s=5)
     await runner.one(REGISTER)
@@ -182,8 +182,8 @@ async def test_a_write_that_a_replica_refuses_is_resent_once_it_is_master(kind: 
     class Promoting(ScriptRunner):
         promote = False
 
-        async def _send(self, node: Node, calls: list[Call[Any]]) -> list[Any]:
-            replies = await super()._send(node, calls)
+        async def _send(self, node: Node, calls: list[Call[Any]], until_s: float) -> list[Any]:
+            replies = await super()._send(node, calls, until_s)
             if self.promote:
                 await node.client.replicaof("NO", "ONE")
             return replies

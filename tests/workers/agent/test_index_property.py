@@ -7,6 +7,7 @@ and dead incarnations are swept. The model is a plain set per worker and tier.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from itertools import cycle
 from unittest import mock
@@ -176,7 +177,9 @@ class World:
         """All entries of the index."""
         redis = self.runner.redis
         buckets = [key async for key in redis.scan_iter(match="*blocks:*", count=1000)]
-        found = await round_trip(Node(redis), [("HGETALL", bucket) for bucket in buckets])
+        commands = [("HGETALL", bucket) for bucket in buckets]
+        until_s = asyncio.get_running_loop().time() + 60
+        found = await round_trip(Node(redis), commands, until_s)
         entries: dict[tuple[SequenceHash, Incarnation], Tier] = {}
         for fields in found:
             for block, text in zip(fields[::2], fields[1::2], strict=True):
