@@ -14,13 +14,13 @@ from typing import Literal, get_args
 import aiohttp
 import zmq.asyncio
 
-from app.core.errors import ConfigError, EngineUnavailable, EngineUnfit, RedisUnavailable
+from app.core.errors import EngineUnavailable, EngineUnfit, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Load
 from app.core.settings.agent import EngineAgentSettings
 from app.core.worker_report import UNKNOWN, ForwardPassMetrics, Speed, WorkerInfo
 from app.http.supervisor import supervised
-from app.simulation.profiles import PROFILES, Profile
+from app.simulation.profiles import PROFILES
 from app.state import leases
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import AgentSettings
@@ -102,7 +102,7 @@ class EngineFollower:
         self._registrations = Registrations(settings, self._engine.url, self._engine.host)
         self._overrides = overrides
         self._memory = memory
-        self._profile = _profile_of(settings.profile)
+        self._profile = PROFILES[settings.profile] if settings.profile else None
         self._is_kept = False
         """Whether the engine is to stay in service once `run` is cancelled."""
 
@@ -430,9 +430,3 @@ def _begun(
 
 def _health_path(facts: EngineFacts) -> str:
     return HEALTH_PATHS[facts.kind]
-
-
-def _profile_of(name: str) -> Profile | None:
-    if name and name not in PROFILES:
-        raise ConfigError(f"profile: needs one of {', '.join(PROFILES)}, got {name!r}")
-    return PROFILES.get(name)

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, shown
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import base_url
-from workers.discovery.engine import Engine, Tell, settings_of
+from workers.discovery.engine import Engine, Members, Tell, port_of, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ Look = Callable[[], Awaitable[set[Place]]]
 def name_and_port(text: str) -> tuple[str, int | None]:
     """port: None if SRV records are to say it. Raises ConfigError."""
     name, has_port, port = text.partition(":")
-    if not name or (has_port and not (port.isdecimal() and 0 < int(port) < 65536)):
+    if not name or (has_port and port_of(port) is None):
         raise ConfigError(
-            f"--engine-dns: needs NAME:PORT, or the NAME of SRV records, got {text!r}"
+            f"--engine-dns: needs NAME:PORT, or the NAME of SRV records, got {shown(text)}"
         )
-    return name, int(port) if has_port else None
+    return name, port_of(port)
 
 
 async def addresses(name: str, port: int) -> set[Place]:
@@ -54,14 +54,20 @@ async def addresses(name: str, port: int) -> set[Place]:
     return {(str(answer[4][0]), port) for answer in answers}
 
 
+def worker_at(address: str, port: int) -> str:
+    """The worker id of the engine there."""
+    return f"{address}-{port}".replace(":", "-")
+
+
 def engine_at(process: EngineAgentSettings, address: str, port: int) -> Engine:
-    worker_id = f"{address}-{port}".replace(":", "-")
-    return Engine(settings_of(process, worker_id, base_url(address, port), {}))
+    """Raises ConfigError."""
+    return Engine(settings_of(process, worker_at(address, port), base_url(address, port), {}))
 
 
 async def follow(process: EngineAgentSettings, look: Look, tell: Tell) -> None:
     """Tell of the engines at these places, time and again. While nobody knows the name, all stays
     as it was: an engine that is gone does not answer."""
+    members = Members()
     while True:
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -70,6 +76,8 @@ async def follow(process: EngineAgentSettings, look: Look, tell: Tell) -> None:
             said = str(error) or f"no answer within {DEADLINE_S:g} s"
             log.warning("--engine-dns %s: %s", process.engine_dns, said)
         else:
-            engines = (engine_at(process, *place) for place in sorted(places))
-            tell({engine.settings.resolved_id(): engine for engine in engines})
+            members.read_all(
+                {worker_at(*at): partial(engine_at, process, *at) for at in sorted(places)}
+            )
+            tell(members)
         await asyncio.sleep(LOOK_S)

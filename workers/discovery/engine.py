@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
@@ -9,10 +10,12 @@ from typing import Any
 
 from app.core.errors import ConfigError, EngineUnfit
 from app.core.settings.agent import EngineAgentSettings
-from app.core.settings.kinds import Integers, OneOf, Real, Text
+from app.core.settings.kinds import Integers, OneOf, Real, Text, check_base_url
 from app.core.types import WORKER_ID
 from workers.bridge.events.sources import reachable
 from workers.bridge.http.facts import Overrides
+
+log = logging.getLogger(__name__)
 
 MOST_ENGINES = 64
 """That one process is the agent of."""
@@ -49,8 +52,53 @@ class Engine:
 
 Engines = Mapping[str, Engine]
 """By what tells an engine from all others, those before it at the same address as well."""
-Tell = Callable[[Engines], None]
+Read = Callable[[], Engine | None]
+"""Reads one member of a source; None: it has no engine yet."""
+ODD = (ConfigError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What `Read` raises of a member that says something wrong, or is no member at all."""
+
+
+class Members:
+    """What a source lists, each member read for itself: one that is wrong changes no other.
+
+    engines: by key, as last read. wrong: by key, why a member cannot be read. It stays as it was.
+    """
+
+    def __init__(self) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.wrong: dict[str, str] = {}
+
+    def read_all(self, members: Mapping[str, Read]) -> None:
+        """There are these members, and no others."""
+        before, self.engines = self.engines, {}
+        self.wrong = {key: why for key, why in self.wrong.items() if key in members}
+        for key, read in members.items():
+            self.read(key, read, before.get(key))
+
+    def read(self, key: str, read: Read, before: Engine | None) -> None:
+        """before: what was last read of the member."""
+        try:
+            engine = read()
+            self.wrong.pop(key, None)
+        except ODD as error:
+            is_told = isinstance(error, ConfigError)
+            why = str(error) if is_told else f"{key or 'one without a name'}: {error!r}"
+            if self.wrong.get(key) != why:
+                log.warning("an engine is left as it was: %s", why)
+            self.wrong[key] = why
+            engine = before
+        if engine is not None:
+            self.engines[key] = engine
+
+
+Tell = Callable[[Members], None]
 """By which a source says which engines there are, whenever it has looked."""
+
+
+def port_of(text: str) -> int | None:
+    """The port that `text` spells; None: it spells none."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= 5
+    return int(text) if is_number and 0 < int(text) < 65536 else None
 
 
 def settings_of(
@@ -106,6 +154,10 @@ def _number(kind: Integers | Real, text: str) -> float:
 
 def check(settings: EngineAgentSettings) -> None:
     """Raises ConfigError if there can be no such engine."""
+    try:
+        check_base_url(settings.engine_url)
+    except ValueError as error:
+        raise ConfigError(f"--engine-url: {error}") from None
     if not WORKER_ID.fullmatch(settings.resolved_id()):
         raise ConfigError(
             f"worker id {settings.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import tomllib
+from functools import partial
 from pathlib import Path
 
 from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
-from app.core.settings.kinds import check_base_url
-from workers.discovery.engine import Engine, Engines, Tell, settings_of
+from workers.discovery.engine import Engine, Members, Tell, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ GONE_S = 10.0
 MAX_BYTES = 1024 * 1024
 
 
-def read(process: EngineAgentSettings) -> Engines:
-    """Raises ConfigError, which names the file."""
+def read(process: EngineAgentSettings, members: Members) -> None:
+    """Raises ConfigError, which names the file, if it is no TOML or no table of it is right."""
     path = process.engines
     try:
         with Path(path).open("rb") as file:
@@ -34,7 +34,9 @@ def read(process: EngineAgentSettings) -> Engines:
         if len(content) > MAX_BYTES:
             raise ConfigError(f"over {MAX_BYTES} bytes")
         tables = tomllib.loads(content.decode())
-        return {name: Engine(_settings(process, name, table)) for name, table in tables.items()}
+        members.read_all({name: partial(_engine, process, name, tables[name]) for name in tables})
+        if members.wrong and not members.engines:
+            raise ConfigError(next(iter(members.wrong.values())))
     except OSError as error:
         raise ConfigError(f"--engines {path}: {error.strerror or error}") from None
     except (ConfigError, ValueError) as error:
@@ -43,31 +45,27 @@ def read(process: EngineAgentSettings) -> Engines:
         raise ConfigError(f"--engines {path}: is nested too deeply") from None
 
 
-def _settings(process: EngineAgentSettings, name: str, table: object) -> EngineAgentSettings:
+def _engine(process: EngineAgentSettings, name: str, table: object) -> Engine:
     """Raises ConfigError."""
     if not isinstance(table, dict):
         raise ConfigError(f"{name}: needs a table, [NAME], for each engine")
     told = dict(table)
     url = told.pop("engine-url", "")
-    try:
-        check_base_url(url if isinstance(url, str) else "-")
-    except ValueError as error:
-        raise ConfigError(f"{name}: engine-url: {error}") from None
-    if not url:
+    if not url or not isinstance(url, str):
         raise ConfigError(f"{name}: engine-url: where does the engine listen?")
-    return settings_of(process, name, url, told)
+    return Engine(settings_of(process, name, url, told))
 
 
 async def follow(process: EngineAgentSettings, tell: Tell) -> None:
-    """Tell what the file lists, time and again. One that is wrong changes nothing, and a change
+    """Tell what the file lists, time and again. One that is no TOML changes nothing, and a change
     counts when it is read twice: while a file is written it is empty, or ends with any line."""
-    problem, before = "", None
+    members, problem, before = Members(), "", None
     while True:
         try:
-            engines = await asyncio.to_thread(read, process)
-            if before is None or engines == before:
-                tell(engines)
-            problem, before = "", engines
+            await asyncio.to_thread(read, process, members)
+            if before is None or members.engines == before:
+                tell(members)
+            problem, before = "", members.engines
         except ConfigError as error:
             if str(error) != problem:
                 log.warning("%s; the engines stay as they were", error)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from app.core.settings.agent import EngineAgentSettings
-from app.http.supervisor import supervised
+from app.http.supervisor import attempted, supervised
 from workers.bridge.follower import EngineFollower
 from workers.discovery.absences import Absences
 from workers.discovery.claims import Claims
-from workers.discovery.engine import Engines, Tell
+from workers.discovery.engine import Engine, Engines, Members, Tell
 from workers.discovery.following import Following
 from workers.tasks import FAILURES
 
@@ -123,7 +123,8 @@ class Fleet:
             await asyncio.wait(list(self._running.values()))
         await self._claims.leave(self.engines or {})
 
-    def _tell(self, engines: Engines) -> None:
+    def _tell(self, members: Members) -> None:
+        engines = dict(members.engines)
         self._heard_s = asyncio.get_running_loop().time()
         if not engines and self.engines != engines:
             log.warning("no engine is found; those that were stay")
@@ -156,18 +157,21 @@ class Fleet:
                 log.info("%s leaves", followed[key].settings.worker_id)
                 self._followed[key].leave()
         for key in todo.begin:
-            engine = engines[key]
-            log.info("%s at %s joins", engine.settings.worker_id, engine.settings.engine_url)
-            follower = self._begin(engine.settings)
-            follower.discovery_age_s = self.age_s
-            self._followed[key] = Following(engine, follower)
-            self._running[key] = tasks.create_task(self._follow(key))
+            # Whatever is wrong with one, the others go on.
+            await attempted("engine", partial(self._join, tasks, key, engines[key]), FAILURES)
         if todo.drain:
             await self._claims.drain({engines[key].settings.worker_id for key in todo.drain})
 
+    async def _join(self, tasks: asyncio.TaskGroup, key: str, engine: Engine) -> None:
+        log.info("%s at %s joins", engine.settings.worker_id, engine.settings.engine_url)
+        follower = self._begin(engine.settings)
+        follower.discovery_age_s = self.age_s
+        self._followed[key] = Following(engine, follower)
+        self._running[key] = tasks.create_task(self._follow(key))
+
     async def _follow(self, key: str) -> None:
         try:
-            await self._followed[key].run()
+            await attempted("engine", self._followed[key].run, FAILURES)
         finally:
             del self._followed[key], self._running[key]
             self._changed.set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,10 +20,10 @@ import orjson
 from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from app.core.errors import ConfigError, KvrouteError
+from app.core.errors import KvrouteError
 from app.core.settings.agent import EngineAgentSettings
-from workers.discovery.engine import Engine, Tell
-from workers.discovery.pods import engine_of, has_ended
+from workers.discovery.engine import Members, Tell
+from workers.discovery.pods import engine_of, has_ended, uid_of
 from workers.retry import until_it_works
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,7 @@ class Pods:
     def __init__(self, process: EngineAgentSettings, configuration: client.Configuration) -> None:
         self._process, self._configuration = process, configuration
         self._namespace = namespace_of(process)
-        self._engines: dict[str, Engine] = {}
-        self._wrong: dict[str, str] = {}
-        """What was said of pods that say something wrong."""
+        self._members = Members()
 
     async def follow(self, tell: Tell) -> None:
         async with client.ApiClient(self._configuration) as api:
@@ -78,14 +76,14 @@ class Pods:
         """Until the watch ends that begins with what is listed. Raises WatchFailed if it told
         nothing, and did not last."""
         version = await self._list(core)
-        tell(dict(self._engines))
+        tell(self._members)
         clock = asyncio.get_running_loop().time
         begun_s, num_told, why = clock(), 0, "its end"
         try:
             async with self._asked(core, WATCH_S + DEAD_S, version) as answer:
                 async for line in answer.content:
                     self._take(line)
-                    tell(dict(self._engines))
+                    tell(self._members)
                     num_told += 1
         except WatchFailed as error:
             why = str(error)
@@ -97,10 +95,8 @@ class Pods:
         """The version of what there is now. Raises WatchFailed."""
         async with self._asked(core, LIST_S) as answer:
             listed = _json(await answer.read())
-        before, self._engines = self._engines, {}
-        for pod in listed["items"]:
-            self._note(pod, before.get(pod["metadata"]["uid"]))
-        self._wrong = {uid: said for uid, said in self._wrong.items() if uid in self._engines}
+        pods = {uid_of(pod): partial(engine_of, pod, self._process) for pod in listed["items"]}
+        self._members.read_all(pods)
         version: str = listed["metadata"]["resourceVersion"]
         return version
 
@@ -111,27 +107,13 @@ class Pods:
         if kind == "ERROR":
             raise WatchFailed(f"{about.get('code')} {about.get('message') or about.get('reason')}")
         if kind != "BOOKMARK":
-            before = self._engines.pop(about["metadata"]["uid"], None)
-            if kind != "DELETED" and not has_ended(about):
-                self._note(about, before)
-            elif before is not None:
+            engines, uid = self._members.engines, uid_of(about)
+            before = engines.pop(uid, None)
+            if kind != "DELETED":
+                self._members.read(uid, partial(engine_of, about, self._process), before)
+            if before is not None and (kind == "DELETED" or has_ended(about)):
                 # Until pods are listed again.
-                ended = replace(before, leaving=True, ended=True)
-                self._engines[about["metadata"]["uid"]] = ended
-
-    def _note(self, pod: Mapping[str, Any], before: Engine | None) -> None:
-        """before: what was known of it, which counts as long as it says something wrong."""
-        uid = pod["metadata"]["uid"]
-        try:
-            engine = engine_of(pod, self._process)
-            self._wrong.pop(uid, None)
-        except ConfigError as error:
-            if self._wrong.get(uid) != str(error):
-                log.warning("a pod is left as it was: %s", error)
-            self._wrong[uid] = str(error)
-            engine = before
-        if engine is not None:
-            self._engines[uid] = engine
+                engines[uid] = replace(before, leaving=True, ended=True)
 
     @asynccontextmanager
     async def _asked(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, shown
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import base_url
-from workers.discovery.engine import Engine, settings_of
+from workers.discovery.engine import Engine, port_of, settings_of
 
 ANNOTATION = "kvroute.io/"
 """What an annotation begins with that is a flag of the agent, of this pod alone; and its port."""
@@ -16,27 +16,41 @@ REVISION = f"{ANNOTATION}revision"
 """Also a label, by which pods can be selected, too."""
 
 
+def uid_of(pod: Any) -> str:
+    """pod: as the API has it. "": it has none."""
+    try:
+        return str(pod["metadata"]["uid"])
+    except (LookupError, TypeError):
+        return ""
+
+
 def has_ended(pod: Mapping[str, Any]) -> bool:
     """pod: as the API has it."""
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    status = pod.get("status")
+    return isinstance(status, dict) and status.get("phase") in ("Succeeded", "Failed")
 
 
 def engine_of(pod: Mapping[str, Any], process: EngineAgentSettings) -> Engine | None:
-    """pod: as the API has it. None: it has no address yet, or it has ended. Raises ConfigError."""
+    """pod: as the API has it. None: it has no address yet, or it has ended. Raises ConfigError, and
+    others of ODD if it is no pod."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     address = status.get("podIP")
     if not address or has_ended(pod):
         return None
-    name = metadata["name"]
+    name, _ = metadata["name"], metadata["uid"]
     told = {
         key.removeprefix(ANNOTATION): value
         for key, value in (metadata.get("annotations") or {}).items()
         if key.startswith(ANNOTATION)
     }
     told.setdefault("revision", (metadata.get("labels") or {}).get(REVISION, process.revision))
-    port = _port(told.pop("port", ""), pod, process.port_name)
+    port_text = told.pop("port", "") or process.port_name
+    port = port_of(port_text) or _port_named(port_text, pod)
     if port is None:
-        raise ConfigError(f"{name}: has no port named {process.port_name}: set {ANNOTATION}port")
+        raise ConfigError(
+            f"{name}: has no port {shown(port_text)}: set {ANNOTATION}port to a number from 1 to "
+            "65535, or to a port's name"
+        )
     return Engine(
         settings_of(process, name, base_url(address, port), told),
         ready=any(
@@ -47,12 +61,9 @@ def engine_of(pod: Mapping[str, Any], process: EngineAgentSettings) -> Engine | 
     )
 
 
-def _port(told: str, pod: Mapping[str, Any], port_name: str) -> int | None:
-    """told: a number, or the name of a port; "": port_name is the name."""
-    if told.isdigit() and 0 < int(told) < 65536:
-        return int(told)
+def _port_named(name: str, pod: Mapping[str, Any]) -> int | None:
     for container in pod["spec"]["containers"]:
         for port in container.get("ports") or ():
-            if port.get("name") == (told or port_name):
+            if port.get("name") == name:
                 return int(port["containerPort"])
     return None

@@ -11,7 +11,7 @@ from app.core.errors import ConfigError
 from app.core.extras import extra
 from app.core.settings.agent import EngineAgentSettings
 from workers.discovery import dns, file
-from workers.discovery.engine import Tell
+from workers.discovery.engine import Members, Tell
 
 SOURCES = ("engine_url", "engines", "engine_dns", "kubernetes_selector")
 """Settings of which one is given; the first is no source, but an engine."""
@@ -31,7 +31,7 @@ class Source:
 async def source_of(settings: EngineAgentSettings) -> Source:
     """Raises ConfigError, and MissingPackage."""
     if settings.engines:
-        file.read(settings)
+        file.read(settings, Members())
         # Another machine may have another file of that name.
         name = f"file {socket.gethostname()} {settings.engines}"
         return Source(name, partial(file.follow, settings), file.GONE_S)

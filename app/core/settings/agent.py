@@ -132,8 +132,8 @@ class EngineAgentSettings(MemberSettings):
     )
     profile: str = setting(
         "",
-        "Speed to assume until it is learned: 70b-4xh100, 70b-4xh200 or 8b-1xh100; unset: about "
-        "that of the first.",
+        "Speed to assume until it is learned; unset: about that of a 70B model on four H100s.",
+        OneOf(("", "70b-4xh100", "70b-4xh200", "8b-1xh100")),
     )
     drain_s: float = setting(
         30.0,

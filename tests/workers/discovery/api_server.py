@@ -69,7 +69,12 @@ class ApiServer:
         self._tell("DELETED", self.pods.pop(uid))
 
     def bookmark(self) -> None:
-        self._tell("BOOKMARK", {"metadata": {}})
+        self.tell_of({"metadata": {}}, "BOOKMARK")
+
+    def tell_of(self, about: object, kind: str = "MODIFIED") -> None:
+        """An event that changes nothing, whatever it is about."""
+        for queue in self._open:
+            queue.put_nowait(orjson.dumps({"type": kind, "object": about}) + b"\n")
 
     def end_watches(self, how: bytes = CLOSE) -> None:
         for queue in self._open:
@@ -84,8 +89,7 @@ class ApiServer:
         self._version += 1
         about["metadata"]["resourceVersion"] = str(self._version)
         if not self.is_silent:
-            for queue in self._open:
-                queue.put_nowait(orjson.dumps({"type": kind, "object": about}) + b"\n")
+            self.tell_of(about, kind)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         query = dict(request.query)

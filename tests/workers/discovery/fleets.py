@@ -24,7 +24,7 @@ from tests.eventually import eventually
 from tests.sick_engine import SickEngine, sick_engine
 from workers.bridge.follower import EngineFollower
 from workers.discovery.claims import Claims
-from workers.discovery.engine import Engine, Engines, Tell, overrides_of, settings_of
+from workers.discovery.engine import Engine, Engines, Members, Tell, overrides_of, settings_of
 from workers.discovery.fleet import Fleet
 
 KEYS = Keyspace("discovery")
@@ -43,9 +43,11 @@ class Told:
         self.changed.set()
 
     async def __call__(self, tell: Tell) -> None:
+        members = Members()
         while True:
             self.changed.clear()
-            tell(self.engines)
+            members.engines = dict(self.engines)
+            tell(members)
             await self.changed.wait()
 
 

@@ -13,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
+from tests.eventually import eventually
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import dns
 from workers.discovery.absences import Absences
@@ -99,8 +100,26 @@ def test_without_a_port_it_is_a_name_of_records() -> None:
     assert dns.name_and_port("_http._tcp.vllm.models.svc") == ("_http._tcp.vllm.models.svc", None)
 
 
+@pytest.mark.parametrize("odd", [("10.0.0.2", 0), ("fe80::1%eth0", 80), ("a" * 300, 80)], ids=str)
+async def test_a_place_at_which_no_engine_can_be_leaves_the_others(odd: dns.Place) -> None:
+    told: list[set[str]] = []
+
+    async def places() -> set[dns.Place]:
+        return {("10.0.0.1", 80), odd}
+
+    following = asyncio.create_task(
+        dns.follow(
+            settings(engine_dns="x"), places, lambda members: told.append({*members.engines})
+        )
+    )
+    await eventually(lambda: asyncio.sleep(0, told))
+    following.cancel()
+    assert told == [{"10.0.0.1-80"}]
+
+
 @pytest.mark.parametrize(
-    "text", ["", "vllm:", "vllm:0", "vllm:x", ":8000", "vllm:65536", "vllm:\u00b2"]
+    "text",
+    ["", "vllm:", "vllm:0", "vllm:x", ":8000", "vllm:65536", "vllm:\u00b2", f"vllm:{'9' * 5000}"],
 )
 def test_a_port_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--engine-dns: needs NAME:PORT, or .*, got"):

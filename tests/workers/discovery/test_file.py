@@ -14,7 +14,7 @@ from app.core.settings.agent import EngineAgentSettings
 from tests.eventually import eventually
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import file
-from workers.discovery.engine import Engines
+from workers.discovery.engine import Members
 
 
 def told(path: Path, text: str) -> str:
@@ -52,7 +52,7 @@ async def test_an_engine_that_moves_is_followed_where_it_is(redis: Redis, tmp_pa
             await eventually(address, lambda seen: seen == after.url)
 
 
-@pytest.mark.parametrize("wrong", ["[a", "a = 1", "[a]\nrole = 'x'", None])
+@pytest.mark.parametrize("wrong", ["[a", None])
 async def test_a_file_that_is_wrong_or_gone_changes_nothing(
     redis: Redis, tmp_path: Path, wrong: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,6 +72,30 @@ async def test_a_file_that_is_wrong_or_gone_changes_nothing(
             await until_live(redis, "a")
 
 
+@pytest.mark.parametrize(
+    "wrong", ["profile = 'h100'", "port = 8000", "model = [1]", "max-requests = -1"], ids=str
+)
+async def test_a_table_that_is_wrong_stays_as_it_was_and_others_come_and_go(
+    redis: Redis, tmp_path: Path, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engines(3) as (a, b, c):
+        path = tmp_path / "engines.toml"
+        tables = {
+            name: f'[{name}]\nengine-url = "{one.url}"\n'
+            for name, one in (("a", a), ("b", b), ("c", c))
+        }
+        never = f"[never]\n{wrong}\n"
+        process = settings(engines=told(path, never + tables["a"] + tables["b"]))
+        async with running(redis, tmp_path, partial(file.follow, process)) as fleet:
+            await until_live(redis, "a", "b")
+            follower = fleet.followers["a"]
+            told(path, f"{tables['a']}{wrong}\n{tables['c']}")
+            await until_live(redis, "a", "c")
+            assert fleet.followers["a"] is follower
+            assert caplog.text.count("an engine is left as it was: a: ") == 1
+            assert caplog.text.count("an engine is left as it was: never: ") == 1
+
+
 async def test_a_file_that_is_being_written_ends_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,17 +105,18 @@ async def test_a_file_that_is_being_written_ends_no_engine(
     seen: list[set[str]] = []
     read, looks = file.read, iter(["", whole[:30], whole, whole, "", ""])
 
-    def read_then_write(process: EngineAgentSettings) -> Engines:
-        engines = read(process)
+    def read_then_write(process: EngineAgentSettings, members: Members) -> None:
+        read(process, members)
         told(path, next(looks, ""))
-        return engines
 
     async def last() -> set[str]:
         return seen[-1] if seen else set("?")
 
     monkeypatch.setattr(file, "read", read_then_write)
     monkeypatch.setattr(file, "LOOK_S", 0.0)
-    following = asyncio.create_task(file.follow(process, lambda found: seen.append({*found})))
+    following = asyncio.create_task(
+        file.follow(process, lambda found: seen.append({*found.engines}))
+    )
     await eventually(last, lambda names: names == set())
     following.cancel()
     assert seen[:3] == [{"a", "b"}, {"a", "b"}, set()]
@@ -106,8 +131,9 @@ URL = 'engine-url = "http://a:1"\n'
         ("a = 1", r"a: needs a table, \[NAME\], for each engine"),
         ("[", "engines.toml: "),
         ("[a]", "a: engine-url: where does the engine listen?"),
-        ("[a]\nengine-url = 'x'", "a: engine-url: 'x' is not the http:// or https:// base URL"),
-        ("[a]\nengine-url = 1", "a: engine-url: '-' is not the http://"),
+        ("[a]\nengine-url = 'x'", "a: --engine-url: 'x' is not the http:// or https:// base URL"),
+        ("[a]\nengine-url = 'http://a:0'", "a: --engine-url: 'http://a:0' is not the http://"),
+        ("[a]\nengine-url = 1", "a: engine-url: where does the engine listen?"),
         (f"['a b']\n{URL}", "worker id 'a b': 1-253 letters"),
         (f"[a]\n{URL}role = 'x'", "a: role: needs one of both, prefill, decode, got 'x'"),
         (f"[a]\n{URL}role = 'decode'", "a: --role decode: needs --kv-transfer"),
@@ -123,9 +149,9 @@ URL = 'engine-url = "http://a:1"\n'
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     path = told(tmp_path / "engines.toml", text)
     with pytest.raises(ConfigError, match=f"--engines .*{said}"):
-        file.read(settings(engines=path))
+        file.read(settings(engines=path), Members())
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--engines .*none.toml: No such file"):
-        file.read(settings(engines=str(tmp_path / "none.toml")))
+        file.read(settings(engines=str(tmp_path / "none.toml")), Members())

@@ -185,6 +185,20 @@ async def test_a_name_that_comes_back_is_another_worker_at_once(
         await eventually(address, lambda seen: seen == b.url)
 
 
+async def test_an_engine_that_cannot_be_begun_with_leaves_the_others(
+    redis: Redis, tmp_path: Path
+) -> None:
+    source = Told()
+    async with engines(2) as (a, b), running(redis, tmp_path, source) as fleet:
+        odd = engine("odd", b.url)
+        odd = replace(odd, settings=replace(odd.settings, profile="h100"))
+        source.tell({"0": odd, "1": engine("a", a.url)})
+        await until_live(redis, "a")
+        source.tell({"1": engine("a", a.url), "2": engine("b", b.url)})
+        await until_live(redis, "a", "b")
+        assert fleet.followers.keys() == {"1", "2"}
+
+
 async def test_a_process_that_ends_leaves_its_engines_in_service(
     redis: Redis, tmp_path: Path
 ) -> None:

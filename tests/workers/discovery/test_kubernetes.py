@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -22,7 +23,7 @@ from tests.workers.discovery.api_server import (
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import kubernetes
 from workers.discovery.absences import ANSWERS
-from workers.discovery.engine import Engines
+from workers.discovery.engine import Engines, Members
 from workers.discovery.kubernetes import Pods
 
 PROCESS = settings(kubernetes_selector="app=vllm", kubernetes_namespace=NAMESPACE)
@@ -41,9 +42,10 @@ class Watched:
     def __init__(self, server: ApiServer, pods: Pods) -> None:
         self.server, self.pods = server, pods
         self.engines: Engines = {}
+        self.wrong: dict[str, str] = {}
 
-    def tell(self, engines: Engines) -> None:
-        self.engines = engines
+    def tell(self, members: Members) -> None:
+        self.engines, self.wrong = dict(members.engines), dict(members.wrong)
 
     async def until(self, *uids: str) -> None:
         await eventually(self._uids, lambda seen: seen == sorted(uids))
@@ -159,14 +161,54 @@ async def test_a_watch_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) -
         await seen.until("uid-a", "uid-b")
 
 
-async def test_an_annotation_that_is_wrong_leaves_a_pod_as_it_was() -> None:
-    async with watched("a") as seen:
-        await seen.until("uid-a")
-        before = seen.engines
-        seen.server.put(pod("a", URL, annotations={"role": "x"}))
-        seen.server.put(pod("b", URL))
+def odd(**changes: Any) -> dict[str, Any]:
+    """A pod of the name a, with these parts of it replaced."""
+    return pod("a", URL) | changes
+
+
+ODD = {
+    "role": pod("a", URL, annotations={"role": "x"}),
+    "profile": pod("a", URL, annotations={"profile": "h100"}),
+    "unknown": pod("a", URL, annotations={"engine": "x"}),
+    "digit of Unicode": pod("a", URL, annotations={"port": "\u00b2"}),
+    "5,000 digits": pod("a", URL, annotations={"port": "9" * 5000}),
+    "negative": pod("a", URL, annotations={"port": "-1"}),
+    "no whole number": pod("a", URL, annotations={"port": "8000.0"}),
+    "annotations of another type": odd(metadata={"uid": "uid-a", "name": "a", "annotations": [1]}),
+    "a port of text": odd(
+        spec={"containers": [{"ports": [{"name": "http", "containerPort": "x"}]}]}
+    ),
+    "no spec": odd(spec=None),
+    "no pod": odd(status="x"),
+    "a name with an end of line": odd(metadata={"uid": "uid-a", "name": "a\nb"}),
+}
+
+
+@pytest.mark.parametrize("wrong", ODD.values(), ids=ODD)
+async def test_a_pod_that_is_wrong_stays_as_it_was_and_others_come_and_go(
+    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with watched("a", "b") as seen:
         await seen.until("uid-a", "uid-b")
-        assert seen.engines["uid-a"] == before["uid-a"]
+        before = seen.engines["uid-a"]
+        seen.server.put(wrong)
+        seen.server.tell_of(None)
+        seen.server.put(pod("c", URL))
+        seen.server.delete("uid-b")
+        await seen.until("uid-a", "uid-c")
+        assert len(seen.server.lists) == 1
+        seen.server.end_watches()
+        await seen.until_watched(2)
+        seen.server.put(pod("d", URL))
+        await seen.until("uid-a", "uid-c", "uid-d")
+        assert seen.engines["uid-a"] == before
+        assert seen.wrong.keys() == {"uid-a"}
+        assert caplog.text.count(f"left as it was: {seen.wrong['uid-a']}") == 1
+        seen.server.put(pod("a", URL, ready=False))
+        await eventually(
+            lambda: asyncio.sleep(0, seen.engines["uid-a"].ready), lambda ready: not ready
+        )
+        assert not seen.wrong
 
 
 async def test_engines_in_pods_become_workers_and_leave_with_them(

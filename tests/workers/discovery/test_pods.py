@@ -57,8 +57,9 @@ def test_the_revision_of_a_pod_is_a_label_or_an_annotation() -> None:
     [
         ({"role": "x"}, "a: role: needs one of both, prefill, decode, got 'x'"),
         ({"rule": "x"}, "a: rule: needs one of address, "),
-        ({"port": "other"}, "a: has no port named http: set kvroute.io/port"),
-        ({"port": "0"}, "a: has no port"),
+        ({"port": "other"}, "a: has no port 'other': set kvroute.io/port to a number from 1 to"),
+        ({"port": "0"}, "a: has no port '0'"),
+        ({"profile": "h100"}, "a: profile: needs one of 70b-4xh100, 70b-4xh200, 8b-1xh100, got"),
     ],
 )
 def test_what_is_wrong_in_an_annotation_is_named(annotations: dict[str, str], said: str) -> None:
