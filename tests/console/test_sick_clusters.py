@@ -25,8 +25,9 @@ from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
+from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.faults import Faults
 from tests.redis_servers import default_kind, require_binary, require_redis, stopped
-from tests.sick_engine import Faults, SickEngine, sick_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -91,17 +92,17 @@ CLUSTERS = {
 
 
 @contextmanager
-def engines() -> Iterator[list[SickEngine]]:
+def engines() -> Iterator[list[FakeEngine]]:
     """Well ones, which run in a thread of their own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     opened = AsyncExitStack()
 
-    async def start() -> list[SickEngine]:
+    async def start() -> list[FakeEngine]:
         options: dict[str, Any] = {"models": [MODEL], "prefill_s": 0.05, "token_s": 0.01}
         return [
-            await opened.enter_async_context(sick_engine(**options)) for _ in range(NUM_ENGINES)
+            await opened.enter_async_context(fake_engine(**options)) for _ in range(NUM_ENGINES)
         ]
 
     try:

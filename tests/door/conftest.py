@@ -28,7 +28,7 @@ from app.state.scripts import ScriptRunner
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorker, worker_info
-from tests.sick_engine import SickEngine, sick_engine
+from tests.fakes.engine import FakeEngine, fake_engine
 from workers.main import serve as serve_worker
 
 MODEL = "sim-model"
@@ -134,14 +134,14 @@ async def completing(
 
 
 @asynccontextmanager
-async def sick_worker(redis: Redis, name: str, **about: Any) -> AsyncIterator[SickEngine]:
+async def sick_worker(redis: Redis, name: str, **about: Any) -> AsyncIterator[FakeEngine]:
     """A worker of model `m`, without an agent, whose engine falls ill on demand.
 
-    about: more of WorkerInfo, and options of SickEngine.
+    about: more of WorkerInfo, and options of FakeEngine.
     """
     of_info = {field.name for field in fields(WorkerInfo)}
     options = {key: about.pop(key) for key in list(about) if key not in of_info}
-    async with sick_engine(**options) as engine:
+    async with fake_engine(**options) as engine:
         await registered(redis, name, engine.url, **about)
         yield engine
 

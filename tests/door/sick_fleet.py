@@ -22,7 +22,8 @@ from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import replica, until_serving
 from tests.fake_worker import KEYS, running, worker_info
-from tests.sick_engine import WELL, Faults, SickEngine, sick_engine
+from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.faults import WELL, Faults
 from workers.agent.agent import Agent, AgentSettings
 
 LEASE_S = 9.0
@@ -54,7 +55,7 @@ def asked(path: str, text: str = "hi", **more: Any) -> dict[str, Any]:
 class SickFleet:
     """engines: of which the first ones fall ill."""
 
-    engines: list[SickEngine]
+    engines: list[FakeEngine]
     doors: list[httpx.AsyncClient]
     path: str = COMPLETIONS
     _num_ill: int = 0
@@ -117,9 +118,9 @@ def statuses(answers: list[httpx.Response]) -> Counter[int]:
 
 
 @asynccontextmanager
-async def leased(redis: Redis, name: str, **about: Any) -> AsyncIterator[SickEngine]:
+async def leased(redis: Redis, name: str, **about: Any) -> AsyncIterator[FakeEngine]:
     """An engine of model `m`, and its agent. about: more of WorkerInfo."""
-    async with sick_engine(prefill_s=PREFILL_S) as engine:
+    async with fake_engine(prefill_s=PREFILL_S) as engine:
         info = replace(
             worker_info(name, kv_total_blocks=100_000),
             **({"address": engine.url, "models": ("m",)} | about),

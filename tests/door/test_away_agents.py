@@ -18,7 +18,8 @@ from tests.door.conftest import completing, replica, sick_worker, until_serving
 from tests.door.sick_fleet import sick_fleet, statuses
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
-from tests.sick_engine import WELL, Faults, SickEngine
+from tests.fakes.engine import FakeEngine
+from tests.fakes.faults import WELL, Faults
 
 PROMPT = list(range(200))
 
@@ -54,7 +55,7 @@ async def end_leases(redis: Redis, *incarnations: bytes, left_ms: int = 600) -> 
 @asynccontextmanager
 async def fleet(
     redis: Redis, url: str, number: int = 2, **about: Any
-) -> AsyncIterator[tuple[list[SickEngine], httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[list[FakeEngine], httpx.AsyncClient]]:
     """Engines `e0`, `e1` … without agents, and a client of a replica."""
     async with AsyncExitStack() as stack:
         engines = [

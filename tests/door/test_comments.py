@@ -18,10 +18,12 @@ from app.edge.comments import COMMENT
 from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import completing, replica, until_serving
-from tests.engine_dialects import DIALECTS, TEXT
 from tests.fake_worker import KEYS, FakeWorker, worker_info
-from tests.sick_engine import Faults, SickEngine, sick_engine
-from tests.test_sick_engine import BODIES
+from tests.fakes.dialects import DIALECTS
+from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.faults import Faults
+from tests.fakes.said import TEXT, Said
+from tests.fakes.test_engine import BODIES
 
 SOON = 0.05
 ENDS = {
@@ -35,8 +37,8 @@ ENDS = {
 @asynccontextmanager
 async def routed(
     redis: Redis, url: str, faults: Faults, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, SickEngine]]:
-    async with sick_engine() as engine:
+) -> AsyncIterator[tuple[httpx.AsyncClient, FakeEngine]]:
+    async with fake_engine() as engine:
         info = replace(worker_info("a", kv_total_blocks=10_000), address=engine.url, models=("m",))
         worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
         await worker.register()
@@ -100,7 +102,7 @@ async def test_a_whole_answer_that_comes_after_comments_is_a_stream(
     one_redis_server: EmbeddedRedis, redis: Redis, path: str
 ) -> None:
     async def whole(request: web.Request) -> web.Response:
-        dialect = DIALECTS[path](await request.json(), 3, 4)
+        dialect = DIALECTS[path](await request.json(), Said([TEXT] * 4), [3])
         await asyncio.sleep(6 * SOON)
         return web.json_response(dialect.whole())
 

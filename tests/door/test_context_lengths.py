@@ -18,7 +18,8 @@ from tests.door.conftest import replica, sick_worker, until_serving
 from tests.door.test_answers import LLAMA, counted
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
-from tests.sick_engine import Faults, SickEngine
+from tests.fakes.engine import FakeEngine
+from tests.fakes.faults import Faults
 
 SHORT, LONG = 300, 8000
 ONE_WORD = {"role": "user", "content": "hi"}
@@ -31,7 +32,7 @@ async def fleet(
     *,
     lengths: tuple[int, ...] = (SHORT, LONG),
     **settings: Any,
-) -> AsyncIterator[tuple[httpx.AsyncClient, list[SickEngine]]]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, list[FakeEngine]]]:
     """A door, and workers w0, w1 … with these context lengths."""
     about: dict[str, Any] = {"tokenizer": str(LLAMA), **settings.pop("about", {})}
     async with contextlib.AsyncExitStack() as stack:

@@ -16,7 +16,8 @@ from app.door.engine_tokens import ANSWER_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MOS
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.eventually import eventually
-from tests.sick_engine import HANG_S, Faults, SickEngine
+from tests.fakes.engine import FakeEngine
+from tests.fakes.faults import HANG_S, Faults
 
 HANGS = Faults(tokenize_s=HANG_S)
 
@@ -81,7 +82,7 @@ def test_of_many_engines_a_few_are_asked_each_as_often_as_others() -> None:
 
 
 Door = httpx.AsyncClient
-Sick = Callable[..., Awaitable[tuple[Door, list[SickEngine]]]]
+Sick = Callable[..., Awaitable[tuple[Door, list[FakeEngine]]]]
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ async def sick(one_redis_server: EmbeddedRedis, redis: Redis) -> Sick:  # type: 
     """Starts a replica, and engines that it must ask for ids, as their tokenizer is nowhere."""
     async with AsyncExitStack() as stack:
 
-        async def start(*faults: Faults) -> tuple[Door, list[SickEngine]]:
+        async def start(*faults: Faults) -> tuple[Door, list[FakeEngine]]:
             engines = []
             for number, fault in enumerate(faults):
                 worker = sick_worker(redis, f"w{number}")
@@ -111,7 +112,7 @@ async def ask(door: Door) -> str:
     return why
 
 
-def num_asked(engine: SickEngine) -> int:
+def num_asked(engine: FakeEngine) -> int:
     return engine.requests["/tokenize"]
 
 

@@ -15,7 +15,8 @@ from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, replica, until_serving, worker_here
 from tests.e2e.engines import agent_here
 from tests.eventually import eventually
-from tests.sick_engine import WELL, Faults, SickEngine, sick_engine
+from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.faults import WELL, Faults
 
 FOREIGN = Faults(more_running=200, more_waiting=200, kv_usage=1.0)
 AT_ONCE = 24
@@ -24,12 +25,12 @@ AT_ONCE = 24
 @asynccontextmanager
 async def three_engines(
     url: str, memory: Path, **settings: Any
-) -> AsyncIterator[tuple[list[SickEngine], httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[list[FakeEngine], httpx.AsyncClient]]:
     """Each with an agent, behind one replica."""
     async with AsyncExitStack() as opened:
         engines = []
         for name in "abc":
-            engine = await opened.enter_async_context(sick_engine(prefill_s=0.02, token_s=0.005))
+            engine = await opened.enter_async_context(fake_engine(prefill_s=0.02, token_s=0.005))
             engines.append(engine)
             beside = agent_here(engine.url, url, memory, name)
             await opened.enter_async_context(beside)

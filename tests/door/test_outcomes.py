@@ -22,7 +22,7 @@ from tests.door.test_access_log import lines
 from tests.edge.test_metrics import Scraped, scrape
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
-from tests.sick_engine import HANG_S, Faults
+from tests.fakes.faults import HANG_S, Faults
 
 PATH = "/v1/completions"
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}
@@ -83,7 +83,7 @@ def test_an_ending_is_told_apart_by_how_far_the_answer_was() -> None:
         (Faults(how="unfinished"), True, ("cut", 200, "", "cut")),
         (Faults(how="reset first"), True, ("worker_failed", 502, "", "no_answer")),
         (
-            Faults(status=429, retry_after="3", body=SAYS_OOM),
+            Faults(status=429, headers={"retry-after": "3"}, body=SAYS_OOM),
             False,
             ("engine_full", 429, OOM, "load"),
         ),

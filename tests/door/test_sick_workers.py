@@ -34,7 +34,7 @@ from tests.door.sick_fleet import (
 )
 from tests.door.test_failures import nothing_reserved
 from tests.eventually import eventually
-from tests.sick_engine import FOREIGN, Faults
+from tests.fakes.faults import FOREIGN, Faults
 
 ALL = 120
 REFUSALS = {
@@ -45,7 +45,7 @@ REFUSALS = {
     "500 of three": (3, Faults(status=500)),
     "502": (1, Faults(status=502)),
     "503": (3, Faults(status=503)),
-    "503 for a time": (3, Faults(status=503, retry_after="2")),
+    "503 for a time": (3, Faults(status=503, headers={"retry-after": "2"})),
     "429": (3, Faults(status=429)),
     "resets": (1, Faults(how="reset first")),
     "empty": (2, Faults(how="empty")),
@@ -136,7 +136,7 @@ async def test_what_is_no_answer_of_the_api_is_asked_of_another_worker(
     one_redis_server: EmbeddedRedis, redis: Redis, foreign: str, stream: bool
 ) -> None:
     async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
-        fleet.fall_ill(Faults(foreign=foreign))
+        fleet.fall_ill(FOREIGN[foreign])
         for path in STREAMED if stream else (*STREAMED, EMBEDDINGS):
             fleet.path = path
             while not fleet.came()[0] and sum(fleet.came()) < 30:
@@ -145,7 +145,7 @@ async def test_what_is_no_answer_of_the_api_is_asked_of_another_worker(
                 assert not any("Sign in" in answer.text for answer in answers)
         assert await failed_tries(fleet.doors[0], "e0:0") >= 1
         for engine in fleet.engines:
-            engine.faults = Faults(foreign=foreign)
+            engine.faults = FOREIGN[foreign]
         fleet.path = MESSAGES
         refused = await fleet.ask(stream=stream)
         assert refused.status_code == 502

@@ -15,13 +15,14 @@ from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import replica, until_serving
 from tests.fake_worker import KEYS, FakeWorker, worker_info
-from tests.sick_engine import Faults, SickEngine, sick_engine
+from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.faults import Faults
 
 PATH = "/v1/completions"
 ASKED: dict[str, Any] = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 3}
 
 
-async def register(redis: Redis, name: str, engine: SickEngine) -> None:
+async def register(redis: Redis, name: str, engine: FakeEngine) -> None:
     info = replace(worker_info(name, kv_total_blocks=10_000), address=engine.url, models=("m",))
     worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
     await worker.register()
@@ -38,8 +39,8 @@ async def test_a_whole_answer_that_takes_long_is_not_held_against_its_worker(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     async with (
-        sick_engine(prefill_s=1.0) as one,
-        sick_engine(prefill_s=1.0) as other,
+        fake_engine(prefill_s=1.0) as one,
+        fake_engine(prefill_s=1.0) as other,
         replica(one_redis_server.url, answer_timeout_s=0.2, whole_timeout_s=60) as door,
     ):
         await register(redis, "a", one)
@@ -54,8 +55,8 @@ async def test_a_whole_answer_that_takes_too_long_is_504_and_blames_nobody(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
     async with (
-        sick_engine() as one,
-        sick_engine() as other,
+        fake_engine() as one,
+        fake_engine() as other,
         replica(one_redis_server.url, whole_timeout_s=0.3) as door,
     ):
         await register(redis, "a", one)
@@ -74,8 +75,8 @@ async def test_a_stream_that_says_nothing_for_longer_than_predicted_goes_to_anot
 ) -> None:
     monkeypatch.setattr(tries, "FIRST_TOKEN_S", 0.3)
     async with (
-        sick_engine() as one,
-        sick_engine() as other,
+        fake_engine() as one,
+        fake_engine() as other,
         replica(one_redis_server.url, answer_timeout_s=60) as door,
     ):
         await register(redis, "a", one)

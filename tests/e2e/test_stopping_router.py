@@ -19,8 +19,8 @@ from tests.door.conftest import models
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorker, worker_info
-from tests.sick_engine import SickEngine, sick_engine
-from tests.test_sick_engine import BODIES
+from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.test_engine import BODIES
 
 SLOW = 200
 """Tokens of an answer, 50 ms each: ten seconds."""
@@ -33,9 +33,9 @@ ENDINGS = {
 
 
 @asynccontextmanager
-async def routed(redis: Redis, url: str, *flags: str) -> AsyncIterator[tuple[Process, SickEngine]]:
+async def routed(redis: Redis, url: str, *flags: str) -> AsyncIterator[tuple[Process, FakeEngine]]:
     """A router of its own process, before an engine that takes its time."""
-    async with sick_engine(token_s=0.05) as engine:
+    async with fake_engine(token_s=0.05) as engine:
         info = replace(worker_info("a", kv_total_blocks=10_000), address=engine.url, models=("m",))
         worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
         await worker.register()
@@ -133,7 +133,7 @@ async def test_a_second_signal_ends_a_router_at_once(
     assert "Traceback" not in process.said, process.said
 
 
-def _running(engine: SickEngine) -> Any:
+def _running(engine: FakeEngine) -> Any:
     async def running() -> int:
         return engine.running
 

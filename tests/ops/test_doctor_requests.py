@@ -16,7 +16,7 @@ from app.state.events import Event
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
-from tests.sick_engine import Faults
+from tests.fakes.faults import Faults
 
 OOM = "CUDA out of memory"
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}

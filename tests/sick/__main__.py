@@ -15,13 +15,13 @@ from pathlib import Path
 
 import click
 
+from tests.fakes.faults import WELL
 from tests.sick import fleet as fleets
 from tests.sick.fleet import Fleet
 from tests.sick.load import Ended, play
 from tests.sick.page import page
 from tests.sick.rows import ROWS, Row
 from tests.sick.verdict import Trial, complaints
-from tests.sick_engine import WELL
 
 BEFORE_S, AFTER_S = 5.0, 14.0
 

@@ -16,8 +16,8 @@ from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import Process, agent
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
+from tests.fakes.engine import FakeEngine, fake_engine
 from tests.sick.rows import ANSWER_TIMEOUT_S, NUM_ENGINES
-from tests.sick_engine import SickEngine, sick_engine
 
 PREFILL_S, TOKEN_S = 0.3, 0.07
 """A whole answer of eight tokens takes 0.8 s."""
@@ -29,7 +29,7 @@ class Fleet:
     """routers: those that take requests; the others still answer what they have."""
 
     redis_url: str
-    engines: list[SickEngine]
+    engines: list[FakeEngine]
     http: aiohttp.ClientSession
     routers: list[Process] = field(default_factory=list)
     stopping: list[Process] = field(default_factory=list)
@@ -90,7 +90,7 @@ async def started(num_replicas: int) -> AsyncIterator[Fleet]:
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         )
         engines = [
-            await opened.enter_async_context(sick_engine(prefill_s=PREFILL_S, token_s=TOKEN_S))
+            await opened.enter_async_context(fake_engine(prefill_s=PREFILL_S, token_s=TOKEN_S))
             for _ in range(NUM_ENGINES)
         ]
         # Each waits until its process listens, or has ended, which engines of this one must not be

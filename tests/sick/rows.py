@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tests.sick_engine import HANG_S, Faults
+from tests.fakes.faults import HANG_S, Faults
 
 NUM_ENGINES = 6
 ALL = tuple(range(NUM_ENGINES))
@@ -51,7 +51,7 @@ ROWS: Mapping[str, Row] = {
         Row("one: /v1/models is empty", Faults(lists_models=False), most_share=None, on_s=14.0),
         Row("one: 401", Faults(status=401)),
         Row("one: 404", Faults(status=404)),
-        Row("one: 429, for 5 s", Faults(status=429, retry_after="5")),
+        Row("one: 429, for 5 s", Faults(status=429, headers={"retry-after": "5"})),
         Row("two: 500", Faults(status=500), (0, 3)),
         Row("three: 503", Faults(status=503), (0, 2, 4)),
         Row("one: an error as first event", Faults(how="error first")),

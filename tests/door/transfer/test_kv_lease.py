@@ -20,8 +20,8 @@ from tests.door.conftest import replica, until_serving
 from tests.e2e.engines import agent_here
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
-from tests.pd_engine import PdEngine
-from tests.sick_engine import WELL, Faults
+from tests.fakes.faults import WELL, Faults
+from tests.fakes.nixl import PdEngine
 
 LEASE_S = 3.0
 pytestmark = pytest.mark.slow

@@ -24,7 +24,8 @@ from app.core.worker_report import WorkerInfo
 from app.state import reservations
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
-from tests.sick_engine import HANG_S, WELL, Faults, SickEngine, sick_engine
+from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.faults import HANG_S, WELL, Faults
 from tests.workers.agent.harness import info
 from workers.agent.agent import Agent, AgentSettings
 from workers.bridge import follower as following
@@ -47,7 +48,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 class Followed:
     """An engine, its agent, and what routers see of it beside another worker."""
 
-    def __init__(self, redis: Redis, engine: SickEngine, follower: EngineFollower) -> None:
+    def __init__(self, redis: Redis, engine: FakeEngine, follower: EngineFollower) -> None:
         self.redis: Any = redis
         self.engine, self.follower = engine, follower
         self.runner = ScriptRunner(redis, 5.0)
@@ -113,7 +114,7 @@ async def followed(
     redis: Redis, folder: Path, *, until: State = "serving", faults: Faults = WELL, **changes: Any
 ) -> AsyncIterator[Followed]:
     async with (
-        sick_engine(token_s=0.01, max_model_len=100) as engine,
+        fake_engine(token_s=0.01, max_model_len=100) as engine,
         aiohttp.ClientSession() as http,
     ):
         engine.faults = faults

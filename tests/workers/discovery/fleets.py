@@ -21,7 +21,7 @@ from app.core.worker_report import WorkerInfo
 from app.state import reservations
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
-from tests.sick_engine import SickEngine, sick_engine
+from tests.fakes.engine import FakeEngine, fake_engine
 from workers.bridge.follower import EngineFollower
 from workers.discovery.claims import Claims
 from workers.discovery.engine import Engine, Engines, Members, Tell, overrides_of, settings_of
@@ -60,10 +60,10 @@ def engine(worker_id: str, url: str, **flags: Any) -> Engine:
 
 
 @asynccontextmanager
-async def engines(number: int) -> AsyncIterator[list[SickEngine]]:
+async def engines(number: int) -> AsyncIterator[list[FakeEngine]]:
     async with AsyncExitStack() as stack:
         yield [
-            await stack.enter_async_context(sick_engine(token_s=0.01, max_model_len=100))
+            await stack.enter_async_context(fake_engine(token_s=0.01, max_model_len=100))
             for _ in range(number)
         ]
 

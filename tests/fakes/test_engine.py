@@ -1,18 +1,26 @@
-"""The engine that falls ill on demand is well until it is told, and then has what it is told."""
+"""The stand-in for engines says what engines say, and is well until it is told otherwise."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import httpx
 import pytest
+import zmq.asyncio
 
+from app.core.events import Stored
+from app.core.hashing import compute_hashes
 from tests.e2e.engines import Process
 from tests.eventually import eventually
-from tests.sick_engine import WELL, Faults, How, SickEngine, sick_engine
+from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.faults import WELL, Faults, How
+from workers.bridge.events.blocks import EngineBlocks
+from workers.bridge.events.stream import EventStream
+from workers.bridge.events.vllm import Batch
 from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp
 from workers.bridge.http.load import LoadReader
@@ -26,13 +34,13 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[SickEngine]:
-    async with sick_engine(adapters=["poems"]) as engine:
+async def engine() -> AsyncIterator[FakeEngine]:
+    async with fake_engine(adapters=["poems"]) as engine:
         yield engine
 
 
 @pytest.fixture
-async def client(engine: SickEngine) -> AsyncIterator[httpx.AsyncClient]:
+async def client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
         yield client
 
@@ -42,7 +50,7 @@ async def ask(client: httpx.AsyncClient, path: str, *, stream: bool = True) -> s
     return (await client.post(path, json=body)).raise_for_status().text
 
 
-async def test_the_clients_of_each_api_read_its_answers(engine: SickEngine) -> None:
+async def test_the_clients_of_each_api_read_its_answers(engine: FakeEngine) -> None:
     import anthropic  # here, as they take half a second each
     import openai
 
@@ -65,7 +73,7 @@ async def test_the_clients_of_each_api_read_its_answers(engine: SickEngine) -> N
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_its_streams_fail_as_told(
-    engine: SickEngine, client: httpx.AsyncClient, path: str
+    engine: FakeEngine, client: httpx.AsyncClient, path: str
 ) -> None:
     well = await ask(client, path)
     hows: tuple[How, ...] = (
@@ -75,7 +83,7 @@ async def test_its_streams_fail_as_told(
     for how in hows:
         engine.faults = Faults(how=how)
         answer = await ask(client, path)
-        assert ("error" in answer) == how.startswith("error")
+        assert ("event: error" in answer or '"error":{' in answer) == how.startswith("error")
         assert ("tok " in answer) == (how in ("error within", "unfinished"))
         assert answer != well
     resets: tuple[How, ...] = ("reset first", "reset within")
@@ -88,7 +96,7 @@ async def test_its_streams_fail_as_told(
 
 
 async def test_what_hangs_goes_on_once_it_is_well(
-    engine: SickEngine, client: httpx.AsyncClient
+    engine: FakeEngine, client: httpx.AsyncClient
 ) -> None:
     hows: tuple[How, ...] = ("silent", "hang", "stall")
     for number, how in enumerate(hows, 1):
@@ -106,7 +114,7 @@ async def test_what_hangs_goes_on_once_it_is_well(
     assert (engine.finished, engine.aborted, engine.running) == (3, 0, 0)
 
 
-async def test_it_counts_who_gives_up(engine: SickEngine, client: httpx.AsyncClient) -> None:
+async def test_it_counts_who_gives_up(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     engine.faults = Faults(how="stall")
     asking = asyncio.create_task(ask(client, "/v1/completions"))
 
@@ -119,7 +127,7 @@ async def test_it_counts_who_gives_up(engine: SickEngine, client: httpx.AsyncCli
 
 
 async def test_faults_are_for_those_whom_they_name(
-    engine: SickEngine, client: httpx.AsyncClient
+    engine: FakeEngine, client: httpx.AsyncClient
 ) -> None:
     engine.faults = Faults(status=404, only='"poems"', times=1)
 
@@ -130,7 +138,7 @@ async def test_faults_are_for_those_whom_they_name(
     assert [await status(model) for model in ("m", "poems", "poems")] == [200, 404, 200]
 
 
-async def test_it_may_be_away_for_a_while(engine: SickEngine, client: httpx.AsyncClient) -> None:
+async def test_it_may_be_away_for_a_while(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     engine.faults = Faults(how="stall")
     asking = asyncio.create_task(ask(client, "/v1/completions"))
 
@@ -153,7 +161,7 @@ async def test_it_may_be_away_for_a_while(engine: SickEngine, client: httpx.Asyn
     await eventually(answers)
 
 
-async def test_an_agent_can_follow_it(engine: SickEngine, client: httpx.AsyncClient) -> None:
+async def test_an_agent_can_follow_it(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     async with aiohttp.ClientSession() as session:
         facts = await discover(session, engine.url)
         assert (facts.kind, facts.models, facts.adapters) == ("vllm", ("m",), ("poems",))
@@ -165,11 +173,97 @@ async def test_an_agent_can_follow_it(engine: SickEngine, client: httpx.AsyncCli
     assert (load.prompt_tokens, load.generated_tokens, load.finished_requests) == (3, 8, 1)
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_each_kind_tells_of_its_blocks_on_its_own_wire(kind: str) -> None:
+    prompt = list(range(40))
+    async with fake_engine(kind=kind) as engine, aiohttp.ClientSession() as session:
+        facts = await discover(session, engine.url)
+        assert (facts.kind, facts.block_size) == (kind, 16)
+        blocks = EngineBlocks(16)
+        with zmq.asyncio.Context() as context, EventStream(context, facts.sources[0]) as stream:
+            for _ in range(2):
+                body = {"model": "m", "prompt": prompt, "max_tokens": 1}
+                async with session.post(f"{engine.url}/v1/completions", json=body) as answer:
+                    usage = (await answer.json())["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 32
+            async for item in stream.follow():
+                if isinstance(item, Batch):
+                    changes = [change for event in item.events for change in blocks.take(event)]
+                    assert changes == [Stored(tuple(compute_hashes(prompt, 16)[1]), None)]
+                    return
+
+
+OBJECT = {
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/P"}, "rainy": {"type": "boolean"}, "x": {}},
+    "required": ["place", "rainy"],
+    "$defs": {"P": {"type": "string"}},
+}
+MADE = '{"place":"the quick","rainy":true}'
+USER = {"role": "user", "content": "hello"}
+FUNCTION = {"name": "weather", "parameters": OBJECT}
+CHAT = {"messages": [USER], "tools": [{"type": "function", "function": FUNCTION}]}
+MESSAGE = {"messages": [USER], "max_tokens": 99}
+MESSAGE |= {"tools": [{"name": "weather", "input_schema": OBJECT}]}
+RESPONSE = {"input": "hello", "tools": [{"type": "function"} | FUNCTION]}
+NAMED = {"type": "function", "name": "weather"}
+TOLD = [USER, {"role": "tool", "tool_call_id": "1", "content": "sunny"}]
+RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}
+FORMAT = {"type": "json_schema", "schema": OBJECT}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/chat/completions", CHAT, MADE),
+        ("/v1/chat/completions", CHAT | {"tool_choice": "none"}, "tok tok "),
+        ("/v1/chat/completions", CHAT | {"messages": TOLD}, "tok tok "),
+        ("/v1/chat/completions", CHAT | {"messages": TOLD, "tool_choice": "required"}, MADE),
+        ("/v1/chat/completions", CHAT | {"messages": [*TOLD, USER]}, MADE),
+        ("/v1/messages", MESSAGE | {"tool_choice": {"type": "tool", "name": "weather"}}, MADE),
+        ("/v1/messages", MESSAGE | {"messages": [USER, RESULT]}, "tok tok "),
+        ("/v1/responses", RESPONSE | {"tool_choice": NAMED}, MADE),
+        (
+            "/v1/responses",
+            RESPONSE | {"input": [USER, {"type": "function_call_output", "call_id": "1"}]},
+            "tok tok ",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [USER],
+                "response_format": {"type": "json_schema", "json_schema": FORMAT},
+            },
+            MADE,
+        ),
+        (
+            "/v1/messages",
+            {"messages": [USER], "max_tokens": 99, "output_config": {"format": FORMAT}},
+            MADE,
+        ),
+        ("/v1/responses", {"input": "hello", "text": {"format": FORMAT}}, MADE),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 9, "stop": "ok tok"}, '"t"'),
+    ],
+)
+async def test_tools_objects_and_stops_in_each_api(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], says: str
+) -> None:
+    """Whole, and in the pieces of a stream."""
+    body = {"model": "m"} | body
+    whole = (await client.post(path, json=body)).raise_for_status().text
+    assert (says in whole.replace('\\"', '"')) or (says == MADE and '"rainy":true' in whole)
+    stream = (await client.post(path, json=body | {"stream": True})).raise_for_status().text
+    pieces = re.findall(
+        r'"(?:content|text|partial_json|delta|arguments)":"((?:[^"\\]|\\.)*)"', stream
+    )
+    assert says.strip('"') in "".join(pieces).replace('\\"', '"')
+
+
 async def test_as_a_process_it_is_told_over_http() -> None:
-    process = Process("--prefill-s=0", "--token-s=0", module="tests.sick_engine")
+    process = Process("--prefill-s=0", "--token-s=0", module="tests.fakes.engine")
     try:
         async with httpx.AsyncClient(base_url=process.url, timeout=30) as client:
-            await client.post("/faults", json={"status": 503, "retry_after": "7"})
+            await client.post("/faults", json={"status": 503, "headers": {"retry-after": "7"}})
             asked = {"model": "m", "prompt": "hello"}
             answer = await client.post("/v1/completions", json=asked)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")

@@ -8,23 +8,23 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
-from aiohttp import web
-
-from app.core.hashing import compute_local_hashes, compute_sequence_hashes
-from tests.engine_dialects import Chat
-from tests.sick_engine import BLOCK_SIZE, Faults, SickEngine
-from workers.bridge.events.events import AllBlocksCleared
+from tests.fakes.dialects import Chat
+from tests.fakes.engine import BLOCK_SIZE, FakeEngine, chain_of
+from tests.fakes.faults import Faults
 
 WRONG = "wrong "
 STEP_S = 0.02
-_PARAMS: ContextVar[dict[str, Any]] = ContextVar("params")
 _ENGINES: dict[str, PdEngine] = {}
 _IDS = itertools.count()
+_COUNTERS = (
+    "nixl_num_kv_expired_reqs_total",
+    "nixl_num_notifications_after_expiry_total",
+    "nixl_num_failed_transfers_total",
+    "nixl_xfer_time_seconds_count",
+)
 
 
 @dataclass(slots=True)
@@ -35,19 +35,18 @@ class Kept:
     wanted_by: PdEngine | None = None
 
 
-class PdEngine(SickEngine):
+class PdEngine(FakeEngine):
     """Its blocks are written anew as soon as their lease has ended.
 
-    reset: whether /reset_prefix_cache is there. counts: whether /metrics has NixlConnector's
-    counters. tells_start: whether it says there when it started. is_deaf: while it stands still, it
-    hears of no request that is given up, and fetches for that first of all.
+    counts: whether /metrics has NixlConnector's counters. tells_start: whether it says there when
+    it started. is_deaf: while it stands still, it hears of no request that is given up, and fetches
+    for that first of all.
     """
 
     def __init__(
         self,
         *,
         kv_lease_s: float = 30.0,
-        reset: bool = False,
         counts: bool = True,
         tells_start: bool = True,
         is_deaf: bool = False,
@@ -60,52 +59,36 @@ class PdEngine(SickEngine):
         """It then computes all itself, as with kv_load_failure_policy `recompute`."""
         self.params: dict[str, Any] = {}
         """Of what it hands on, instead of its own."""
+        self.kept: dict[str, Kept] = {}
         self._kv_lease_s = kv_lease_s
-        self._has_reset, self._has_counts, self._tells_start = reset, counts, tells_start
-        self._is_deaf = is_deaf
-        self._running: list[asyncio.Task[None]] = []
-        self._kept: dict[str, Kept] = {}
+        self._has_counts, self._tells_start, self._is_deaf = counts, tells_start, is_deaf
+        self._steps: list[asyncio.Task[None]] = []
         self._tainted: set[int] = set()
         """Blocks that it holds as what they are not."""
         self._unheard = 0
         """Fetches too late that it will count in its next step."""
-        self._counters.update(dict.fromkeys(_COUNTERS, 0))
 
     @asynccontextmanager
     async def serving(self, port: int) -> AsyncIterator[None]:
         _ENGINES[self.engine_id] = self
         async with asyncio.TaskGroup() as tasks, super().serving(port):
             self._begin = tasks.create_task
-            self._running = [self._begin(self._step())]
+            self._steps = [self._begin(self._step())]
             yield
-            for task in self._running:
+            for task in self._steps:
                 task.cancel()
 
     def restart(self) -> None:
         """It has forgotten all, and counts from nothing, its events as well."""
-        assert self._events is not None
-        self._events._next = 0
-        self._events._batches.clear()
-        self._tainted.clear()
-        self._kept.clear()
+        self.events.restart()
+        self.kept.clear()
         self._counters.clear()
-        self._started_s = time.time()
+        self.started_s = time.time()
         self._drop_blocks()
 
     def _drop_blocks(self) -> None:
-        self._cache = type(self._cache)(self._cache.num_blocks)
-        self._publish([AllBlocksCleared()])
-
-    def _routes(self) -> list[web.RouteDef]:
-        return [*super()._routes(), web.post("/reset_prefix_cache", self._reset)]
-
-    async def _reset(self, _: web.Request) -> web.Response:
-        if not self._has_reset:
-            return web.Response(status=404)
-        if not self.running:
-            self._tainted.clear()
-            self._drop_blocks()
-        return web.json_response({"success": not self.running})
+        self._tainted.clear()
+        super()._drop_blocks()
 
     def _exposed(self) -> Iterator[str]:
         for line in super()._exposed():
@@ -119,33 +102,28 @@ class PdEngine(SickEngine):
         """As an engine that holds a lease, or computes: while it is idle, it counts nothing."""
         while True:
             await asyncio.sleep(STEP_S)
-            if not self._kept and not self.running:
+            if not self.kept and not self.running:
                 continue
             self._counters["iteration_tokens_total_count"] += 1
             self._hear()
             now_s = time.monotonic()
-            for kept_id, kept in list(self._kept.items()):
+            for kept_id, kept in list(self.kept.items()):
                 if kept.wanted_by is not None and kept.wanted_by.faults.how != "stall":
                     kept.until_s = max(kept.until_s, now_s + self._kv_lease_s * 2 / 3)
                 if kept.until_s <= now_s:
-                    del self._kept[kept_id]
+                    del self.kept[kept_id]
                     self._counters["nixl_num_kv_expired_reqs_total"] += 1
 
     def _hear(self) -> None:
         self._counters["nixl_num_notifications_after_expiry_total"] += self._unheard
         self._unheard = 0
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        body = orjson.loads(await request.text())
-        _PARAMS.set(body.get("kv_transfer_params") or {})
-        return await super()._answer(request)
-
     async def _tokens(self, dialect: Chat, ids: list[int], faults: Faults) -> AsyncIterator[int]:
-        params = _PARAMS.get()
+        params = dialect.body.get("kv_transfer_params") or {}
         if params.get("do_remote_prefill"):
             await self._fetch(params, ids)
-        if self._tainted & set(_chain(ids)):
-            dialect.text = WRONG
+        if self._tainted & set(chain_of(ids)):
+            dialect.said = replace(dialect.said, tokens=[WRONG] * dialect.num_tokens)
         async for number in super()._tokens(dialect, ids, faults):
             self._hear()
             yield number
@@ -154,7 +132,7 @@ class PdEngine(SickEngine):
 
     def _keep(self, ids: list[int]) -> dict[str, Any]:
         kept_id = f"kept-{next(_IDS)}"
-        self._kept[kept_id] = Kept(time.monotonic() + self._kv_lease_s)
+        self.kept[kept_id] = Kept(time.monotonic() + self._kv_lease_s)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -171,16 +149,16 @@ class PdEngine(SickEngine):
     async def _fetch(self, params: dict[str, Any], ids: list[int]) -> None:
         """In the order of vLLM's: the request waits for a place, sending heartbeats, and reads."""
         source = _ENGINES[params["remote_engine_id"]]
-        kept = source._kept.get(params["remote_request_id"])
+        kept = source.kept.get(params["remote_request_id"])
         if kept is not None:
             kept.wanted_by = self
         try:
             async with self._slots:  # until it has a place
                 pass
-            await self._while_sick("stall")
+            await self._while_ill("stall")
         except asyncio.CancelledError:
             going = self._let_go(source, params["remote_request_id"], ids)
-            self._running.append(self._begin(going))
+            self._steps.append(self._begin(going))
             raise
         finally:
             if kept is not None:
@@ -189,10 +167,10 @@ class PdEngine(SickEngine):
 
     async def _let_go(self, source: PdEngine, kept_id: str, ids: list[int]) -> None:
         """Of a request that was given up: what was kept for it is, once the engine goes on."""
-        await self._while_sick("stall")
+        await self._while_ill("stall")
         if self._is_deaf:
             self._read(source, kept_id, ids)
-        elif source._kept.pop(kept_id, None) is None:
+        elif source.kept.pop(kept_id, None) is None:
             source._unheard += 1
 
     def _read(self, source: PdEngine, kept_id: str, ids: list[int]) -> None:
@@ -201,19 +179,6 @@ class PdEngine(SickEngine):
             return
         self.transferred += 1
         self._counters["nixl_xfer_time_seconds_count"] += 1
-        if source._kept.pop(kept_id, None) is None:
+        if source.kept.pop(kept_id, None) is None:
             source._unheard += 1
-            self._tainted |= set(_chain(ids))
-
-
-def _chain(ids: list[int]) -> list[int]:
-    local = compute_local_hashes(ids, BLOCK_SIZE)
-    return [int(block) for block in compute_sequence_hashes(local)]
-
-
-_COUNTERS = (
-    "nixl_num_kv_expired_reqs_total",
-    "nixl_num_notifications_after_expiry_total",
-    "nixl_num_failed_transfers_total",
-    "nixl_xfer_time_seconds_count",
-)
+            self._tainted |= set(chain_of(ids))

@@ -1,0 +1,646 @@
+"""An engine that computes nothing: it caches, tells, answers and falls ill as one that does.
+
+In this process, `async with fake_engine() as engine:` and `engine.faults = Faults(status=500)`. As
+a process of its own, `python -m tests.fakes.engine --port 8000`, and POST the members of Faults
+that are not their defaults to /faults: `{}` heals it, and GET /faults shows them and what it
+counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import click
+import orjson
+from aiohttp import web
+
+from app.core.hashing import compute_local_hashes, compute_sequence_hashes
+from app.tokens import Renderer, load
+from tests.fakes import facts
+from tests.fakes.dialects import DIALECTS, Chat
+from tests.fakes.events import EventSockets
+from tests.fakes.faults import BREAKS, HANG_S, RAW, WELL, Faults, How
+from tests.fakes.said import TEXT, Refused, Said, said_to
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from workers.engines.sim.text import WORDS
+
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER that resets a connection on closing."""
+BLOCK_SIZE = 16
+MAX_BODY_BYTES = 64 * 2**20
+AWAY_LOOK_S = 0.05
+_TOKENS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+_COUNTERS = (
+    "prompt_tokens_total",
+    "prompt_tokens_cached_total",
+    "time_to_first_token_seconds_count",
+    "generation_tokens_total",
+    "request_success_total",
+    "request_prefill_time_seconds_count",
+    "request_prefill_time_seconds_sum",
+    "request_prompt_tokens_sum",
+    "request_prefill_kv_computed_tokens_sum",
+    "inter_token_latency_seconds_count",
+    "inter_token_latency_seconds_sum",
+    "iteration_tokens_total_count",
+)
+
+
+class HeardRequest(NamedTuple):
+    """A request that was posted. at_s: monotonic."""
+
+    at_s: float
+    path: str
+    headers: Mapping[str, str]
+    body: Mapping[str, Any]
+    text: str
+
+
+class FakeEngine:
+    """See `fake_engine`.
+
+    kind: vllm, sglang, or openai, of which only the API is known. publishes: KV events. resets:
+    whether /reset_prefix_cache is there. words, natural: see `said_to`. text: what it says instead,
+    as one token. refuses: members of requests. tokenizer: folder of one; "": a text's bytes are its
+    ids.
+
+    says: what a GET of a path answers: bytes, an object, a status, or what a call returns; with
+    `says` given, that alone. choose: the faults that a request gets; None: `faults`. paths: answers
+    to posts at paths that it would lack.
+
+    requests: how many came, by path. asked: the latest ones for answers. running, waiting: now.
+    started, finished: since the beginning. aborted: that clients gave up. broken: streams that it
+    left after their first token.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str = "vllm",
+        models: Sequence[str] = ("m",),
+        adapters: Sequence[str] = (),
+        publishes: bool = True,
+        resets: bool = False,
+        prefill_s: float = 0.0,
+        token_s: float = 0.0,
+        slots: int = 256,
+        max_model_len: int = 32_768,
+        kv_blocks: int = 10_000,
+        words: Sequence[str] = (TEXT,),
+        natural: int = 0,
+        text: str = "",
+        refuses: Sequence[str] = ("logprobs",),
+        tokenizer: str = "",
+        says: facts.Answers | None = None,
+    ) -> None:
+        self.url = ""
+        self.requests: Counter[str] = Counter()
+        self.asked: deque[HeardRequest] = deque(maxlen=1000)
+        self.running = self.waiting = self.started = self.finished = self.aborted = 0
+        self.broken = self._speaking = 0
+        self.text = text
+        self.choose: Callable[[HeardRequest], Faults] | None = None
+        self.paths: dict[str, Callable[[HeardRequest], Any]] = {}
+        self._models, self._adapters = tuple(models), tuple(adapters)
+        self._prefill_s, self._token_s = prefill_s, token_s
+        self._slots = asyncio.Semaphore(slots)
+        self._max_model_len = max_model_len
+        self._words, self._natural, self._refuses = words, natural, frozenset(refuses)
+        self._resets, self._root = resets, tokenizer
+        self._renderer: Renderer | None = load(tokenizer) if tokenizer else None
+        self._faults = WELL
+        self._times_left = 0
+        self._changed = asyncio.Event()
+        self._away: asyncio.Task[None] | None = None
+        self._runner: web.AppRunner | None = None
+        self.events = EventSockets(wire="sglang" if kind == "sglang" else "vllm")
+        self.cache = Cache(kv_blocks)
+        self._blocks_in_use = 0
+        self._counters: Counter[str] = Counter()
+        self.started_s = time.time()
+        self.says: dict[str, Any] = dict(self._facts(kind, publishes) if says is None else says)
+
+    @property
+    def faults(self) -> Faults:
+        return self._faults
+
+    @faults.setter
+    def faults(self, faults: Faults) -> None:
+        """Also of the requests that run."""
+        if faults.how == "stall" != self._faults.how:
+            self.broken += self._speaking
+        self._faults, self._times_left = faults, faults.times
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if faults.away_s:
+            self._away = asyncio.create_task(self._be_away(faults.away_s))
+
+    @property
+    def max_model_len(self) -> int:
+        """Longer prompts are refused."""
+        return self.faults.max_model_len or self._max_model_len
+
+    @property
+    def num_open(self) -> int:
+        """Connections."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        return len(self._runner.server.connections)
+
+    @property
+    def bodies(self) -> list[Mapping[str, Any]]:
+        """Of the latest requests for answers."""
+        return [one.body for one in self.asked]
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        names = ("running", "waiting", "started", "finished", "aborted", "broken")
+        return {name: getattr(self, name) for name in names} | {"requests": dict(self.requests)}
+
+    @asynccontextmanager
+    async def serving(self, port: int) -> AsyncIterator[None]:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.get("/faults", self._show),
+                web.post("/faults", self._change),
+                web.get("/{path:.*}", self._get),
+                web.post("/{path:.*}", self._post),
+            ]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        async with self.events:
+            try:
+                await self._listen(port)
+                yield
+            finally:
+                if self._away is not None:
+                    self._away.cancel()
+                await self._runner.cleanup()
+
+    async def _listen(self, port: int) -> None:
+        assert self._runner is not None
+        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        [address] = self._runner.addresses
+        self.url = f"http://127.0.0.1:{address[1]}"
+
+    async def _be_away(self, seconds: float) -> None:
+        assert self._runner is not None
+        assert self._runner.server is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+        self.broken += self._speaking
+        back_s = time.monotonic() + seconds
+        while time.monotonic() < back_s:
+            # Time and again: what was accepted before may be connected only now.
+            for connection in self._runner.server.connections:
+                if connection.transport is not None:
+                    _reset(connection.transport)
+            await asyncio.sleep(min(seconds, AWAY_LOOK_S))
+        await self._listen(int(self.url.rpartition(":")[2]))
+
+    # What tests, agents and routers ask.
+
+    async def _show(self, _: web.Request) -> web.Response:
+        return web.json_response({"faults": asdict(self.faults), **self.counts})
+
+    async def _change(self, request: web.Request) -> web.Response:
+        self.faults = Faults(**await request.json())
+        return await self._show(request)
+
+    def _facts(self, kind: str, publishes: bool) -> dict[str, Any]:
+        """What a GET answers."""
+        told: dict[str, Any] = {"/health": b"", "/v1/models": lambda: self._cards(kind)}
+        if kind == "vllm":
+            told["/version"] = {"version": VERSIONS[kind]}
+            told["/kv_event_sources"] = self.events.told if publishes else {}
+            told["/metrics"] = lambda: "".join(f"{line}\n" for line in self._exposed()).encode()
+        if kind == "sglang":
+            ports = {"endpoint_port_base": self.events.events_port, "topic": "", "dp_size": 1}
+            ports |= {"replay_endpoint_port_base": self.events.replay_port}
+            of_events = facts.SGLANG_INFO["kv_events"] | ports | {"block_size": BLOCK_SIZE}  # type: ignore[operator]
+            about = {"max_total_num_tokens": self.cache.num_blocks * BLOCK_SIZE, "dp_size": 1}
+            about |= {"kv_events": of_events if publishes else None}
+            told["/server_info"] = facts.sglang(**about)["/server_info"]
+            told["/v1/loads"] = lambda: {"loads": [self._load()]}
+        return told
+
+    def _cards(self, kind: str) -> dict[str, Any]:
+        listed = facts.cards(kind, self._models, self._adapters, self.max_model_len, self._root)
+        return listed if self.faults.lists_models else listed | {"data": []}
+
+    @property
+    def _kv_usage(self) -> float:
+        usage = self.faults.kv_usage
+        return min(1.0, self._blocks_in_use / self.cache.num_blocks) if usage is None else usage
+
+    def _exposed(self) -> Iterator[str]:
+        config = {
+            "block_size": BLOCK_SIZE,
+            "num_gpu_blocks": self.cache.num_blocks,
+            "kv_cache_size_tokens": self.cache.num_blocks * BLOCK_SIZE,
+            "enable_prefix_caching": True,
+        }
+        gauges = {
+            "num_requests_running": self.running + self.faults.more_running,
+            "num_requests_waiting": self.waiting + self.faults.more_waiting,
+            "kv_cache_usage_perc": self._kv_usage,
+        }
+        counters = {name: self._counters[name] for name in _COUNTERS}
+        return facts.exposed(self._models[0], self.started_s, config, gauges, counters)
+
+    def _load(self) -> dict[str, Any]:
+        """As SGLang tells it."""
+        return {
+            "dp_rank": 0,
+            "num_running_reqs": self.running + self.faults.more_running,
+            "num_waiting_reqs": self.waiting + self.faults.more_waiting,
+            "token_usage": self._kv_usage,
+            "cache_hit_rate": 0.0,
+        }
+
+    async def _get(self, request: web.Request) -> web.Response:
+        faults, path = self.faults, request.path
+        late_s, status = {
+            "/health": (faults.health_s, faults.health_status),
+            "/metrics": (faults.metrics_s, faults.metrics_status),
+            "/v1/models": (0.0, faults.models_status),
+        }.get(path, (0.0, 200))
+        what = self.says.get(path, 404)
+        return await self._said(request, late_s, status, what() if callable(what) else what)
+
+    async def _said(
+        self, request: web.Request, late_s: float, status: int, what: object
+    ) -> web.Response:
+        self.requests[request.path] += 1
+        await asyncio.sleep(late_s)
+        if not status:
+            _reset(request.transport)
+        if isinstance(what, int):
+            return web.Response(status=what)
+        body = what if isinstance(what, bytes) else orjson.dumps(what)
+        kind = None if isinstance(what, bytes) else "application/json"
+        return web.Response(
+            status=status or 200, body=body if status == 200 else b"", content_type=kind
+        )
+
+    # What clients ask.
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        text = await request.text()
+        body = orjson.loads(text) if text else {}
+        heard = HeardRequest(time.monotonic(), path, dict(request.headers), body, text)
+        faults = self._faults_of(heard)
+        if path == "/reset_prefix_cache" and self._resets:
+            return await self._said(request, 0.0, 200, {"success": self._forget()})
+        if path in self.paths:
+            return await self._said(request, 0.0, 200, self.paths[path](heard))
+        if path not in DIALECTS and path not in _TOKENS:
+            return await self._said(request, 0.0, 404, 404)
+        if faults.raw:
+            self.requests[path] += 1
+            self.asked.append(heard)
+            return await self._raw(request, faults.raw)
+        if path in _TOKENS:
+            late_s, status = faults.tokenize_s, faults.tokenize_status
+            return await self._said(request, late_s, status, await self._tokens_said(path, body))
+        self.requests[path] += 1
+        self.asked.append(heard)
+        return await self._answer(request, heard, faults)
+
+    async def _tokens_said(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if path == "/detokenize":
+            return {"prompt": bytes(one % 256 for one in body["tokens"]).decode(errors="replace")}
+        if self._renderer is None:
+            ids = _ids_of(body)
+        elif "messages" in body:
+            ids = (await self._renderer.of_chat(dict(body))).tolist()
+        else:
+            ids = (await self._renderer.of_text(body["prompt"])).tolist()
+        if path != "/tokenize":
+            return {"input_tokens": len(ids)}
+        return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids}
+
+    async def _answer(
+        self, request: web.Request, heard: HeardRequest, faults: Faults
+    ) -> web.StreamResponse:
+        body = heard.body
+        prompts = _prompts_of(body)
+        dialect = DIALECTS[request.path](body, Said(()), [len(ids) for ids in prompts])
+        if faults.status != 200 or faults.body is not None:
+            return _at_once(dialect.refusal(faults.status), faults.status, faults)
+        try:
+            dialect.said = self._says(body, prompts)
+        except Refused as refused:
+            said = dialect.refusal(refused.status, refused.message, refused.field)
+            return _at_once(said, refused.status)
+        if faults.how == "reset first":
+            _reset(request.transport)
+            await asyncio.sleep(HANG_S)
+        ids = [one for prompt in prompts for one in prompt]
+        try:
+            with self._counted(), ExitStack() as speaking:
+                if faults.how == "silent":
+                    await self._while_ill("silent")
+                if body.get("stream"):
+                    return await self._stream(request, dialect, ids, faults, speaking)
+                return await self._whole(request, dialect, ids, faults)
+        except ConnectionResetError:  # it has gone, and aiohttp would log that as an error
+            return web.Response()
+
+    def _says(self, body: Mapping[str, Any], prompts: Sequence[list[int]]) -> Said:
+        """Raises Refused."""
+        for name in self._refuses:
+            if body.get(name):
+                raise Refused(f"{name} is not supported", name)
+        if any(len(ids) >= self.max_model_len for ids in prompts):
+            raise Refused(f"This model's maximum context length is {self.max_model_len} tokens.")
+        return Said([self.text]) if self.text else said_to(body, self._words, self._natural)
+
+    def _faults_of(self, heard: HeardRequest) -> Faults:
+        """Those that a request gets."""
+        if self.choose is not None:
+            return self.choose(heard)
+        faults = self.faults
+        if faults.only not in heard.text or (faults.times and not self._times_left):
+            return WELL
+        self._times_left -= heard.path in DIALECTS
+        return faults
+
+    async def _raw(self, request: web.Request, name: str) -> web.StreamResponse:
+        transport = request.transport
+        assert isinstance(transport, asyncio.Transport)
+        answer = RAW[name]
+        with suppress(ConnectionError):
+            for part in (answer,) if isinstance(answer, bytes) else answer():
+                transport.write(part)
+                await request.protocol._drain_helper()
+        transport.close()
+        await asyncio.sleep(HANG_S)
+        return web.Response()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.started += 1
+        try:
+            yield
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.aborted += 1
+            raise
+        self.finished += 1
+        self._counters["request_success_total"] += 1
+
+    async def _stream(
+        self,
+        request: web.Request,
+        dialect: Chat,
+        ids: list[int],
+        faults: Faults,
+        speaking: ExitStack,
+    ) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await answer.prepare(request)
+        how = faults.how
+        if how == "hang":
+            await self._while_ill("hang")
+        if how == "empty":
+            return answer
+        if how in ("error first", "error before tokens"):
+            begin = b"" if how == "error first" else dialect.begin()
+            await answer.write(begin + (faults.error_event.encode() or dialect.error()))
+            return answer
+        async for number in self._tokens(dialect, ids, faults):
+            if number == 0:
+                # As vLLM: its headers go out at once, and all else with the first token.
+                await answer.write(dialect.begin())
+                speaking.enter_context(self._counts_as_speaking())
+            await answer.write(dialect.token(number))
+            if number == dialect.num_tokens // 2 and how in BREAKS:
+                self.broken += 1
+                if how == "reset within":
+                    _reset(request.transport)
+                    await asyncio.sleep(HANG_S)
+                if how == "error within":
+                    await answer.write(faults.error_event.encode() or dialect.error())
+                return answer
+        await answer.write(dialect.end())
+        return answer
+
+    @contextmanager
+    def _counts_as_speaking(self) -> Iterator[None]:
+        self._speaking += 1
+        try:
+            yield
+        finally:
+            self._speaking -= 1
+
+    async def _whole(
+        self, request: web.Request, dialect: Chat, ids: list[int], faults: Faults
+    ) -> web.StreamResponse:
+        how = faults.how
+        if how in ("error first", "error before tokens"):
+            return web.json_response(dialect.refusal(500))
+        if how == "empty":
+            return web.Response()
+        async for _ in self._tokens(dialect, ids, faults):
+            pass
+        await asyncio.sleep(faults.whole_s)
+        body = orjson.dumps(dialect.whole())
+        if how in ("unfinished", "error within"):
+            return web.Response(body=body[: len(body) // 2], content_type="application/json")
+        answer = web.StreamResponse(headers={"content-type": "application/json"})
+        answer.content_length = len(body)
+        await answer.prepare(request)
+        if how == "hang":
+            await self._while_ill("hang")
+        await answer.write(body[: len(body) // 2])
+        if how == "reset within":
+            _reset(request.transport)
+            await asyncio.sleep(HANG_S)
+        await answer.write(body[len(body) // 2 :])
+        return answer
+
+    async def _tokens(self, dialect: Chat, ids: list[int], faults: Faults) -> AsyncIterator[int]:
+        """The numbers of the answer's tokens, as they come."""
+        prefill_s = self._prefill_s if faults.prefill_s is None else faults.prefill_s
+        token_s = self._token_s if faults.token_s is None else faults.token_s
+        count = self._counters
+        async with self._slot(-(-(len(ids) + dialect.num_tokens) // BLOCK_SIZE)):
+            dialect.cached_tokens = min(self.cache.overlap(ids), _most_cached(len(ids)))
+            await asyncio.sleep(prefill_s)
+            await self._while_ill("stall")
+            self.events.publish(self.cache.store(ids))
+            count["prompt_tokens_total"] += len(ids)
+            count["prompt_tokens_cached_total"] += dialect.cached_tokens
+            count["time_to_first_token_seconds_count"] += 1
+            count["request_prefill_time_seconds_count"] += 1
+            count["request_prefill_time_seconds_sum"] += prefill_s  # type: ignore[assignment]
+            count["request_prompt_tokens_sum"] += len(ids)
+            count["request_prefill_kv_computed_tokens_sum"] += len(ids) - dialect.cached_tokens
+            for number in range(dialect.num_tokens):
+                if number:
+                    await asyncio.sleep(token_s)
+                    await self._while_ill("stall")
+                    count["inter_token_latency_seconds_count"] += 1
+                    count["inter_token_latency_seconds_sum"] += token_s  # type: ignore[assignment]
+                count["generation_tokens_total"] += 1
+                count["iteration_tokens_total_count"] += 1
+                yield number
+
+    @asynccontextmanager
+    async def _slot(self, num_blocks: int) -> AsyncIterator[None]:
+        self.waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        self._blocks_in_use += num_blocks
+        try:
+            yield
+        finally:
+            self._slots.release()
+            self.running -= 1
+            self._blocks_in_use -= num_blocks
+
+    async def _while_ill(self, how: How) -> None:
+        while self.faults.how == how:
+            await self._changed.wait()
+
+    def _forget(self) -> bool:
+        """Drop all blocks, unless requests hold some."""
+        if not self.running:
+            self._drop_blocks()
+        return not self.running
+
+    def _drop_blocks(self) -> None:
+        self.cache = Cache(self.cache.num_blocks)
+        self.events.publish([AllBlocksCleared()])
+
+
+class Cache:
+    """The blocks of prompts, of which those go first that were used longest ago, and of a prompt
+    the last ones."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def overlap(self, ids: list[int]) -> int:
+        """Leading tokens that it has."""
+        num_blocks = 0
+        for block in chain_of(ids):
+            if block not in self._held:
+                break
+            num_blocks += 1
+        return num_blocks * BLOCK_SIZE
+
+    def store(self, ids: list[int]) -> list[EngineEvent]:
+        """What an engine says of it."""
+        chain = chain_of(ids)
+        begin = self.overlap(ids) // BLOCK_SIZE
+        for block in reversed(chain):
+            self._held[block] = None
+            self._held.move_to_end(block)
+        gone = [self._held.popitem(last=False)[0] for _ in range(len(self._held) - self.num_blocks)]
+        events: list[EngineEvent] = []
+        if chain[begin:]:
+            tokens = ids[begin * BLOCK_SIZE : len(chain) * BLOCK_SIZE]
+            parent = chain[begin - 1] if begin else None
+            events.append(BlockStored(chain[begin:], parent, tokens, BLOCK_SIZE))
+        return [*events, BlockRemoved(gone)] if gone else events
+
+
+def chain_of(ids: list[int]) -> list[int]:
+    local = compute_local_hashes(ids, BLOCK_SIZE)
+    return [int(block) for block in compute_sequence_hashes(local)]
+
+
+def _most_cached(num_tokens: int) -> int:
+    """Tokens of a prompt, in whole blocks: the last one is always computed."""
+    return (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def _ids_of(body: Mapping[str, Any]) -> list[int]:
+    """The ids of a body's prompt: those that it gives, else its text's bytes."""
+    sent = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+    prompt = sent or body.get("input_ids") or body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return prompt
+    said = [prompt, body.get("system"), body.get("input"), body.get("query")]
+    said += [one.get("content") for one in body.get("messages") or () if isinstance(one, dict)]
+    texts = (one if isinstance(one, str) else orjson.dumps(one).decode() for one in said if one)
+    return list("\n".join(texts).encode()) or [0]
+
+
+def _prompts_of(body: Mapping[str, Any]) -> list[list[int]]:
+    """Those of a body that has several, or the one."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return [_ids_of({"prompt": one}) for one in prompt]
+    return [_ids_of(body)]
+
+
+def _at_once(said: object, status: int, faults: Faults = WELL) -> web.Response:
+    headers = dict(faults.headers)
+    headers.setdefault("content-type", "application/json")
+    body = orjson.dumps(said) if faults.body is None else faults.body
+    return web.Response(
+        status=status, body=body.encode() if isinstance(body, str) else body, headers=headers
+    )
+
+
+def _reset(transport: asyncio.BaseTransport | None) -> None:
+    assert isinstance(transport, asyncio.Transport)
+    raw: socket.socket = transport.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    transport.abort()
+
+
+@asynccontextmanager
+async def fake_engine(port: int = 0, **options: Any) -> AsyncIterator[FakeEngine]:
+    """A well one, which listens on 127.0.0.1. port: 0 takes a free one. options: of FakeEngine."""
+    engine = FakeEngine(**options)
+    async with engine.serving(port):
+        yield engine
+
+
+@click.command()
+@click.option("--port", default=0)
+@click.option("--kind", default="vllm")
+@click.option("--model", default="m", help="Several names of it have commas between them.")
+@click.option("--silent", is_flag=True, help="It publishes no KV events.")
+@click.option("--resets", is_flag=True)
+@click.option("--prefill-s", default=0.2)
+@click.option("--token-s", default=0.05)
+@click.option("--slots", default=256)
+@click.option("--max-model-len", default=32_768)
+@click.option("--kv-blocks", default=10_000)
+@click.option("--natural", default=0, help="It then says words, and so many.")
+@click.option("--tokenizer", default="")
+def main(port: int, model: str, silent: bool, **options: Any) -> None:
+    """Run such an engine until it is ended."""
+
+    async def run() -> None:
+        chosen = options | {"models": model.split(","), "publishes": not silent}
+        chosen["words"] = [f"{word} " for word in WORDS] if options["natural"] else (TEXT,)
+        async with fake_engine(port, **chosen) as engine:
+            click.echo(f"listening on {engine.url}", err=True)
+            await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()
