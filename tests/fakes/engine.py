@@ -127,7 +127,7 @@ class FakeEngine:
         self._blocks_in_use = 0
         self._counters: Counter[str] = Counter()
         self.started_s = time.time()
-        self.says: dict[str, Any] = dict(self._facts(kind, publishes) if says is None else says)
+        self.says: Any = self._facts(kind, publishes) if says is None else says
 
     @property
     def faults(self) -> Faults:

@@ -23,8 +23,8 @@ from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
+from tests.fakes.events import EventSockets
 from tests.workers.bridge.holder import SIZE, chain_of
-from tests.workers.bridge.publisher import Publisher
 from workers.agent.agent import AgentSettings
 from workers.bridge.events import stream
 from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -64,11 +64,11 @@ Step = tuple[str, int, int]
 class Engine:
     """What it holds, and what it publishes of it."""
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: EventSockets) -> None:
         self.publisher = publisher
         self.held: set[int] = set()
 
-    async def store(self, prompt: int, length: int, times: int) -> None:
+    def store(self, prompt: int, length: int, times: int) -> None:
         """The first `length` blocks of the prompt, those that it holds already excepted."""
         names = NAMES[prompt][:length]
         events = []
@@ -79,17 +79,17 @@ class Engine:
                 events.append(BlockStored([name], parent, tokens, SIZE, medium="GPU"))
         self.held.update(names)
         if events:
-            await self.publisher.publish(events, times=times)
+            self.publisher.publish(events, times=times)
 
-    async def remove(self, number: int, times: int) -> None:
+    def remove(self, number: int, times: int) -> None:
         name = ALL_NAMES[number]
         if name in self.held:
             self.held.discard(name)
-            await self.publisher.publish([BlockRemoved([name], "GPU")], times=times)
+            self.publisher.publish([BlockRemoved([name], "GPU")], times=times)
 
-    async def clear(self, times: int) -> None:
+    def clear(self, times: int) -> None:
         self.held.clear()
-        await self.publisher.publish([AllBlocksCleared()], times=times)
+        self.publisher.publish([AllBlocksCleared()], times=times)
 
     def restart(self) -> None:
         self.held.clear()
@@ -103,15 +103,15 @@ class Engine:
 async def step(engine: Engine, name: str, number: int, times: int) -> None:
     match name:
         case "store":
-            await engine.store(number % len(PROMPTS), 1 + number // len(PROMPTS) % 8, times)
+            engine.store(number % len(PROMPTS), 1 + number // len(PROMPTS) % 8, times)
         case "remove":
-            await engine.remove(number % CAPACITY, times)
+            engine.remove(number % CAPACITY, times)
         case "clear":
-            await engine.clear(times)
+            engine.clear(times)
         case "restart":
             engine.restart()
         case "late":
-            await engine.publisher.send_late(number % 4)
+            engine.publisher.send_late(number % 4)
         case "cut":
             with suppress(zmq.ZMQError):  # it is cut already
                 engine.publisher.cut()
@@ -139,7 +139,7 @@ STEPS = st.tuples(
 
 async def run_steps(url: str, buffer: int, steps: list[Step]) -> None:
     context = zmq.asyncio.Context()
-    async with connect(url) as redis, Publisher(buffer) as publisher:
+    async with connect(url) as redis, EventSockets(buffer) as publisher:
         await redis.flushall()
         runner = ScriptRunner(redis, timeout_s=5.0)
         rank = Rank(
@@ -158,7 +158,7 @@ async def run_steps(url: str, buffer: int, steps: list[Step]) -> None:
             engine = Engine(publisher)
 
             async def hears() -> bool:
-                await engine.clear(times=1)
+                engine.clear(times=1)
                 counters = rank.stream.counters
                 return rank.agent.incarnation is not None and counters.batches > counters.replayed
 

@@ -11,7 +11,7 @@ import pytest
 import zmq.asyncio
 
 from tests.eventually import eventually
-from tests.workers.bridge.publisher import Publisher
+from tests.fakes.events import EventSockets
 from workers.bridge.events import stream as stream_module
 from workers.bridge.events.events import BlockRemoved
 from workers.bridge.events.stream import EventStream, Fresh, Position, Resumption
@@ -26,8 +26,8 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def publisher() -> AsyncIterator[Publisher]:
-    async with Publisher() as publisher:
+async def publisher() -> AsyncIterator[EventSockets]:
+    async with EventSockets() as publisher:
         yield publisher
 
 
@@ -57,7 +57,7 @@ class Reader:
 
 
 @asynccontextmanager
-async def reading(publisher: Publisher, after: Position | None = None) -> AsyncIterator[Reader]:
+async def reading(publisher: EventSockets, after: Position | None = None) -> AsyncIterator[Reader]:
     with (
         zmq.asyncio.Context() as context,
         EventStream(context, publisher.source, after) as stream,
@@ -72,13 +72,13 @@ async def reading(publisher: Publisher, after: Position | None = None) -> AsyncI
             await asyncio.wait([running])
 
 
-async def publish(publisher: Publisher, *numbers: int, times: int = 1) -> None:
+async def publish(publisher: EventSockets, *numbers: int, times: int = 1) -> None:
     for number in numbers:
-        await publisher.publish([BlockRemoved([number])], times=times)
+        publisher.publish([BlockRemoved([number])], times=times)
 
 
 async def test_what_was_published_before_is_replayed_and_what_follows_arrives(
-    publisher: Publisher,
+    publisher: EventSockets,
 ) -> None:
     await publish(publisher, 1, 2)
     async with reading(publisher) as reader:
@@ -89,21 +89,21 @@ async def test_what_was_published_before_is_replayed_and_what_follows_arrives(
 
 
 async def test_an_engine_that_has_published_nothing_is_known_to_hold_nothing(
-    publisher: Publisher,
+    publisher: EventSockets,
 ) -> None:
     async with reading(publisher) as reader:
         assert reader.lives == [(Fresh(joined_late=False, reason="the agent started"), [])]
 
 
 async def test_one_whose_first_batches_are_gone_holds_blocks_that_nobody_knows() -> None:
-    async with Publisher(buffer=2) as publisher:
+    async with EventSockets(buffer=2) as publisher:
         await publish(publisher, 1, 2, 3)
         async with reading(publisher) as reader:
             await reader.until(lambda: reader.numbers == [2, 3])
             assert reader.lives[0][0] == Fresh(joined_late=True, reason="the agent started")
 
 
-async def test_batches_that_do_not_arrive_are_asked_for_again(publisher: Publisher) -> None:
+async def test_batches_that_do_not_arrive_are_asked_for_again(publisher: EventSockets) -> None:
     async with reading(publisher) as reader:
         await publish(publisher, 1)
         await reader.until(lambda: reader.numbers == [1])
@@ -113,7 +113,7 @@ async def test_batches_that_do_not_arrive_are_asked_for_again(publisher: Publish
         assert len(reader.lives) == 1
 
 
-async def test_the_last_batch_is_missed_only_for_a_moment(publisher: Publisher) -> None:
+async def test_the_last_batch_is_missed_only_for_a_moment(publisher: EventSockets) -> None:
     async with reading(publisher) as reader:
         await publish(publisher, 1)
         await publish(publisher, 2, times=0)
@@ -121,7 +121,7 @@ async def test_the_last_batch_is_missed_only_for_a_moment(publisher: Publisher) 
         assert len(reader.lives) == 1
 
 
-async def test_batches_that_arrive_twice_count_once(publisher: Publisher) -> None:
+async def test_batches_that_arrive_twice_count_once(publisher: EventSockets) -> None:
     async with reading(publisher) as reader:
         await publish(publisher, 1, 2, 3, times=3)
         await reader.until(lambda: reader.numbers == [1, 2, 3])
@@ -131,7 +131,7 @@ async def test_batches_that_arrive_twice_count_once(publisher: Publisher) -> Non
 
 
 async def test_what_is_lost_for_good_makes_all_void() -> None:
-    async with Publisher(buffer=1) as publisher, reading(publisher) as reader:
+    async with EventSockets(buffer=1) as publisher, reading(publisher) as reader:
         await publish(publisher, 1)
         await reader.until(lambda: reader.numbers == [1])
         await publish(publisher, 2, 3, times=0)
@@ -143,7 +143,7 @@ async def test_what_is_lost_for_good_makes_all_void() -> None:
 
 @pytest.mark.parametrize("num_after", [0, 1, 2, 5])
 async def test_an_engine_that_was_started_again_is_noticed(
-    publisher: Publisher, num_after: int
+    publisher: EventSockets, num_after: int
 ) -> None:
     async with reading(publisher) as reader:
         await publish(publisher, 1, 2)
@@ -158,7 +158,7 @@ async def test_an_engine_that_was_started_again_is_noticed(
 
 @pytest.mark.parametrize("num_after", [0, 3])
 async def test_a_stream_resumes_where_another_left_off(
-    publisher: Publisher, num_after: int
+    publisher: EventSockets, num_after: int
 ) -> None:
     await publish(publisher, 1, 2)
     async with reading(publisher) as reader:
@@ -174,7 +174,7 @@ async def test_a_stream_resumes_where_another_left_off(
 
 @pytest.mark.parametrize("num_after", [0, 1, 2, 5])
 async def test_a_stream_does_not_resume_at_another_process(
-    publisher: Publisher, num_after: int
+    publisher: EventSockets, num_after: int
 ) -> None:
     await publish(publisher, 1, 2)
     async with reading(publisher) as reader:
@@ -190,7 +190,7 @@ async def test_a_stream_does_not_resume_at_another_process(
 
 
 async def test_a_stream_does_not_resume_where_batches_are_gone() -> None:
-    async with Publisher(buffer=2) as publisher:
+    async with EventSockets(buffer=2) as publisher:
         await publish(publisher, 1)
         async with reading(publisher) as reader:
             await reader.until(lambda: reader.numbers == [1])
@@ -202,7 +202,7 @@ async def test_a_stream_does_not_resume_where_batches_are_gone() -> None:
 
 
 async def test_an_engine_that_does_not_answer_any_more_makes_all_void(
-    publisher: Publisher,
+    publisher: EventSockets,
 ) -> None:
     async with reading(publisher) as reader:
         await publish(publisher, 1)
@@ -216,7 +216,7 @@ async def test_an_engine_that_does_not_answer_any_more_makes_all_void(
 
 
 async def test_without_a_replay_socket_a_gap_makes_all_void() -> None:
-    async with Publisher(replays=False) as publisher, reading(publisher) as reader:
+    async with EventSockets(replays=False) as publisher, reading(publisher) as reader:
         while not reader.numbers:  # until the subscription has reached it
             await publish(publisher, 0)
             await asyncio.sleep(0.05)
@@ -226,15 +226,15 @@ async def test_without_a_replay_socket_a_gap_makes_all_void() -> None:
         assert all(word.joined_late for word, _ in reader.lives)  # type: ignore[union-attr]
 
 
-async def test_batches_of_another_rank_are_counted_and_left_out(publisher: Publisher) -> None:
+async def test_batches_of_another_rank_are_counted_and_left_out(publisher: EventSockets) -> None:
     async with reading(publisher) as reader:
-        await publisher.publish([BlockRemoved([1])], rank=5)
-        await publisher.publish([BlockRemoved([2])], rank=None)
+        publisher.publish([BlockRemoved([1])], rank=5)
+        publisher.publish([BlockRemoved([2])], rank=None)
         await reader.until(lambda: reader.numbers == [2])
         assert reader.stream.counters.of_other_ranks == 1
 
 
-async def test_what_is_no_batch_is_handed_on_as_broken(publisher: Publisher) -> None:
+async def test_what_is_no_batch_is_handed_on_as_broken(publisher: EventSockets) -> None:
     with (
         zmq.asyncio.Context() as context,
         EventStream(context, publisher.source) as stream,
@@ -243,8 +243,8 @@ async def test_what_is_no_batch_is_handed_on_as_broken(publisher: Publisher) -> 
         assert isinstance(await anext(following), Fresh)
         pending = asyncio.ensure_future(anext(following))
         while not pending.done():
-            await publisher.send([b"", bytes(8), b"not msgpack"])
-            await publisher.send([b"only one frame"])
+            publisher.send([b"", bytes(8), b"not msgpack"])
+            publisher.send([b"only one frame"])
             await asyncio.sleep(0.05)
         batch = await pending
         assert isinstance(batch, Batch)
@@ -253,7 +253,7 @@ async def test_what_is_no_batch_is_handed_on_as_broken(publisher: Publisher) -> 
 
 
 async def test_an_engine_that_does_not_answer_at_first_is_told_of_once(
-    publisher: Publisher, caplog: pytest.LogCaptureFixture
+    publisher: EventSockets, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher.answers = False
     with zmq.asyncio.Context() as context, EventStream(context, publisher.source) as stream:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import unused_port
 
 from app.core.errors import EngineUnavailable, EngineUnfit
-from tests.workers.bridge.engine_server import (
-    SGLANG,
-    SGLANG_INFO,
-    VLLM,
-    Answers,
-    serving,
-    sglang,
-    vllm_metrics,
-)
+from tests.fakes.engine import fake_engine
+from tests.fakes.facts import SGLANG, SGLANG_INFO, VLLM, Answers, sglang, vllm_metrics
+from tests.fakes.faults import HANG_S, Faults
+from tests.workers.bridge.http.conftest import serving
 from workers.bridge.http import engine as engine_client
 from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp
@@ -330,12 +323,7 @@ async def test_a_body_without_end_is_not_read_to_its_end(monkeypatch: pytest.Mon
 
 
 async def test_an_engine_that_does_not_answer_is_given_up() -> None:
-    async def never(_: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    app = web.Application()
-    app.router.add_get("/metrics", never)
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+    async with fake_engine() as engine, aiohttp.ClientSession() as session:
+        engine.faults = Faults(metrics_s=HANG_S)
         with pytest.raises(EngineUnavailable, match="does not answer"):
-            await EngineHttp(session, str(server.make_url("/")), 0.05).get("/metrics")
+            await EngineHttp(session, engine.url, 0.05).get("/metrics")

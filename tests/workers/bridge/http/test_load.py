@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from app.core.errors import EngineUnavailable
-from tests.workers.bridge.engine_server import SGLANG, VLLM, Answers, engine_of, vllm_metrics
+from tests.fakes.facts import SGLANG, VLLM, Answers, vllm_metrics
+from tests.workers.bridge.http.conftest import engine_of
 from workers.bridge.http.exposition import SamplePattern
 from workers.bridge.http.facts import EngineKind, EngineLoad, EngineReading
 from workers.bridge.http.load import LoadReader
