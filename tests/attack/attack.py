@@ -16,10 +16,12 @@ import httptools
 import httpx
 
 from app.core.settings.router import RouterSettings
-from tests.attack.engine import ANSWERS, RESET, HostileEngine
+from tests.attack.engine import num_asked
 from tests.attack.hostile_bodies import hostile_bodies
 from tests.attack.inputs import NO_KEY, Hostile, Surface, hostile, named, request
 from tests.eventually import eventually
+from tests.fakes.engine import RESET, FakeEngine
+from tests.fakes.faults import ENDLESS, RAW
 
 CONNECTIONS = 16
 """Open at once; those on which the server waits for the rest of a request come on top."""
@@ -273,11 +275,8 @@ async def answering(urls: Sequence[str], problems: list[str]) -> AsyncIterator[N
             await asking
 
 
-ENDLESS = [how for how, answer in ANSWERS.items() if not isinstance(answer, bytes)]
-
-
 async def attack_from(
-    engine: HostileEngine, model: str, door: httpx.AsyncClient, problems: list[str]
+    engine: FakeEngine, model: str, door: httpx.AsyncClient, problems: list[str]
 ) -> None:
     """Have the engine answer as none should. It is the only one of `model` behind `door`."""
 
@@ -288,7 +287,7 @@ async def attack_from(
                 return 200, ""  # a client that has had enough
             return answer.status_code, (await answer.aread()).decode()
 
-    for how, streams in itertools.product((*ANSWERS, "resets"), (False, True)):
+    for how, streams in itertools.product((*RAW, "resets"), (False, True)):
         try:
             status, text = await ask(how, streams=streams)
             wrong = status not in (200, 204, 502) or '"code":"internal"' in text
@@ -300,5 +299,5 @@ async def attack_from(
             await eventually(lambda: ask("good"), lambda answer: answer[0] == 200)
         except (AssertionError, httpx.HTTPError, UnicodeDecodeError) as error:
             problems.append(f"engine: {how}: {error!r}")
-    if (times := engine.requests["/v1/completions resets"]) > 4:
+    if (times := num_asked(engine, "resets")) > 4:
         problems.append(f"engine: two requests were carried out {times} times")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from tests.attack.engine import RESET
+from tests.fakes.engine import RESET
 from workers.kv.transfer.tcp import (
     MAX_BLOCKS,
     MAX_FRAME_BYTES,

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,17 +18,12 @@ import httpx
 from redis.asyncio import Redis
 
 from app.core.failures import SOON_S
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
-from app.state.scripts import ScriptRunner
 from tests.door.conftest import replica, until_serving
-from tests.fake_worker import KEYS, running, worker_info
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import FakeEngine
 from tests.fakes.faults import WELL, Faults
-from workers.agent.agent import Agent, AgentSettings
+from tests.fakes.leased import leased
 
-LEASE_S = 9.0
-"""It is renewed every three seconds."""
-PREFILL_S = 0.1
+SLOW = {"prefill_s": 0.1}
 IN_A_ROW = 2
 """Failures that suspend a worker which answers."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -118,23 +113,6 @@ def statuses(answers: list[httpx.Response]) -> Counter[int]:
 
 
 @asynccontextmanager
-async def leased(redis: Redis, name: str, **about: Any) -> AsyncIterator[FakeEngine]:
-    """An engine of model `m`, and its agent. about: more of WorkerInfo."""
-    async with fake_engine(prefill_s=PREFILL_S) as engine:
-        info = replace(
-            worker_info(name, kv_total_blocks=100_000),
-            **({"address": engine.url, "models": ("m",)} | about),
-        )
-        measured = ForwardPassMetrics(kv_total_blocks=100_000), DEFAULT_SPEED
-        agent = Agent(
-            *(ScriptRunner(redis, 5.0), KEYS, info, AgentSettings(LEASE_S, 1024)),
-            lambda: measured,
-        )
-        async with running(agent):
-            yield engine
-
-
-@asynccontextmanager
 async def sick_fleet(
     redis: Redis,
     url: str,
@@ -147,7 +125,7 @@ async def sick_fleet(
     """All well. about: more of each WorkerInfo. settings: of the replicas."""
     async with AsyncExitStack() as stack:
         some = [
-            await stack.enter_async_context(leased(redis, f"e{number}", **about))
+            await stack.enter_async_context(leased(redis, f"e{number}", options=SLOW, **about))
             for number in range(engines)
         ]
         doors = [await stack.enter_async_context(replica(url, **settings)) for _ in range(replicas)]

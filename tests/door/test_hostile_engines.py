@@ -13,15 +13,16 @@ from redis.asyncio import Redis
 from app.door import engine_tokens, upstream
 from app.local.redis_server import EmbeddedRedis
 from tests.attack.attack import answering, attack_from
-from tests.attack.engine import HostileEngine, hostile_worker
+from tests.attack.engine import hostile_worker, num_asked
 from tests.door.conftest import replica, until_serving
 from tests.door.test_answers import counted
 from tests.door.test_failures import nothing_reserved
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
+from tests.fakes.engine import FakeEngine
 
 
-def hostile(redis: Redis, name: str) -> AbstractAsyncContextManager[HostileEngine]:
+def hostile(redis: Redis, name: str) -> AbstractAsyncContextManager[FakeEngine]:
     return hostile_worker(redis, KEYS, name, "m")
 
 
@@ -77,7 +78,7 @@ async def test_an_engine_that_hangs_when_it_is_asked_for_tokens_keeps_no_connect
             assert {answer.headers["x-kvroute-trust"] for answer in answers} == {"blind"}
         await door.post("/v1/completions", json=asked("good"))
         # On a busy machine some are given up before they are sent.
-        assert 0 < engine.requests["/tokenize hangs"] <= 10
+        assert 0 < num_asked(engine, "hangs") <= 10
         await eventually(_async(lambda: engine.num_open), lambda number: number <= 10)
         await eventually(_async(lambda: engine.num_open), lambda number: number == 0)
 
@@ -100,7 +101,7 @@ async def test_a_request_that_kills_engines_kills_two_and_is_refused(
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (502, "repeated_failure"), error
         assert answer.headers["x-should-retry"] == "false"
-        carried_out = sorted(each.requests["/v1/completions resets"] for each in (one, two, three))
+        carried_out = sorted(num_asked(each, "resets") for each in (one, two, three))
         # Twice at the first one if a connection to it was kept.
         assert carried_out in ([0, 1, 1], [0, 1, 2])
         await nothing_reserved(redis)

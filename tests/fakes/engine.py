@@ -68,7 +68,7 @@ class HeardRequest(NamedTuple):
 class FakeEngine:
     """See `fake_engine`.
 
-    kind: vllm, sglang, or openai, of which only the API is known. publishes: KV events. resets:
+    kind: vllm, sglang, or openai, of which only the API is known. publishes: KV events. reset:
     whether /reset_prefix_cache is there. words, natural: see `said_to`. text: what it says instead,
     as one token. refuses: members of requests. tokenizer: folder of one; "": a text's bytes are its
     ids.
@@ -77,7 +77,7 @@ class FakeEngine:
     `says` given, that alone. choose: the faults that a request gets; None: `faults`. paths: answers
     to posts at paths that it would lack.
 
-    requests: how many came, by path. asked: the latest ones for answers. running, waiting: now.
+    requests: how many came, by path. heard: the latest that were posted. running, waiting: now.
     started, finished: since the beginning. aborted: that clients gave up. broken: streams that it
     left after their first token.
     """
@@ -89,7 +89,7 @@ class FakeEngine:
         models: Sequence[str] = ("m",),
         adapters: Sequence[str] = (),
         publishes: bool = True,
-        resets: bool = False,
+        reset: bool = False,
         prefill_s: float = 0.0,
         token_s: float = 0.0,
         slots: int = 256,
@@ -104,7 +104,7 @@ class FakeEngine:
     ) -> None:
         self.url = ""
         self.requests: Counter[str] = Counter()
-        self.asked: deque[HeardRequest] = deque(maxlen=1000)
+        self.heard: deque[HeardRequest] = deque(maxlen=2000)
         self.running = self.waiting = self.started = self.finished = self.aborted = 0
         self.broken = self._speaking = 0
         self.text = text
@@ -115,7 +115,7 @@ class FakeEngine:
         self._slots = asyncio.Semaphore(slots)
         self._max_model_len = max_model_len
         self._words, self._natural, self._refuses = words, natural, frozenset(refuses)
-        self._resets, self._root = resets, tokenizer
+        self._has_reset, self._root = reset, tokenizer
         self._renderer: Renderer | None = load(tokenizer) if tokenizer else None
         self._faults = WELL
         self._times_left = 0
@@ -155,6 +155,11 @@ class FakeEngine:
         assert self._runner is not None
         assert self._runner.server is not None
         return len(self._runner.server.connections)
+
+    @property
+    def asked(self) -> list[HeardRequest]:
+        """The latest requests for answers."""
+        return [one for one in self.heard if one.path in DIALECTS]
 
     @property
     def bodies(self) -> list[Mapping[str, Any]]:
@@ -301,8 +306,9 @@ class FakeEngine:
         text = await request.text()
         body = orjson.loads(text) if text else {}
         heard = HeardRequest(time.monotonic(), path, dict(request.headers), body, text)
+        self.heard.append(heard)
         faults = self._faults_of(heard)
-        if path == "/reset_prefix_cache" and self._resets:
+        if path == "/reset_prefix_cache" and self._has_reset:
             return await self._said(request, 0.0, 200, {"success": self._forget()})
         if path in self.paths:
             return await self._said(request, 0.0, 200, self.paths[path](heard))
@@ -310,13 +316,11 @@ class FakeEngine:
             return await self._said(request, 0.0, 404, 404)
         if faults.raw:
             self.requests[path] += 1
-            self.asked.append(heard)
             return await self._raw(request, faults.raw)
         if path in _TOKENS:
             late_s, status = faults.tokenize_s, faults.tokenize_status
             return await self._said(request, late_s, status, await self._tokens_said(path, body))
         self.requests[path] += 1
-        self.asked.append(heard)
         return await self._answer(request, heard, faults)
 
     async def _tokens_said(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,15 +340,15 @@ class FakeEngine:
         self, request: web.Request, heard: HeardRequest, faults: Faults
     ) -> web.StreamResponse:
         body = heard.body
-        prompts = _prompts_of(body)
-        dialect = DIALECTS[request.path](body, Said(()), [len(ids) for ids in prompts])
+        prompts, dialect_of = _prompts_of(body), DIALECTS[request.path]
         if faults.status != 200 or faults.body is not None:
-            return _at_once(dialect.refusal(faults.status), faults.status, faults)
+            return _at_once(dialect_of.refusal(faults.status), faults.status, faults)
         try:
-            dialect.said = self._says(body, prompts)
+            said = self._says(body, prompts)
         except Refused as refused:
-            said = dialect.refusal(refused.status, refused.message, refused.field)
-            return _at_once(said, refused.status)
+            told = dialect_of.refusal(refused.status, refused.message, refused.field)
+            return _at_once(told, refused.status)
+        dialect = dialect_of(body, said, [len(ids) for ids in prompts])
         if faults.how == "reset first":
             _reset(request.transport)
             await asyncio.sleep(HANG_S)
@@ -364,6 +368,8 @@ class FakeEngine:
         for name in self._refuses:
             if body.get(name):
                 raise Refused(f"{name} is not supported", name)
+        if not isinstance(body.get("n") or 1, int):
+            raise Refused("n is no number", "n")
         if any(len(ids) >= self.max_model_len for ids in prompts):
             raise Refused(f"This model's maximum context length is {self.max_model_len} tokens.")
         return Said([self.text]) if self.text else said_to(body, self._words, self._natural)
@@ -580,8 +586,7 @@ def _ids_of(body: Mapping[str, Any]) -> list[int]:
         return prompt
     said = [prompt, body.get("system"), body.get("input"), body.get("query")]
     said += [one.get("content") for one in body.get("messages") or () if isinstance(one, dict)]
-    texts = (one if isinstance(one, str) else orjson.dumps(one).decode() for one in said if one)
-    return list("\n".join(texts).encode()) or [0]
+    return list("\n".join(str(one) for one in said if one).encode()) or [0]
 
 
 def _prompts_of(body: Mapping[str, Any]) -> list[list[int]]:
@@ -621,7 +626,7 @@ async def fake_engine(port: int = 0, **options: Any) -> AsyncIterator[FakeEngine
 @click.option("--kind", default="vllm")
 @click.option("--model", default="m", help="Several names of it have commas between them.")
 @click.option("--silent", is_flag=True, help="It publishes no KV events.")
-@click.option("--resets", is_flag=True)
+@click.option("--reset", is_flag=True)
 @click.option("--prefill-s", default=0.2)
 @click.option("--token-s", default=0.05)
 @click.option("--slots", default=256)

@@ -59,7 +59,7 @@ class PdEngine(FakeEngine):
         """It then computes all itself, as with kv_load_failure_policy `recompute`."""
         self.params: dict[str, Any] = {}
         """Of what it hands on, instead of its own."""
-        self.kept: dict[str, Kept] = {}
+        self._kept: dict[str, Kept] = {}
         self._kv_lease_s = kv_lease_s
         self._has_counts, self._tells_start, self._is_deaf = counts, tells_start, is_deaf
         self._steps: list[asyncio.Task[None]] = []
@@ -81,7 +81,7 @@ class PdEngine(FakeEngine):
     def restart(self) -> None:
         """It has forgotten all, and counts from nothing, its events as well."""
         self.events.restart()
-        self.kept.clear()
+        self._kept.clear()
         self._counters.clear()
         self.started_s = time.time()
         self._drop_blocks()
@@ -102,16 +102,16 @@ class PdEngine(FakeEngine):
         """As an engine that holds a lease, or computes: while it is idle, it counts nothing."""
         while True:
             await asyncio.sleep(STEP_S)
-            if not self.kept and not self.running:
+            if not self._kept and not self.running:
                 continue
             self._counters["iteration_tokens_total_count"] += 1
             self._hear()
             now_s = time.monotonic()
-            for kept_id, kept in list(self.kept.items()):
+            for kept_id, kept in list(self._kept.items()):
                 if kept.wanted_by is not None and kept.wanted_by.faults.how != "stall":
                     kept.until_s = max(kept.until_s, now_s + self._kv_lease_s * 2 / 3)
                 if kept.until_s <= now_s:
-                    del self.kept[kept_id]
+                    del self._kept[kept_id]
                     self._counters["nixl_num_kv_expired_reqs_total"] += 1
 
     def _hear(self) -> None:
@@ -132,7 +132,7 @@ class PdEngine(FakeEngine):
 
     def _keep(self, ids: list[int]) -> dict[str, Any]:
         kept_id = f"kept-{next(_IDS)}"
-        self.kept[kept_id] = Kept(time.monotonic() + self._kv_lease_s)
+        self._kept[kept_id] = Kept(time.monotonic() + self._kv_lease_s)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -149,7 +149,7 @@ class PdEngine(FakeEngine):
     async def _fetch(self, params: dict[str, Any], ids: list[int]) -> None:
         """In the order of vLLM's: the request waits for a place, sending heartbeats, and reads."""
         source = _ENGINES[params["remote_engine_id"]]
-        kept = source.kept.get(params["remote_request_id"])
+        kept = source._kept.get(params["remote_request_id"])
         if kept is not None:
             kept.wanted_by = self
         try:
@@ -170,7 +170,7 @@ class PdEngine(FakeEngine):
         await self._while_ill("stall")
         if self._is_deaf:
             self._read(source, kept_id, ids)
-        elif source.kept.pop(kept_id, None) is None:
+        elif source._kept.pop(kept_id, None) is None:
             source._unheard += 1
 
     def _read(self, source: PdEngine, kept_id: str, ids: list[int]) -> None:
@@ -179,6 +179,6 @@ class PdEngine(FakeEngine):
             return
         self.transferred += 1
         self._counters["nixl_xfer_time_seconds_count"] += 1
-        if source.kept.pop(kept_id, None) is None:
+        if source._kept.pop(kept_id, None) is None:
             source._unheard += 1
             self._tainted |= set(chain_of(ids))
