@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dns.asyncresolver import Resolver
 from dns.exception import DNSException
 from dns.name import Name
 from dns.rdatatype import AAAA, A
+from dns.resolver import Resolver
 
 from workers.discovery.dns import DEADLINE_S, Place
 
@@ -28,7 +28,10 @@ async def places(name: str, new_resolver: Callable[[], Resolver] = Resolver) -> 
     try:
         resolver = new_resolver()
         resolver.use_edns(0, 0, UDP_BYTES)
-        answer = await resolver.resolve(name, "SRV", search=True, lifetime=DEADLINE_S)
+        # In a thread: what dnspython awaits loses a cancellation now and then, on Python 3.11.
+        answer = await asyncio.to_thread(
+            resolver.resolve, name, "SRV", search=True, lifetime=DEADLINE_S
+        )
     except DNSException as error:
         raise OSError(f"no SRV records are known: {error}") from None
     records: list[Any] = [record for record in answer if len(record.target) > 1]
@@ -39,7 +42,7 @@ async def places(name: str, new_resolver: Callable[[], Resolver] = Resolver) -> 
         if target in sent:
             return _first(record.address for record in sent[target])
         try:
-            found = await resolver.resolve_name(target, lifetime=TARGET_S)
+            found = await asyncio.to_thread(resolver.resolve_name, target, lifetime=TARGET_S)
         except DNSException as error:
             log.warning("%s: the address of %s is not known: %s", name, target, error)
             return None

@@ -15,7 +15,7 @@ import dns.flags
 import dns.message
 import dns.rcode
 import dns.rrset
-from dns.asyncresolver import Resolver
+from dns.resolver import Resolver
 
 
 @dataclass(slots=True)

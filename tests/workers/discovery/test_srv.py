@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.errors import MissingPackage
+from tests.cancelling import cancel_often
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from tests.workers.discovery.name_server import name_server
 from workers.discovery import dns as by_name
@@ -35,6 +36,14 @@ async def test_engines_are_where_records_say(
         source = partial(by_name.follow, settings(), look)
         async with running(redis, tmp_path, source):
             await until_live(redis, *(f"127.0.0.1-{port}" for port in ports))
+
+
+async def test_no_stop_of_looking_up_records_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_name, "LOOK_S", 0.0)
+    async with name_server() as server:
+        server.records = {f"{KNOWN} SRV": ["0 0 8000 pod.test."], "pod.test. A": ["127.0.0.1"]}
+        look = partial(srv.places, KNOWN, server.resolver)
+        await cancel_often(lambda: by_name.follow(settings(), look, lambda _: None))
 
 
 async def test_a_name_is_searched_for_as_the_system_does() -> None:

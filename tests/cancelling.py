@@ -1,0 +1,35 @@
+"""Cancels a long-running task at random moments, of which some meet a future that is done."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+TIMES = 200
+STEPS = 300
+"""Of the loop, at most, before a task is cancelled."""
+PATIENCE_S = 60.0
+
+
+async def cancel_often(run: Callable[[], Awaitable[object]]) -> None:
+    """Start `run` and cancel it, 200 times. Raises AssertionError if it runs on.
+
+    `run` should have something to do in each step of the loop: a task that sleeps ends always.
+    """
+
+    async def running() -> object:
+        return await run()
+
+    chance = random.Random(58)
+    for number in range(TIMES):
+        steps = chance.randrange(STEPS)
+        task = asyncio.create_task(running())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE_S)
+        is_over = task.done()
+        task.cancel()
+        assert is_over, f"cancellation {number} of {TIMES}, after {steps} steps, was lost"
+        assert task.cancelled(), task.exception()
