@@ -73,7 +73,7 @@ CONCEPTS = {
     "the door's metrics": "app/door/metrics.py",
     "console's data": "app/console/console.py",
     "reuse": "app/policy/reuse.py",
-    "trust": "app/policy/trust.py",
+    "trust": "app/core/trust.py",
     "price of transfers": "app/policy/transfer.py",
     "NIXL's protocol": "app/door/transfer/nixl.py",
     "SGLang's bootstrap": "app/door/transfer/sglang.py",

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from prometheus_client import CollectorRegistry
 
 from app.core.outcomes import ANSWERED, OK, kind_of
+from app.core.trust import Trust
 from app.door.access_log import AccessLog
 from app.door.alarm import Alarm
 from app.door.last_errors import LastErrors
 from app.door.record import STAGES, Admission, RequestRecord, Stage, Usage
 from app.http.metrics import Children, Family, Sampled, ScrapeCollector, Table, counter, histogram
-from app.policy.trust import Trust
 
 SECONDS = (
     0.01,

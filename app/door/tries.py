@@ -10,6 +10,7 @@ from functools import partial
 
 from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
 from app.core.failures import Failure
+from app.core.trust import Trust
 from app.door import blame, whole_answer
 from app.door.after_failure import Tally, Then, Try, after_try
 from app.door.beginning import Beginning, opening_of
@@ -30,7 +31,6 @@ from app.door.transfer.base import (
 from app.door.transfer.kv_lease import LeaseEnded, TaintedTarget
 from app.door.upstream import CONNECT_S, MAX_WHOLE_BYTES
 from app.policy.decision import Decision, Source
-from app.policy.trust import Trust
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from pydantic import BaseModel, Field, create_model
 
 from app.core.report_items import Item
 from app.core.roles import Role
+from app.core.trust import Trust
 from app.core.worker_report import GPU, INFO, METRICS
 from app.edge.schemas import RequestId
 from app.policy.locality import Locality
-from app.policy.trust import Trust
 
 DEGRADED = (
     "decided without Redis, by the last loads seen; without all of the overlap it knows; or for a "

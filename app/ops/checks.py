@@ -19,6 +19,7 @@ from app.core.documents import page
 from app.core.errors import KvrouteError, RedisUnavailable, cut
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.registration import version_in
+from app.core.trust import Trust
 from app.core.worker_report import WorkerInfo
 from app.ops import namespaces
 from app.ops.names import Names, names_of
@@ -27,7 +28,6 @@ from app.ops.terminal import counted
 from app.ops.transfer_checks import of_transfers
 from app.ops.workers import WorkerStatus
 from app.policy.record import DecisionRecord
-from app.policy.trust import Trust
 from app.state import decisions, events, replicas
 from app.state.client import RedisClient
 from app.state.connect import OLDEST, deadline, memory_of

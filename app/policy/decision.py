@@ -8,12 +8,12 @@ from enum import StrEnum
 
 from app.core.loads import Load, Reservation
 from app.core.overlaps import Overlaps
+from app.core.trust import Trust
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import WorkerInfo
 from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.policy.locality import Best, Locality
 from app.policy.transfer import TransferKind
-from app.policy.trust import Trust
 
 
 class Step(StrEnum):

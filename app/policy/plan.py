@@ -15,6 +15,7 @@ from app.core.errors import NoWorkers
 from app.core.loads import Reservation, Wish
 from app.core.pace import Pace
 from app.core.settings.router import RouterSettings
+from app.core.trust import Trust
 from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose, has_room
@@ -42,7 +43,6 @@ from app.policy.transfer import (
     demands,
     routes_with_source,
 )
-from app.policy.trust import Trust
 from app.policy.view import View
 
 MAX_PREFILL_S = 86_400.0

@@ -13,6 +13,7 @@ import orjson
 
 from app.core.chains import hex_text, positions
 from app.core.settings.kinds import MOST, PRIORITIES
+from app.core.trust import Trust
 from app.core.types import SequenceHash, TierOverlap
 from app.core.worker_report import DEFAULT_SPEED
 from app.policy.affinity import Affinity, discounted
@@ -29,7 +30,6 @@ from app.policy.cost import (
 )
 from app.policy.in_flight import COMPUTING
 from app.policy.locality import Best, Locality
-from app.policy.trust import Trust
 
 ROWS = tuple(f.name for f in fields(Candidates))
 ADDED = {"others_requests": 0.0, "decode_s": DEFAULT_SPEED.decode_s}

@@ -6,10 +6,10 @@ import time
 
 from app.core.errors import KvrouteError, WrongVersion
 from app.core.overlaps import Overlaps
+from app.core.trust import Trust
 from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.decision import Query
 from app.policy.plan import Plan
-from app.policy.trust import Trust
 from app.policy.view import View
 from app.router.history import History
 from app.router.recent import Recent

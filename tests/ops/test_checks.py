@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from app.core.loads import Load
+from app.core.trust import Trust
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import NO_READINGS
 from app.ops.checks import approximate, predicted
 from app.ops.workers import WorkerStatus
 from app.policy.locality import Best, Locality
 from app.policy.record import DecisionRecord
-from app.policy.trust import Trust
 from tests.fake_worker import worker_info
 
 CACHED = DecisionRecord(

@@ -11,12 +11,12 @@ from click.testing import CliRunner, Result
 from redis.asyncio import Redis
 
 from app.cli import main
+from app.core.trust import Trust
 from app.core.types import SequenceHash, TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
 from app.policy.record import ENTRY, ROWS, ChoiceInputs, DecisionRecord, encode
-from app.policy.trust import Trust
 from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.test_explain import record
 

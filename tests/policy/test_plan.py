@@ -15,6 +15,7 @@ from app.core.overlaps import Overlaps
 from app.core.pace import Pace
 from app.core.settings.kinds import PRIORITIES
 from app.core.settings.router import RouterSettings
+from app.core.trust import Trust
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
 from app.policy.cost import latency
@@ -22,7 +23,6 @@ from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.record import NOT_OF_CANDIDATES
-from app.policy.trust import Trust
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
 from tests.policy.test_view import ONE, THREE, TWO, info

@@ -27,6 +27,7 @@ from app.core.keys import Keyspace
 from app.core.metrics_entry import LARGEST
 from app.core.roles import Role
 from app.core.settings.router import RouterSettings
+from app.core.trust import Trust
 from app.core.types import TierOverlap
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, Speed
 from app.edge.app import create_app
@@ -36,7 +37,6 @@ from app.policy.cost import POLICIES
 from app.policy.decision import Candidate, Decision, RouteRequest
 from app.policy.in_flight import COMPUTING, IN_FLIGHT_TOKENS
 from app.policy.plan import MAX_PREFILL_S
-from app.policy.trust import Trust
 from app.router.decider import MAX_BATCH, MAX_QUEUED, MAX_TRIES
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
