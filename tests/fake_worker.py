@@ -202,6 +202,13 @@ class FakeWorkers:
             reserve = reservations.reserve(KEYS, [wish], ttl_ms=TTL_MS)
             assert await self._runner.one(reserve) == [None]
 
+    async def renew(self, name: str, **given: Any) -> None:
+        """Have `name` say something else of itself from now on."""
+        worker = self._workers[_key(name)]
+        worker.info = replace(worker.info, **given)
+        call = leases.renew(KEYS, worker.info, worker.incarnation, worker.nonce, ttl_ms=TTL_MS)
+        assert (await self._runner.one(call)).num_leases
+
     async def retire(self, name: str) -> None:
         await self._workers.pop(_key(name)).retire()
 

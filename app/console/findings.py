@@ -31,7 +31,6 @@ def statuses(view: View) -> list[WorkerStatus]:
             blocks={},
             cache_usage=measured.metrics.gpu_cache_usage_perc,
             hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
-            events_silent_s=measured.metrics.events_silent_s,
             discovery_age_s=measured.metrics.discovery_age_s,
         )
         for inc, info, load, measured in zip(
@@ -56,7 +55,7 @@ def of_workers(
         {str(info.key): away_s for info, away_s in zip(view.infos, view.away_s, strict=True)}
     )
     yield checks.engines([*view.infos, *view.paused.values()])
-    yield from checks.approximate(view.infos)
+    yield from checks.below_exact(view.infos)
     if live:
         yield from checks.of_workers(live, namespace, names)
         # Who fails requests computes none of what was predicted for them.

@@ -65,7 +65,7 @@ def _rows(view: View) -> Iterator[dict[str, Any]]:
             "waiting": metrics.num_requests_waiting,
             "kv_used": round(metrics.gpu_cache_usage_perc, 4),
             "gpu_util": gpu.utilisation if gpu != NO_READINGS else None,
-            "event_age_s": metrics.events_silent_s,
+            **view.rung(inc, info)._asdict(),
             "metrics_age_s": (
                 round(max(0, view.now_ms - measured.at_ms) / 1000, 1) if measured.at_ms else None
             ),
@@ -106,7 +106,8 @@ def queues_by_model(view: View) -> dict[str, float]:
 COLUMNS = (
     *("worker", "state", "queue_s", "requests", "max_requests", "decoding", "waiting", "kv_used"),
     *("device_blocks", "host_blocks", "disk_blocks", "total_blocks", "unique_value_s", "gpu_util"),
-    *("event_age_s", "metrics_age_s", "predicted_hit", "reported_hit", "model", "address", "role"),
+    *("trust", "trust_cause", "metrics_age_s", "predicted_hit", "reported_hit", "model"),
+    *("address", "role"),
     *("ok", "failed", "retried", "left_before", "output", "sources"),
     *("trouble", "last_error", "last_error_ms"),
 )

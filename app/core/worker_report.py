@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from app.core.loads import Load
 from app.core.report_items import items_of, said
-from app.core.resume import ReuseRule
+from app.core.resume import EVERY_BLOCK, ReuseRule
 from app.core.roles import Role
-from app.core.types import WorkerKey
+from app.core.trust import Trust
+from app.core.types import TierOverlap, WorkerKey
 
 MAX_CONTEXT = 1 << 21
 """Tokens; no model takes more."""
@@ -80,19 +81,18 @@ class WorkerInfo:
     tokenizer_hash: str = said(
         "of the ids that its engine gives for a certain text; empty: not known", "", text=""
     )
-    publishing: bool = said(
-        "not all that it holds is in the index: Redis lost it, and has yet to be told",
-        False,
-        text="",
-    )
     ill: str = said(
         "why its agent takes its engine to be ill; empty: it is well", "", text="ill: {}"
     )
-    approximate: str = said(
-        "why what it caches is only guessed, from what was routed there; empty: its engine tells",
-        "",
-        text="approximate: {}",
+    trust: Trust = field(
+        default=Trust.EXACT,
+        metadata={
+            "help": "how far what the index says of it can be relied on: exact; bound: it may hold "
+            "more; approximate: what was routed there counts too; load_only: it caches no prefixes",
+            "text": "{}",
+        },
     )
+    trust_cause: str = said("why not further; empty: it is exact", "", text="{}")
     role: Role = field(
         default=Role.BOTH, metadata={"help": "both, prefill or decode", "text": "for {}"}
     )
@@ -153,6 +153,18 @@ class WorkerInfo:
         return ReuseRule(self.reuse_blocks, self.lookahead_blocks, self.recomputed_blocks)
 
     @property
+    def reuses_less(self) -> bool:
+        """Whether its engine does not reuse each block that it holds."""
+        return self.reuse_rule != EVERY_BLOCK or self.trust is Trust.LOAD_ONLY
+
+    def reusable(self, held: TierOverlap, most: int) -> int:
+        """Leading blocks that its engine reuses of those it holds of a prompt, as far as the
+        registration tells. most: as for ReuseRule."""
+        if self.trust is Trust.LOAD_ONLY:
+            return 0
+        return self.reuse_rule.reused(held.total, most)
+
+    @property
     def most_tokens(self) -> int:
         """That a prompt and its answer can have together, as far as that is known."""
         room = self.kv_total_blocks * self.block_size or MAX_CONTEXT
@@ -187,11 +199,6 @@ class ForwardPassMetrics:
     gpu_prefix_cache_hit_rate: float = said("share of prompt tokens that was cached; 0-1", 0.0)
     kv_idle_before_evict_s: float = said(
         "how long recently evicted blocks had gone unused; 0: none was evicted", 0.0
-    )
-    events_silent_s: float | None = said(
-        "for so long its engine has computed, and its agent has heard no KV events of it",
-        None,
-        answer="",
     )
     discovery_age_s: float | None = said(
         "for so long its agent has not been told which engines there are, of which it finds some",

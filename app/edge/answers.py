@@ -150,7 +150,9 @@ class RequestState(BaseModel):
 def _reported(items: Iterable[Item]) -> dict[str, Any]:
     """What answers show of what workers report, as `create_model` takes it."""
     return {
-        i.answer: _field(str if i.kind is Role else i.annotation, i.help) for i in items if i.answer
+        i.answer: _field(str if i.kind in (Role, Trust) else i.annotation, i.help)
+        for i in items
+        if i.answer
     }
 
 

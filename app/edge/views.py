@@ -96,6 +96,7 @@ def workers(
             **_key(info.key),
             "incarnation": inc,
             **_reported(INFO, info),
+            **view.rung(inc, info)._asdict(),
             "active_requests": load.requests,
             "decoding_requests": load.decoding,
             "others_requests": round(others),

@@ -148,7 +148,7 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
     )
     yield agents({str(w.info.key): w.away_s for w in routed_to if w.info})
     yield engines(w.info for w in summary.workers if w.info and w.current)
-    for check in approximate(w.info for w in routed_to if w.info):
+    for check in below_exact(w.info for w in routed_to if w.info):
         yield check
     tainted = [str(w.info.key) for w in summary.workers if w.state == "tainted" and w.info]
     if tainted:
@@ -204,14 +204,6 @@ def of_workers(
         )
     yield _all_of(
         live,
-        "events",
-        lambda w: w.events_silent_s is not None,
-        lambda w: f"its engine has computed for {w.events_silent_s:.0f} s, and no event was heard",
-        "agents hear those of their engines",
-        "does the agent listen where the engine publishes? Check with --engine-url and --probe",
-    )
-    yield _all_of(
-        live,
         "discovery",
         lambda w: (w.discovery_age_s or 0.0) > DISCOVERY_S,
         lambda w: f"its agent was last told {w.discovery_age_s:.0f} s ago which engines there are",
@@ -244,21 +236,22 @@ def engines(infos: Iterable[WorkerInfo]) -> Check:
     )
 
 
-def approximate(infos: Iterable[WorkerInfo]) -> Iterator[Check]:
-    """Of workers of which nobody tells what they cache: one check for each reason; none if there
-    are none."""
-    by_reason: dict[str, list[str]] = {}
+def below_exact(infos: Iterable[WorkerInfo]) -> Iterator[Check]:
+    """Of workers that are not exact: one check for each cause; none if there are none. It fails
+    where an engine publishes what it caches, and its agent does not hear it."""
+    by_cause: dict[tuple[Trust, str, bool], list[str]] = {}
     for info in infos:
-        if info.approximate:
-            by_reason.setdefault(info.approximate, []).append(str(info.key))
-    for reason, keys in by_reason.items():
-        why, _, remedy = reason.partition(": ")
-        yield Check(
-            "approximate workers",
-            None,
-            f"{cut(', '.join(keys))}: {why}, so that what was routed there counts; to have it "
-            f"exact, {remedy or reason}",
-        )
+        if info.trust is not Trust.EXACT:
+            is_unheard = info.trust is Trust.APPROXIMATE and bool(info.event_addresses)
+            rung = info.trust, info.trust_cause, is_unheard
+            by_cause.setdefault(rung, []).append(str(info.key))
+    for (trust, cause, is_unheard), keys in by_cause.items():
+        workers = cut(", ".join(keys))
+        if is_unheard:
+            why, _, remedy = cause.partition(": ")
+            yield Check("events", False, f"{workers}: {why}, so that it is {trust}", remedy)
+        else:
+            yield Check(f"{trust} workers", None, f"{workers}: {cause}")
 
 
 async def of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:

@@ -15,7 +15,7 @@ from app.core.errors import NoWorkers
 from app.core.loads import Reservation, Wish
 from app.core.pace import Pace
 from app.core.settings.router import RouterSettings
-from app.core.trust import Trust
+from app.core.trust import Trust, lowest
 from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose, has_room
@@ -368,7 +368,6 @@ def _decision(
     bound = min(overlap.total, query.bound.get(source, 0))
     chosen = (source, view.incarnations[route.target])
     is_away = not view.away.keys().isdisjoint(chosen)
-    is_guessed = not view.guessed.isdisjoint(chosen)
     return Decision(
         request_id=query.request.request_id,
         worker=view.infos[route.target],
@@ -381,7 +380,7 @@ def _decision(
         tied=tied,
         tries=query.tries,
         degraded=degraded or query.is_short or is_away,
-        trust=_trust(query, bound, degraded=degraded, is_guessed=is_guessed),
+        trust=_trust(query, bound, [view.trusts.get(inc) for inc in chosen], degraded=degraded),
         reservation=wish.reservation if reserves else None,
         reservation_id=query.reservation_id,
         locality=locality,
@@ -395,14 +394,14 @@ def _decision(
     )
 
 
-def _trust(query: Query, bound: int, *, degraded: bool, is_guessed: bool) -> Trust:
+def _trust(query: Query, bound: int, workers: Sequence[Trust | None], *, degraded: bool) -> Trust:
+    """bound: blocks that were not published. workers: those of whom not all is published."""
     if degraded:
         return Trust.DEGRADED
     if query.request.is_blind:
         return Trust.BLIND
-    if is_guessed:
-        return Trust.APPROXIMATE
-    return Trust.BOUND if bound and query.trust is Trust.EXACT else query.trust
+    own = Trust.BOUND if bound else Trust.EXACT
+    return lowest(query.trust, own, *(trust for trust in workers if trust is not None))
 
 
 def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:

@@ -19,6 +19,7 @@ from app.core.loads import (
     fading,
 )
 from app.core.overlaps import Overlaps
+from app.core.trust import Rung, Trust, lowest
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import (
     WorkerInfo,
@@ -63,15 +64,21 @@ class View:
         self.pairs_left_alone: frozenset[Pair] = frozenset()
         """Sources and targets between which KV does not arrive."""
         self.away = snapshot.away
-        self.guessed = workers.approximate.union(self.away)
+        self.trusts = workers.trusts
+        """Of the workers that are not exact."""
+        if self.away:
+            known = workers.trusts
+            away = {i: lowest(known.get(i, Trust.EXACT), Trust.APPROXIMATE) for i in self.away}
+            self.trusts = {**known, **away}
+        self.guessed = frozenset(
+            inc for inc, trust in self.trusts.items() if trust is Trust.APPROXIMATE
+        )
         """Of whom nobody tells what they cache: what is routed there counts."""
         self.somebody_waits = snapshot.somebody_waits
         self.incarnations = workers.incarnations
         self.infos = workers.infos
         self.block_size = workers.infos[0].block_size if workers.infos else None
         """Tokens per block, which all workers of a namespace share; None without workers."""
-        self.is_short = workers.are_publishing
-        """Whether some worker holds what the index does not show yet."""
         self.measured = workers.measured
         self.everybody = workers.everybody
         self.contexts = workers.contexts
@@ -111,6 +118,11 @@ class View:
                 shares[position] = failing.share_at(self.now_ms)
         self.failed_shares = shares if shares.any() else None
         self._on_trial = on_trial if on_trial.any() else None
+
+    def rung(self, inc: Incarnation, info: WorkerInfo) -> Rung:
+        """Of one of the workers."""
+        trust = self.trusts.get(inc, Trust.EXACT)
+        return Rung(trust, info.trust_cause if trust is info.trust else "its agent is away")
 
     @property
     def away_s(self) -> list[float | None]:
@@ -205,10 +217,10 @@ class View:
         # The last token is always computed, and with it the block that it is in.
         most = (isl_tokens - 1) // (self.block_size or 1)
         reused: dict[Incarnation, TierOverlap] = {}
-        for inc, rule in self._workers.reuse_less.items():
+        for inc, info in self._workers.reuse_less.items():
             if inc in overlaps:
                 held = overlaps[inc]
-                reused[inc] = held.first(rule.reused(held.total, most))
+                reused[inc] = held.first(info.reusable(held, most))
         for inc, resume in overlaps.resumes.items():
             # Where more is predicted than held, what its engine will hold is not known so well.
             if inc in overlaps and overlaps[inc].total == resume.held:

@@ -16,6 +16,7 @@ from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.pace import Pace
 from app.core.text_trail import marks_of
+from app.core.trust import Trust
 from app.core.types import Incarnation, SequenceHash, request_id_of
 from app.http.supervisor import supervised
 from app.policy.decision import LONG, Query, RouteRequest, is_long
@@ -110,6 +111,7 @@ class History:
         holder = incarnation if incarnation in guessed else plan.holder
         attempt, is_guessed = plan.wish.reservation.attempt, holder in guessed
         is_in_flight = is_long(attempt) and plan.lacking_tokens >= IN_FLIGHT_TOKENS
+        is_in_flight &= plan.view.trusts.get(holder) is not Trust.LOAD_ONLY
         if request.chain and (is_guessed or is_in_flight):
             shard = self._shard_of(request.chain, shards)
             self._write(

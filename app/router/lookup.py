@@ -119,9 +119,7 @@ class LookUp:
             inc: held_by(inc, chain, blocks, view) if inc in view.guessed else blocks
             for inc, blocks in predicted.items()
         }
-        query.is_short = (
-            published is None or isinstance(published, overlap.LowerBound) or view.is_short
-        )
+        query.is_short = published is None or isinstance(published, overlap.LowerBound)
         overlaps = Overlaps() if published is None else published
         query.published = overlaps if predicted else None
         query.computing = [

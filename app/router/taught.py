@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from app.core.chains import positions
+from app.core.trust import Trust
 from app.core.types import Incarnation, SequenceHash
 from app.policy.answers import Answer, Answers, tells_speed
 from app.policy.decision import Decision
@@ -85,7 +86,7 @@ class Taught:
     def add(self, decision: Decision, answer: Answer) -> None:
         """What an engine said of an answer that it has given to its end."""
         info, incarnation = decision.worker, decision.incarnation
-        if not info.approximate or decision.source is not None:
+        if info.trust is not Trust.APPROXIMATE or decision.source is not None:
             return
         _, answers = self._of(incarnation)
         promised = decision.reservation

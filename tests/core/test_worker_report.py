@@ -18,6 +18,7 @@ from app.core.registration import (
 )
 from app.core.report_items import Item
 from app.core.roles import Role
+from app.core.trust import Trust
 from app.core.types import WorkerKey
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -48,9 +49,9 @@ WORKER = WorkerInfo(
     max_model_len=8192,
     tokenizer="meta-llama/Llama-3.1-8B",
     tokenizer_hash="0123456789abcdef",
-    publishing=True,
     ill="does not answer",
-    approximate="no events: start it with --kv-events-config",
+    trust=Trust.APPROXIMATE,
+    trust_cause="no events: start it with --kv-events-config",
     role=Role.DECODE,
     kv_transfer="nixl",
     tp_size=4,
@@ -70,8 +71,8 @@ WORKER_TEXT = (
     b'"reuse_blocks":4,"recomputed_blocks":2,"lookahead_blocks":1,"engine":"vllm 0.33.0",'
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
-    b'"publishing":true,"ill":"does not answer",'
-    b'"approximate":"no events: start it with --kv-events-config",'
+    b'"ill":"does not answer","trust":"approximate",'
+    b'"trust_cause":"no events: start it with --kv-events-config",'
     b'"role":"decode","kv_transfer":"nixl","tp_size":4,'
     b'"kv_lease_s":120.0,"engine_life":"1751.250+1f",'
     b'"kv_fingerprint":["block=16","handshake=?"],"kv_compatible":"a","revision":"r7",'
@@ -89,7 +90,6 @@ METRICS_SEEN = ForwardPassMetrics(
     gpu_cache_usage_perc=0.048,
     gpu_prefix_cache_hit_rate=0.75,
     kv_idle_before_evict_s=412.5,
-    events_silent_s=6.5,
     discovery_age_s=31.5,
     late_s=1.5,
     kv_leases_ended=3,
@@ -125,7 +125,6 @@ ENTRY = {
     "gpu_cache_usage_perc": "0.048",
     "gpu_prefix_cache_hit_rate": "0.75",
     "kv_idle_before_evict_s": "412.5",
-    "events_silent_s": "6.5",
     "discovery_age_s": "31.5",
     "late_s": "1.5",
     "kv_leases_ended": "3",
@@ -176,9 +175,9 @@ SHOWN = {
     "max_model_len": ("max_model_len", ""),
     "tokenizer": ("tokenizer", ""),
     "tokenizer_hash": ("tokenizer_hash", ""),
-    "publishing": ("publishing", ""),
     "ill": ("ill", ""),
-    "approximate": ("approximate", ""),
+    "trust": ("trust", ""),
+    "trust_cause": ("trust_cause", ""),
     "role": ("role", ""),
     "kv_transfer": ("kv_transfer", ""),
     "tp_size": ("tp_size", ""),
@@ -198,7 +197,6 @@ SHOWN = {
     "gpu_cache_usage_perc": ("gpu_cache_usage", "cache_usage"),
     "gpu_prefix_cache_hit_rate": ("gpu_prefix_cache_hit_rate", ""),
     "kv_idle_before_evict_s": ("kv_idle_before_evict_s", ""),
-    "events_silent_s": ("", ""),
     "discovery_age_s": ("", ""),
     "late_s": ("late_s", "late_seconds"),
     "kv_leases_ended": ("", "kv_leases_ended"),
@@ -286,9 +284,9 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "max_model_len": 0,
         "tokenizer": "",
         "tokenizer_hash": "",
-        "publishing": False,
         "ill": "",
-        "approximate": "",
+        "trust": "exact",
+        "trust_cause": "",
         "role": "both",
         "kv_transfer": "",
         "tp_size": 1,
@@ -380,8 +378,8 @@ def _any_value(item: Item, rng: random.Random, largest: float = LARGEST) -> Any:
         return "".join(rng.choices('aZ 09:/"\\é字', k=rng.randrange(20)))
     if item.kind == tuple[str, ...]:
         return tuple("".join(rng.choices('aZ 09:/"\\é字', k=3)) for _ in range(rng.randrange(3)))
-    if item.kind is Role:
-        return rng.choice([*Role])
+    if item.kind in (Role, Trust):
+        return rng.choice([*item.kind])
     if item.kind is int:
         return rng.choice([item.least, rng.randrange(item.least, 10**12)])
     return float(f"{rng.choice([0.0, rng.random(), largest * rng.random() ** 40]):.9g}")

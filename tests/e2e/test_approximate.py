@@ -53,8 +53,8 @@ async def test_a_fleet_of_both_kinds_knows_of_each_what_can_be_known(
                 return await workers_of(router)
 
             workers = await eventually(registered, lambda seen: len(seen) == 2)
-            assert workers["exact"]["approximate"] == ""
-            assert "start it with --kv-events-config" in workers["guessed"]["approximate"]
+            assert workers["exact"]["trust"] == "exact"
+            assert "start it with --kv-events-config" in workers["guessed"]["trust_cause"]
 
             async def held(worker: str) -> tuple[int, str]:
                 """Blocks that a worker is taken to hold, and how surely."""
@@ -102,7 +102,7 @@ async def test_any_server_of_openais_api_is_a_worker(
 
         workers = await eventually(registered)
         assert workers["plain"]["engine"] == "openai me"
-        assert workers["plain"]["approximate"]
+        assert workers["plain"]["trust"] == "approximate"
         answer = await ask(router, "m", "once upon a time")
         assert answer.json()["choices"][0]["text"] == "x"
         assert told(answer)[0] == "plain:0"

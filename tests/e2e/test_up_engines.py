@@ -79,7 +79,7 @@ def test_an_engine_that_publishes_nothing_is_a_worker_and_the_flag_is_named() ->
         assert run(said, "/v1/chat/completions")["choices"]
         workers = run(said, "/v1/workers")["workers"]
         assert isinstance(workers, list)
-        assert "--kv-events-config" in workers[0]["approximate"]
+        assert "--kv-events-config" in workers[0]["trust_cause"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ async def test_what_was_routed_to_a_vllm_without_events_is_what_it_has_cached(
     prefixes = [[rng.randrange(5, 400) for _ in range(40 + 90 * n)] for n in range(8)]
     async with behind_a_door(one_redis_server.url, tmp_path, more=WITHOUT_EVENTS) as (door, direct):
         [worker] = (await door.get("/v1/workers")).json()["workers"]
-        assert "--kv-events-config" in worker["approximate"]
+        assert "--kv-events-config" in worker["trust_cause"]
         stated = cached = 0
         for _ in range(PROMPTS):
             prompt = rng.choice(prefixes) + [rng.randrange(5, 400) for _ in range(50)]

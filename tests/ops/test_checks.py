@@ -11,7 +11,7 @@ from app.core.loads import Load
 from app.core.trust import Trust
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import NO_READINGS
-from app.ops.checks import approximate, predicted
+from app.ops.checks import below_exact, predicted
 from app.ops.workers import WorkerStatus
 from app.policy.locality import Best, Locality
 from app.policy.record import DecisionRecord
@@ -47,7 +47,6 @@ def worker(hit_rate: float) -> WorkerStatus:
         blocks={},
         cache_usage=0.5,
         hit_rate=hit_rate,
-        events_silent_s=None,
     )
 
 
@@ -68,12 +67,15 @@ def test_what_nobody_could_predict_is_not_compared(unpredicted: dict[str, Any]) 
     assert predicted([*few, *[NOTHING] * 60], [worker(1.0)]).ok is False
 
 
-def test_workers_that_tell_nothing_are_named_with_what_would_change_that() -> None:
-    why = "vLLM publishes no KV events: start it with --kv-events-config '{}'"
-    infos = [worker_info("w1", approximate=why), worker_info("w2"), worker_info("w3:1")]
-    infos[2] = replace(infos[2], approximate=why)
-    [check] = approximate(infos)
-    assert check.ok is None
-    assert check.found.startswith("w1:0, w3:1: vLLM publishes no KV events, ")
-    assert check.found.endswith("start it with --kv-events-config '{}'")
-    assert not list(approximate([worker_info("w2")]))
+def test_workers_below_exact_are_named_with_what_would_change_that() -> None:
+    why = "it publishes no KV events: start it with some"
+    told = {"trust": Trust.APPROXIMATE, "trust_cause": why}
+    heard = told | {"event_addresses": ("tcp://e:5557",), "trust_cause": "nothing is heard: look"}
+    cacheless = {"trust": Trust.LOAD_ONLY, "trust_cause": "it caches no prefixes"}
+    rows = {"w1": told, "w2": {}, "w3": told, "w4": heard, "w5": cacheless}
+    checks = below_exact(worker_info(name, **given) for name, given in rows.items())
+    assert [(check.about, check.ok, check.found, check.remedy) for check in checks] == [
+        ("approximate workers", None, f"w1:0, w3:0: {why}", ""),
+        ("events", False, "w4:0: nothing is heard, so that it is approximate", "look"),
+        ("load_only workers", None, "w5:0: it caches no prefixes", ""),
+    ]

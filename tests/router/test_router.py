@@ -1011,7 +1011,7 @@ class TestPredictions:
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         for name in ("w1", "w2"):
-            await workers.register(name, approximate="it tells nothing")
+            await workers.register(name, trust=Trust.APPROXIMATE)
         settings = {"prediction_ttl_s": 3600.0}
         async with (
             running(one_redis_server.url, **settings) as first,
@@ -1032,7 +1032,7 @@ class TestPredictions:
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
         await workers.register("exact")
-        await workers.register("guessed", approximate="it tells nothing")
+        await workers.register("guessed", trust=Trust.APPROXIMATE)
         async with running(one_redis_server.url, prediction_ttl_s=3600.0) as replica:
             for name, other in (("exact", "guessed"), ("guessed", "exact")):
                 excluded = frozenset({other})
@@ -1057,7 +1057,7 @@ class TestPredictions:
     async def test_answers_teach_what_an_approximate_worker_keeps_and_how_fast_it_is(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, engine: str
     ) -> None:
-        await workers.register("w1", approximate="it tells nothing", engine=engine)
+        await workers.register("w1", trust=Trust.APPROXIMATE, engine=engine)
         async with running(one_redis_server.url, prediction_ttl_s=3600.0) as replica:
             await replica.route(request("r1", "latency"))
 
@@ -1084,7 +1084,7 @@ class TestPredictions:
         by_request_id: bool,
         prompt: list[int],
     ) -> None:
-        await workers.register("w1", approximate="it tells nothing")
+        await workers.register("w1", trust=Trust.APPROXIMATE)
         settings, blocks = {"prediction_ttl_s": 3600.0}, len(prompt) // 4
         async with (
             running(one_redis_server.url, **settings) as first,
@@ -1126,7 +1126,7 @@ class TestPredictions:
     async def test_a_caller_that_hangs_up_leaves_no_overlap(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
     ) -> None:
-        await workers.register("w1", approximate="it tells nothing")
+        await workers.register("w1", trust=Trust.APPROXIMATE)
         async with running(one_redis_server.url) as replica:
 
             async def overlap() -> int:
@@ -1148,7 +1148,8 @@ class TestPredictions:
         has_first_token: bool,
     ) -> None:
         await workers.register("w1")
-        await workers.register("w2", approximate="x" if another_tells_nothing else "")
+        other = Trust.APPROXIMATE if another_tells_nothing else Trust.EXACT
+        await workers.register("w2", trust=other)
         prompt = list(range(IN_FLIGHT_TOKENS + 4 * 8))
         await workers.publish("w1", prompt[: 4 * 8])
         async with running(one_redis_server.url) as replica:
@@ -1260,15 +1261,26 @@ class TestPredictions:
         assert 0 < short.overlap.total < 1005
         assert (short.degraded, short.reserved, short.trust) == (True, True, "bound")
 
-    async def test_answers_fall_short_while_a_worker_has_yet_to_publish(
-        self, router: Replica, workers: FakeWorkers
+    @pytest.mark.parametrize("trust", [Trust.BOUND, Trust.APPROXIMATE, Trust.LOAD_ONLY])
+    async def test_a_decision_is_trusted_no_further_than_its_worker(
+        self, router: Replica, workers: FakeWorkers, trust: Trust
     ) -> None:
         await workers.register("w1")
-        assert not (await router.route(request("r1"))).degraded
-        await workers.register("w2", publishing=True)
-        assert (await router.route(request("r2"))).degraded
         await workers.register("w2")
-        assert not (await router.route(request("r3"))).degraded
+        await workers.publish("w2", PROMPT)
+
+        async def seen(of: str) -> tuple[int, Trust]:
+            excluded = frozenset({"w1", "w2"} - {of})
+            asked = request("look", "latency", reserve=False, exclude=excluded)
+            decision = await router.route(asked)
+            return decision.overlap.total, decision.trust
+
+        assert await seen("w2") == (2, Trust.EXACT)
+        await workers.renew("w2", trust=trust)
+        assert await seen("w2") == (0 if trust is Trust.LOAD_ONLY else 2, trust)
+        assert await seen("w1") == (0, Trust.EXACT)
+        await workers.renew("w2", trust=Trust.EXACT)
+        assert await seen("w2") == (2, Trust.EXACT)
 
     async def test_by_default_only_published_blocks_count_as_overlap(
         self, router: Replica, workers: FakeWorkers

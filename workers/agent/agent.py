@@ -25,6 +25,7 @@ from app.core.errors import (
 from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
 from app.core.loads import Load
+from app.core.trust import TOP, Rung, Trust
 from app.core.types import Incarnation, Tier
 from app.core.worker_report import (
     NO_READINGS,
@@ -81,7 +82,8 @@ class Agent:
     """start, run, stop. info: may be replaced, and routers know a heartbeat later.
 
     Every 100 ms, less often in a fleet of more than 256 workers, `measure` and
-    `read_gpu` are asked for what to publish. What was reserved by then is asked of Redis, unless
+    `read_gpu` are asked for what to publish, and `judge` at each renewal for how much of what the
+    engine holds is known. What was reserved by then is asked of Redis, unless
     `measure` says it: it has to, of what it was told a while ago."""
 
     def __init__(
@@ -92,6 +94,7 @@ class Agent:
         settings: AgentSettings,
         measure: Callable[[], tuple[ForwardPassMetrics, Speed]],
         read_gpu: Callable[[], GpuReadings] = lambda: NO_READINGS,
+        judge: Callable[[], Rung] = lambda: TOP,
     ) -> None:
         self.info = info
         self.ill = ""
@@ -119,8 +122,11 @@ class Agent:
         """Whether what is published has come to an end, after which all of it is void."""
         self._tainted_in: str | None = None
         """The life of its engine in which Redis last said that it is tainted."""
-        self._publishing = False
-        """Whether the worker is routed to though Redis has yet to be told all that it holds."""
+        self._judge = judge
+        self._rung = TOP
+        """As last told."""
+        self._due: int | None = None
+        """Redis knows all that the engine holds once it has been told of so many notices."""
         self._publisher = Publisher(
             runner, keyspace, info.key, self._nonce, settings.index_blocks, info.reuse_rule
         )
@@ -206,7 +212,7 @@ class Agent:
         """
         call = leases.register(
             self._keyspace,
-            self.info,
+            self._told(),
             self._nonce,
             ttl_ms=self._ttl_ms,
             shards=self._shards,
@@ -251,7 +257,6 @@ class Agent:
             await asyncio.sleep(due - loop.time())
             leased = [inc for inc in (self.incarnation, self._staged) if inc is not None]
             beats += 1
-            self._publishing = self._publishing and not self._publisher.has_published_all
             thorough = beats >= RECOUNT_BEATS * max(1.0, self.num_leases / RECOUNT_WORKERS)
             if thorough:
                 beats = 0
@@ -273,7 +278,7 @@ class Agent:
     def _renew(self, inc: Incarnation, thorough: bool) -> Call[leases.Renewal]:
         return leases.renew(
             self._keyspace,
-            replace(self.info, publishing=self._publishing, ill=self.ill),
+            self._told(),
             inc,
             self._nonce,
             ttl_ms=self._ttl_ms,
@@ -283,6 +288,20 @@ class Agent:
             drains=self._drains and inc == self.incarnation,
             tainted=self.is_tainted,
         )
+
+    def _told(self) -> WorkerInfo:
+        """What the worker is to be registered as now."""
+        rung = self._judge()
+        if rung.trust is not Trust.EXACT:
+            self._due = None
+        elif self._due is None:
+            self._due = self._publisher.num_notified
+        if self._due is not None and not self._publisher.has_published(self._due):
+            rung = Rung(Trust.BOUND, "Redis has yet to be told all that it holds")
+        if rung != self._rung:
+            log.warning("%s: %s: %s", self.info.key, rung.trust, rung.trust_cause or "all is known")
+        self._rung = rung
+        return replace(self.info, ill=self.ill, **rung._asdict())
 
     def _retire(self, inc: Incarnation) -> Call[bool]:
         return leases.retire(self._keyspace, self.info.key, inc, self._nonce)
@@ -330,7 +349,7 @@ class Agent:
             if registration.predecessor_lives:
                 await self._publisher.publish_all(new)
             else:
-                self._publishing = True
+                self._due = None
                 await self._publisher.insist(self._renew(new, thorough=False))
             if not await self._publisher.insist(self._activate(new, self.incarnation)):
                 raise IncarnationLost(f"staged incarnation {new} was lost")

@@ -93,7 +93,7 @@ class Publisher:
         self._ownership = Ownership(rule)
         self._shards: list[_Shard] = []
         """Empty while nothing is published."""
-        self._num_notified = 0
+        self.num_notified = 0
         """How often `notify` was called."""
         self._in_flight = 1
         """Batches to send together next time."""
@@ -107,10 +107,10 @@ class Publisher:
         """Of the index, as last opened."""
         return len(self._shards)
 
-    @property
-    def has_published_all(self) -> bool:
-        """Whether all that the engine held when the incarnation began has been sent."""
-        return not self._num_notified or all(shard.num_notified for shard in self._shards)
+    def has_published(self, num_notified: int) -> bool:
+        """Whether Redis shows what the engine held after so many calls of `notify`."""
+        is_sent = all(shard.num_notified >= num_notified for shard in self._shards)
+        return not any(self.num_wanted.values()) or (is_sent and bool(self._shards))
 
     @property
     def num_wanted(self) -> Mapping[Tier, int]:
@@ -120,7 +120,7 @@ class Publisher:
     def notify(self, events: Iterable[CacheEvent]) -> None:
         """Take in what the engine did; never blocks. See Ownership for what bounds the backlog."""
         self._ownership.apply(events)
-        self._num_notified += 1
+        self.num_notified += 1
         if self._ownership.any_pending:
             self._wake.set()
 
@@ -129,7 +129,7 @@ class Publisher:
 
         False: a shard that cannot be reached may show such a block until it is back.
         """
-        notified = self._num_notified
+        notified = self.num_notified
         while behind := [shard for shard in self._shards if shard.num_notified < notified]:
             if all(shard.is_unreachable for shard in behind):
                 return False
@@ -237,13 +237,13 @@ class Publisher:
         if self._ownership.is_pending(shard.number) or to_audit is not None:
             shard.task = tasks.create_task(self._publish_to(shard, incarnation, to_audit))
         else:
-            self._acknowledge(shard, self._num_notified)
+            self._acknowledge(shard, self.num_notified)
 
     async def _publish_to(
         self, shard: _Shard, incarnation: Incarnation, to_audit: Iterable[SequenceHash] | None
     ) -> None:
         """Send a shard its changes, and audit what it shows unless `to_audit` is None."""
-        notified = self._num_notified
+        notified = self.num_notified
         try:
             if not await self._send(shard, incarnation):
                 raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")

@@ -15,6 +15,7 @@ import zmq.asyncio
 from app.core.check import Check
 from app.core.documents import page
 from app.core.errors import EngineUnavailable, EngineUnfit
+from app.core.trust import TOP
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
 from workers.bridge.events.stream import EventStream
@@ -24,6 +25,8 @@ from workers.bridge.http.facts import EngineFacts, EventSource
 from workers.bridge.http.load import IDLE
 
 EVENTS_S = 10.0
+CAPACITY_GAP = 0.05
+"""A share: agents count whole blocks."""
 EVENT_S = 2.0
 """For the event of one request."""
 _LOOPBACK = re.compile(r"tcp://(127(\.\d+){3}|localhost|\[::1\]):")
@@ -51,34 +54,26 @@ async def of_engine(
             yield Check(f"engine {url}", False, wrong, remedy or f"see {page('engines.md')}")
             return
         engine = EngineHttp(session, url)
+        if live:
+            facts = facts.beside(live[0].block_size)
         yield _caching(url, facts)
-        if live and not facts.approximate:
-            yield _blocks(url, facts, live[0].block_size)
         own = [info for info in live if info.address.rstrip("/") == url.rstrip("/")]
         yield _registered(url, facts, [info.key for info in own])
+        yield _capacity(url, facts, own)
         heard_at = {info.key.dp_rank: info.event_addresses for info in own}
         if facts.kind == "vllm":
             yield await _idle_times(url, engine)
-        for source in () if facts.approximate else facts.sources:
+        for source in facts.sources if facts.rung == TOP else ():
             listened = _as_by_agent(source, heard_at.get(source.rank, ()), engine.host)
             yield await _events(url, engine, facts, source, listened, probe=probe)
 
 
 def _caching(url: str, facts: EngineFacts) -> Check:
     name = f"{facts.kind} {facts.version}".strip() + f", {', '.join(facts.models)}"
-    if facts.approximate:
-        return Check(f"engine {url}", None, f"{name}: approximate: {facts.approximate}")
+    if facts.rung != TOP:
+        return Check(f"engine {url}", None, f"{name}: {facts.rung.trust}: {facts.rung.trust_cause}")
     text = f"{name}: prefix caching and KV events are on, blocks of {facts.block_size} tokens"
     return Check(f"engine {url}", True, text)
-
-
-def _blocks(url: str, facts: EngineFacts, block_size: int) -> Check:
-    return Check(
-        f"engine {url} blocks",
-        facts.block_size % block_size == 0,
-        f"{facts.block_size} tokens; {block_size} in the namespace",
-        f"start the engine with --block-size {block_size}, or its agent in another --namespace",
-    )
 
 
 async def _idle_times(url: str, engine: EngineHttp) -> Check:
@@ -103,6 +98,20 @@ def _registered(url: str, facts: EngineFacts, keys: list[WorkerKey]) -> Check:
         if not missing
         else f"no live worker has this address for rank {', '.join(map(str, sorted(missing)))}",
         f"kvroute agent --engine-url {url}",
+    )
+
+
+def _capacity(url: str, facts: EngineFacts, own: Sequence[WorkerInfo]) -> Check:
+    """Whether it has as much KV as its agent says, who may have been told by a flag."""
+    said = facts.capacity_tokens
+    taken = {info.kv_total_blocks * info.block_size for info in own}
+    differs = [tokens for tokens in taken if abs(tokens - said) > CAPACITY_GAP * said]
+    text = f"{said:,} tokens" if said else "not known"
+    return Check(
+        f"engine {url} capacity",
+        not differs if said else None,
+        f"{text}; its agent takes it for {differs[0]:,}" if said and differs else text,
+        "start its agent without --capacity-tokens",
     )
 
 

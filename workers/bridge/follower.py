@@ -182,13 +182,12 @@ class EngineFollower:
                 wait_s=0.25,
             )
             block_size = await self._block_size(self.facts)
+            self.facts = self.facts.beside(block_size)
         except EngineUnfit as error:
             self._state, self._unfit = "unfit", str(error)
             raise
         self._state, self._unfit = "unavailable", ""
         log.info("%s %s: %s", self.facts.kind, self.facts.version, self.facts)
-        if self.facts.approximate:
-            log.warning("what it caches is only guessed: %s", self.facts.approximate)
         return self.facts, block_size
 
     async def _while_it_sleeps(self, facts: EngineFacts, reader: LoadReader) -> None:
@@ -324,9 +323,15 @@ class EngineFollower:
             if await self._tells_more(facts):
                 log.info("the engine tells more of its KV: it registers anew")
                 return
+            block_size = self.ranks[0].info.block_size
+            is_refused = any(rank.agent.refused for rank in self.ranks)
+            if is_refused and await self._block_size(facts) != block_size:
+                log.info("another worker has laid the namespace out: the engine registers anew")
+                return
             before, changed = changed, None
             try:
                 latest = await discover(self._session, self._engine.url, self._overrides)
+                latest = latest.beside(block_size)
             except EngineUnavailable:
                 continue
             except EngineUnfit as error:
@@ -386,17 +391,9 @@ class EngineFollower:
         return ranks
 
     async def _block_size(self, facts: EngineFacts) -> int:
-        """Of the index, in tokens. Raises EngineUnfit if it does not divide the engine's."""
-        settings = self._settings
-        block_size = settings.block_size or await self._namespace_block_size()
-        block_size = block_size or facts.block_size
-        if facts.block_size % block_size and not facts.approximate:
-            raise EngineUnfit(
-                f"the engine's blocks of {facts.block_size} tokens are not whole blocks of the "
-                f"{block_size} that namespace {settings.namespace!r} has: start it with a multiple "
-                "of them, or give it a namespace of its own (--namespace)"
-            )
-        return block_size
+        """Of the index, in tokens."""
+        given = self._settings.block_size or await self._namespace_block_size()
+        return given or facts.block_size
 
     async def _namespace_block_size(self) -> int | None:
         """None if the namespace is new; waits for Redis."""
@@ -407,14 +404,13 @@ class EngineFollower:
 
     def _measure(self, rank: int) -> tuple[ForwardPassMetrics, Speed]:
         served = next(r for r in self.ranks if r.info.key.dp_rank == rank)
-        now, silent_since = asyncio.get_running_loop().time(), served.silence.since_s
+        now = asyncio.get_running_loop().time()
         metrics = measured(
             self.loads.get(rank, IDLE),
             self.speeds[rank],
             self._reserved.get(rank, [None]),
             max_requests=self._settings.max_requests,
             total_blocks=served.info.kv_total_blocks,
-            events_silent_s=None if silent_since is None else now - silent_since,
             discovery_age_s=self.discovery_age_s(),
             late_s=self._healths[rank].verdict(now).late_s,
             read_s_ago=now - self.read_s,

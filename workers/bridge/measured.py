@@ -15,13 +15,12 @@ def measured(
     *,
     max_requests: int,
     total_blocks: int,
-    events_silent_s: float | None,
     discovery_age_s: float | None,
     late_s: float,
     read_s_ago: float,
 ) -> ForwardPassMetrics:
     """reserved: by routers, before that load was read, and after. total_blocks: that it registers.
-    events_silent_s, discovery_age_s, late_s: as in ForwardPassMetrics."""
+    discovery_age_s, late_s: as in ForwardPassMetrics."""
     metrics = ForwardPassMetrics(
         request_active_slots=load.running,
         request_total_slots=max_requests,
@@ -31,7 +30,6 @@ def measured(
         gpu_cache_usage_perc=load.kv_usage,
         gpu_prefix_cache_hit_rate=load.hit_rate or 0.0,
         kv_idle_before_evict_s=load.idle_before_evict_s or 0.0,
-        events_silent_s=events_silent_s,
         discovery_age_s=discovery_age_s,
         late_s=late_s,
         read_s_ago=read_s_ago,

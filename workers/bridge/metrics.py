@@ -8,6 +8,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from app.core.trust import Trust
 from app.http.metrics import Family, Sampled, ScrapeCollector
 from workers.bridge.follower import STATES, EngineFollower
 from workers.bridge.rank import Rank
@@ -60,16 +61,17 @@ LAG = Family(
     "Delay of the last batch of events, by the clocks of engine and agent.",
     ("worker", "rank"),
 )
-ANSWERS = Family(
-    "kvroute_agent_events_answered",
+TRUST = Family(
+    "kvroute_agent_trust",
     "gauge",
-    "1 if the engine answered when last asked for events.",
-    ("worker", "rank"),
+    "1 for how far what is known of a rank's cache can be relied on: exact, bound, approximate or "
+    "load_only.",
+    ("worker", "rank", "trust"),
 )
 SILENT = Family(
     "kvroute_agent_events_silent",
     "gauge",
-    "1 if the engine computes and nothing is heard from where the agent listens.",
+    "1 if a rank publishes, and nothing is heard of it from where the agent listens.",
     ("worker", "rank"),
 )
 ENGINE_LATE = Family(
@@ -121,7 +123,7 @@ FAMILIES = (
         MEDIA,
         LOSSES,
         LAG,
-        ANSWERS,
+        TRUST,
         SILENT,
         ENGINE_LATE,
         BATCHES,
@@ -164,12 +166,13 @@ def _of_rank(rank: Rank, name: tuple[str, str]) -> Iterator[Sampled]:
     yield MEDIA, name, rank.blocks.num_unknown_media
     for reason, number in asdict(rank.losses).items():
         yield LOSSES, (*name, reason), number
-    yield SILENT, name, rank.silence.since_s is not None
+    trust = rank.rung.trust
+    yield TRUST, (*name, trust), 1
+    yield SILENT, name, rank.stream is not None and trust is Trust.APPROXIMATE
     if rank.stream is None:
         return
     counters = asdict(rank.stream.counters)
     yield LAG, name, counters.pop("lag_s")
-    yield ANSWERS, name, rank.stream.answers
     for what, number in counters.items():
         yield BATCHES, (*name, what), number
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,11 +15,13 @@ import zmq.asyncio
 from app.core.errors import InvalidRequest
 from app.core.events import CacheEvent, Cleared
 from app.core.keys import Keyspace
+from app.core.trust import TOP, Rung, Trust
 from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.bridge.events import saved
 from workers.bridge.events.blocks import EngineBlocks
+from workers.bridge.events.events import AllBlocksCleared
 from workers.bridge.events.saved import SavedIndex
 from workers.bridge.events.silence import Silence
 from workers.bridge.events.stream import EventStream, Fresh, Resumption
@@ -30,7 +32,11 @@ log = logging.getLogger(__name__)
 
 LEAK = 1.1
 """An engine cannot hold more blocks than it has. Where so many times as many seem to be held, some
-were announced more often than removed, as for a request with kv_cache_report_mode `full`."""
+were announced more often than removed, as for a request with kv_cache_report_mode `full`. What it
+says of its capacity is no such number: with windows, that is how many tokens long prompts may
+have."""
+CATCH_UP_S = 2.0
+"""So long a worker waits to be registered, at most, until its agent has read what was published."""
 BATCHES_AT_ONCE = 16
 SAVE_S = 30.0
 SAVE_SHARE = 0.01
@@ -71,6 +77,9 @@ class Rank:
         self.silence = Silence(facts.block_size)
         self._source = source
         self._facts = facts
+        own_blocks = max(1, facts.block_size // info.block_size)
+        self._most_held = LEAK * facts.pool_blocks * own_blocks
+        """Blocks of the index; 0: that is not known."""
         self._path = path
         self._form = [
             "2",
@@ -88,7 +97,7 @@ class Rank:
         self.stream = EventStream(context, source, after) if source.endpoint else None
         """None: the engine publishes nothing."""
         self.blocks = self._new_blocks(joined_late=False)
-        self.agent = Agent(runner, keyspace, info, settings, measure)
+        self.agent = Agent(runner, keyspace, info, settings, measure, judge=lambda: self.rung)
 
     @property
     def num_heard(self) -> int:
@@ -102,6 +111,25 @@ class Rank:
             return 0.0
         return max(0.0, 1 - self.blocks.num_held / max(1, self.info.kv_total_blocks))
 
+    @property
+    def rung(self) -> Rung:
+        """How much of what the engine caches is known now."""
+        if self.stream is None:
+            return self._facts.rung
+        events, replay = self._source.endpoint, self._source.replay
+        if not self.stream.is_current:
+            cause = f"nothing was heard from {events} yet: does the engine publish there?"
+            if replay is not None:
+                cause = f"{replay} has not told what was published: can the agent reach it?"
+            return Rung(Trust.APPROXIMATE, cause)
+        if self.silence.since_s is not None:
+            cause = f"it computes, and nothing is heard from {events}: does it publish there?"
+            return Rung(Trust.APPROXIMATE, cause)
+        if self.unknown_share:
+            cause = "it may hold what was published before its agent came: it goes as it is evicted"
+            return Rung(Trust.BOUND, cause)
+        return TOP
+
     async def run(self) -> None:
         """Raises what Agent.start and Agent.run raise."""
         async with asyncio.TaskGroup() as tasks:
@@ -109,6 +137,10 @@ class Rank:
                 tasks.create_task(self._keep())
                 following = tasks.create_task(self._follow())
                 try:
+                    if self.stream is not None:
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(CATCH_UP_S):
+                                await self.stream.began.wait()
                     await self.agent.start()
                     await self.agent.run()
                 finally:
@@ -118,20 +150,7 @@ class Rank:
 
     def compare(self, load: EngineLoad, now: float) -> None:
         """See whether events arrive while the engine computes. now: monotonic seconds."""
-        was_silent = self.silence.since_s is not None
-        if self.stream is None:
-            return
         self.silence.observe(load, self.num_heard, now)
-        is_silent = self.silence.since_s is not None
-        if is_silent and not was_silent:
-            log.warning(
-                "%s: the engine computes, but nothing is heard from %s: does it publish there? "
-                "(--events-endpoint)",
-                self.info.key,
-                self._source.endpoint,
-            )
-        elif was_silent and not is_silent:
-            log.info("%s: events are heard again", self.info.key)
 
     async def leave(self, *, keeps_engine: bool) -> None:
         """Once `run` is cancelled: nobody is routed here any more, unless the engine is to be kept
@@ -178,6 +197,7 @@ class Rank:
         try:
             for event in batch.events:
                 changes += self.blocks.take(event)
+                self.joined_late &= not isinstance(event, AllBlocksCleared)
         except InvalidRequest as error:
             log.warning("%s: an event that cannot be: %s", self.info.key, error)
             self.losses.broken_events += 1
@@ -189,7 +209,7 @@ class Rank:
             self.losses.broken_events += 1
         elif self.blocks.is_blind:
             self.losses.missing_parents += 1
-        elif self.blocks.num_held > LEAK * self.info.kv_total_blocks:
+        elif 0 < self._most_held < self.blocks.num_held:
             self.losses.leaks += 1
         else:
             return

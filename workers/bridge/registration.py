@@ -60,7 +60,6 @@ class Registrations:
             kv_fingerprint=fingerprint,
             kv_compatible=settings.kv_compatible,
             revision=settings.revision,
-            approximate=facts.approximate,
             engine_life=life_of(facts),
             bootstrap_port=settings.bootstrap_port if settings.kv_transfer == "sglang" else 0,
         )

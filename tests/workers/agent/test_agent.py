@@ -288,14 +288,14 @@ async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(
 ) -> None:
     runner = GatedRunner(redis, "apply")
 
-    async def publishing() -> dict[str, bool]:
+    async def trust() -> dict[str, str]:
         infos = [registration.decode_info(t) for t in await redis.hvals(KEYS["workers"])]
-        return {str(info.key): info.publishing for info in infos}
+        return {str(info.key): info.trust.value for info in infos}
 
     async with running(new_agent(redis, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
-        assert await publishing() == {"w0:0": False}
+        await eventually(trust, lambda found: found == {"w0:0": "exact"})
         runner.gate.clear()
         await redis.flushall()
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
@@ -304,11 +304,11 @@ async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(
             return await redis.zscore(KEYS["leases"], "1")
 
         for _ in range(3):
-            assert await publishing() == {"w0:0": True}
+            assert await trust() == {"w0:0": "bound"}
             seen_ms = await lapses_ms()
             await eventually(lapses_ms, lambda ms, seen_ms=seen_ms: ms != seen_ms)
         runner.gate.set()
-        await eventually(publishing, lambda found: found == {"w0:0": False})
+        await eventually(trust, lambda found: found == {"w0:0": "exact"})
         assert await observer.overlaps() == {1: TierOverlap(device=8)}
 
 

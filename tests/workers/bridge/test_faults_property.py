@@ -168,7 +168,7 @@ async def run_steps(url: str, buffer: int, steps: list[Step]) -> None:
                 is_learning = rank.joined_late and buffer != 2
                 return (
                     rank.stream.position == publisher.position
-                    and rank.stream.answers
+                    and rank.stream.is_current
                     and not is_learning
                 )
 

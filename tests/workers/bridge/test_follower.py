@@ -19,6 +19,7 @@ from app.core.keys import Keyspace
 from app.core.metrics_entry import decode
 from app.core.registration import decode_info
 from app.core.settings.agent import EngineAgentSettings
+from app.core.trust import Trust
 from app.core.types import Incarnation
 from app.core.worker_report import WorkerInfo
 from app.state import reservations
@@ -274,7 +275,6 @@ async def test_an_engine_that_is_gone_leaves_and_is_back_with_its_next_life(
         (Faults(models_status=401), "/v1/models answers 401"),
         (Faults(lists_models=False), "the engine lists no model at /v1/models"),
         (Faults(metrics_status=403), "/metrics answers 403"),
-        (Faults(metrics_status=404), "vLLM does not say its block size"),
     ],
     ids=shown,
 )
@@ -288,16 +288,26 @@ async def test_an_engine_that_cannot_be_followed_is_looked_at_again(
         assert engine.follower.why == ""
 
 
-async def test_an_engine_whose_blocks_do_not_fit_the_namespace_is_looked_at_again(
-    redis: Redis, tmp_path: Path
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_an_engine_whose_blocks_do_not_fit_the_namespace_is_approximate(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    await redis.hset(KEYS["meta"], mapping={"block_size": 7})  # type: ignore[misc]
-    async with followed(redis, tmp_path, until="unfit") as engine:
-        assert (
-            "the engine's blocks of 16 tokens are not whole blocks of the 7" in engine.follower.why
-        )
-        await redis.flushall()
-        await engine.until("e:0")
+    """is_late: another lays the namespace out after the engine was looked at."""
+    start = Agent.start
+
+    async def lay_out(agent: Agent | None = None) -> None:
+        await redis.hset(KEYS["meta"], mapping={"block_size": 7, "shards": 1})  # type: ignore[misc]
+        if agent is not None:
+            await start(agent)
+
+    if is_late:
+        monkeypatch.setattr(Agent, "start", lay_out)
+    else:
+        await lay_out()
+    async with followed(redis, tmp_path) as engine:
+        info = await engine.registered()
+        assert (info.trust, info.block_size) == (Trust.APPROXIMATE, 7)
+        assert "blocks of 16 tokens are not whole blocks of the 7" in info.trust_cause
 
 
 async def test_what_an_engine_says_but_once_is_no_change(redis: Redis, tmp_path: Path) -> None:

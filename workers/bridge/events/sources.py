@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from app.core.errors import EngineUnfit
-from workers.bridge.http.facts import EventSource, Overrides
+from workers.bridge.http.facts import EventSource, NotExact, Overrides
 
 _TCP = re.compile(r"tcp://(\*|\[[^\]]*\]|::|[^:/]+):(\d{1,5})")
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]", "[*]"})  # noqa: S104 - what engines say
@@ -16,25 +15,20 @@ MAX_PORT = 65_535
 def reachable(endpoint: str, host: str, rank: int = 0) -> str:
     """The address to connect to for a socket that the engine on `host` has bound to `endpoint`.
 
-    rank: added to the port. Raises EngineUnfit for a bad address.
+    rank: added to the port. Raises NotExact for a bad address.
     """
     if endpoint.startswith("ipc://") and not rank:
         return endpoint
     match = _TCP.fullmatch(endpoint)
     port = int(match[2]) + rank if match else 0
     if match is None or not 0 < port <= MAX_PORT:
-        raise EngineUnfit(f"the events endpoint {endpoint!r} is not tcp://HOST:PORT")
+        raise NotExact(f"the events endpoint {endpoint!r} is not tcp://HOST:PORT")
     return f"tcp://{host if match[1] in _WILDCARDS else match[1]}:{port}"
 
 
 def binds(endpoint: str) -> bool:
     """Does an engine bind this address? It would connect to any other."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
-
-
-def silent(ranks: Iterable[int]) -> tuple[EventSource, ...]:
-    """Of ranks that publish nothing."""
-    return tuple(EventSource(rank, "", None) for rank in ranks)
 
 
 def overridden(ranks: Iterable[int], host: str, overrides: Overrides) -> tuple[EventSource, ...]:

@@ -31,8 +31,6 @@ PROBE_S = 1.0
 REPLY_S = 2.0
 """For each message of an answer. An engine looks for questions every 100 ms."""
 RETRY_S = 0.5
-MAX_UNANSWERED = 4
-"""Questions in a row without an answer; then what is known may be out of date."""
 QUEUED_BATCHES = 100_000
 MAX_BATCH_BYTES = 64 * 1024 * 1024
 BATCHES_AT_ONCE = 64
@@ -100,8 +98,10 @@ class EventStream:
         self, context: zmq.asyncio.Context, source: EventSource, after: Position | None = None
     ) -> None:
         self.counters = Counters()
-        self.answers = True
-        """Whether the engine answered when it was last asked."""
+        self.is_current = False
+        """Whether, as far as can be told, all is known that the engine has published by now."""
+        self.began = asyncio.Event()
+        """`follow` has returned what was published before it began."""
         self.position: Position | None = None
         """The last batch that `follow` has returned."""
         self._context = context
@@ -113,7 +113,6 @@ class EventStream:
         # asyncio's future for each message would cost more than the message.
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self._subscriber.underlying)
         self._dealer: zmq.asyncio.Socket | None = None
-        self._unanswered = 0
         self._lost_s = -FOLLOWING_S
         self._wait_s = 0.0
 
@@ -134,6 +133,7 @@ class EventStream:
             async with aclosing(self._begin(reason)) as beginning:
                 async for item in beginning:
                     yield item
+            self.began.set()
             try:
                 async with aclosing(self._go_on()) as following:
                     async for item in following:
@@ -141,7 +141,7 @@ class EventStream:
             except _Lost as loss:
                 reason = str(loss)
             # Nothing that may be wrong is shown meanwhile, nor kept as what was known here.
-            self.position = None
+            self.position, self.is_current = None, False
             yield Fresh(joined_late=True, reason=reason)
             await self._wait_before_the_next(reason)
 
@@ -206,6 +206,7 @@ class EventStream:
                 expected = last.seq + 1 if last else 0
                 if message.seq == expected:
                     self._queue.popleft()
+                    self.is_current = True
                     yield self._taken(message, batch)
                 elif last and message.seq <= last.seq:
                     if batch.ts > last.ts:
@@ -217,6 +218,7 @@ class EventStream:
                     # The first that comes at all: nothing is known to be missing but what was
                     # before.
                     self._queue.popleft()
+                    self.is_current = True
                     yield self._taken(message, batch)
                 else:
                     self.counters.gaps += 1
@@ -252,16 +254,12 @@ class EventStream:
                     self.counters.replayed += 1
                     yield self._taken(message, batch)
         except TimeoutError:
-            self.answers = False
-            self._unanswered += 1
-            if self._unanswered >= MAX_UNANSWERED:
-                raise _Lost("the engine does not say whether it has published anything") from None
+            self.is_current = False
             await asyncio.sleep(RETRY_S)
             return
-        self.answers = True
-        self._unanswered = 0
         if is_first:
             raise _Lost("the engine was started again")
+        self.is_current = True
 
     def _decoded(self, message: _Message) -> Batch:
         try:
@@ -308,12 +306,9 @@ class EventStream:
                     async for message in replay:
                         begun = True
                         yield message
-                self.answers = True
+                self.is_current = True
                 return
             except TimeoutError:
-                if self.answers:
-                    log.warning("%s does not answer: nothing is shown", self._source.replay)
-                self.answers = False
                 if begun:
                     return
             await asyncio.sleep(RETRY_S)

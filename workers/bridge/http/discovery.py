@@ -25,7 +25,7 @@ async def discover(
     """What the engine at `engine_url` says of itself, but for the `overrides`.
 
     Raises EngineUnavailable while it does not answer or is still loading, and EngineUnfit, in one
-    line, if it does not say what is needed, or caches nothing.
+    line, if it refuses or lists no model. What else it lacks lowers its rung.
     """
     engine = EngineHttp(session, engine_url)
     kind = overrides.engine_kind

@@ -102,17 +102,10 @@ def _object(body: bytes | None) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def whole(value: object, name: str) -> int | None:
-    """A positive number that an engine says, also as text; None if it says none.
-
-    Raises EngineUnfit for anything else.
-    """
-    if value in (None, "", "None"):
-        return None
+def whole(value: object) -> int | None:
+    """A positive number that an engine says, also as text; None if it says none."""
     try:
         number = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1:
-        raise EngineUnfit(f"the engine says that its {name} is {shown(value)}")
-    return int(number)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if number > 0 else None

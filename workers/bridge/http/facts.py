@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from app.core.trust import TOP, Rung, Trust
 
 EngineKind = Literal["vllm", "sglang", "openai"]
 """openai: any other server that speaks OpenAI's API."""
@@ -29,13 +32,14 @@ class EventSource:
 class EngineFacts:
     """What an engine is; it changes only when the engine is started again.
 
-    approximate: why it does not tell what it caches, and what would change that; "": it tells.
+    rung: how much of what it caches it tells; where that is not all, no source has an endpoint.
     version: of an engine that does not say it, whatever it is called.
 
     models: the ids that requests may name, without those of adapters; the first is the model's own.
     folders: of each adapter, its name and what it was loaded from, if the engine says.
     block_size: tokens of one block in its events. capacity_tokens: of KV on each rank's device; 0:
-    it does not say.
+    it does not say. pool_blocks: of its blocks, at most so many lie there at once, whatever kinds
+    of layers they are for; 0: it does not say.
     reuse_tokens: hits land on multiples of so many tokens. recomputed_tokens: so many at the end of
     what it could reuse are computed again. lookahead_tokens: a block is reused only of prompts that
     go on with so many tokens as the first one did, as far as is known before events tell.
@@ -62,7 +66,33 @@ class EngineFacts:
     lookahead_tokens: int = 0
     kv_dtype: str = ""
     kv_settings: tuple[tuple[str, str], ...] = ()
-    approximate: str = ""
+    pool_blocks: int = 0
+    rung: Rung = TOP
+
+    def beside(self, block_size: int) -> EngineFacts:
+        """The same engine, in an index of such blocks, of which its own may not be whole ones."""
+        if self.rung.trust is not Trust.EXACT or self.block_size % block_size == 0:
+            return self
+        cause = (
+            f"the engine's blocks of {self.block_size} tokens are not whole blocks of the "
+            f"{block_size} that its namespace has: start it with a multiple of them, or give it a "
+            "--namespace of its own"
+        )
+        ranks = (source.rank for source in self.sources)
+        return replace(self, rung=Rung(Trust.APPROXIMATE, cause), sources=silent(ranks))
+
+
+class NotExact(Exception):
+    """An engine lacks what it takes to know what it caches. cause: as in Rung."""
+
+    def __init__(self, cause: str, trust: Trust = Trust.APPROXIMATE) -> None:
+        super().__init__(cause)
+        self.rung = Rung(trust, cause)
+
+
+def silent(ranks: Iterable[int]) -> tuple[EventSource, ...]:
+    """Of ranks that publish nothing."""
+    return tuple(EventSource(rank, "", None) for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,7 @@ async def models_of(engine: EngineHttp, overrides: Overrides) -> EngineModels:
     if not names:
         raise EngineUnfit("the engine lists no model at /v1/models: give the agent --model NAME")
     adapters = [card for card in cards if card.get("parent") and card.get("id")]
-    lengths = [
-        length for card in own if (length := whole(card.get("max_model_len"), "max_model_len"))
-    ]
+    lengths = [length for card in own if (length := whole(card.get("max_model_len")))]
     return EngineModels(
         names,
         tuple(str(card["id"]) for card in adapters),

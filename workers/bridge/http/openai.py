@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from workers.bridge.events.sources import silent
+from app.core.trust import Rung, Trust
 from workers.bridge.http.engine import EngineHttp
-from workers.bridge.http.facts import USUAL_BLOCK_SIZE, EngineFacts, Overrides
+from workers.bridge.http.facts import USUAL_BLOCK_SIZE, EngineFacts, Overrides, silent
 from workers.bridge.http.models import models_of
 
 TELLS_NOTHING = (
@@ -30,5 +30,5 @@ async def openai_facts(engine: EngineHttp, overrides: Overrides) -> EngineFacts:
         sources=silent(range(overrides.data_parallel_size or 1)),
         announces_copies=False,
         started_s=None,
-        approximate=TELLS_NOTHING,
+        rung=Rung(Trust.APPROXIMATE, TELLS_NOTHING),
     )

@@ -6,14 +6,22 @@ sglang/srt/runtime_context.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
 
-from app.core.errors import EngineUnfit
-from workers.bridge.events.sources import binds, overridden, reachable, silent
+from app.core.trust import TOP, Trust
+from workers.bridge.events.sources import binds, overridden, reachable
 from workers.bridge.http.engine import EngineHttp, whole
-from workers.bridge.http.facts import USUAL_BLOCK_SIZE, EngineFacts, EventSource, Overrides
+from workers.bridge.http.facts import (
+    USUAL_BLOCK_SIZE,
+    EngineFacts,
+    EventSource,
+    NotExact,
+    Overrides,
+    silent,
+)
 from workers.bridge.http.models import models_of
 
 EVENTS_FLAG = (
@@ -39,17 +47,15 @@ async def sglang_facts(
     does."""
     # It answers while it still warms up. /health would generate a token.
     await engine.get("/ready")
-    _check_prefix_cache(info)
-    sources, approximate = _sources(engine.host, info, overrides)
-    page_size = _page_size(info, overrides, must_say=not approximate)
-    capacity = overrides.capacity_tokens or whole(
-        info.get("max_total_num_tokens"), "max_total_num_tokens"
-    )
-    if capacity is None and not approximate:
-        raise EngineUnfit(
-            "SGLang does not say how much KV it holds: give the agent --capacity-tokens"
-        )
     models = await models_of(engine, overrides)
+    size = _page_size(info, overrides)
+    page_size = size if size and size > 1 else USUAL_BLOCK_SIZE
+    ranks = range(overrides.data_parallel_size or _num_ranks(info))
+    try:
+        _check(info, size)
+        sources, rung = _sources(engine.host, ranks, info, overrides), TOP
+    except NotExact as error:
+        sources, rung = silent(ranks), error.rung
     return EngineFacts(
         kind="sglang",
         version=str(info.get("version", "")),
@@ -59,7 +65,7 @@ async def sglang_facts(
         max_model_len=models.max_model_len,
         tokenizer=models.tokenizer,
         block_size=page_size,
-        capacity_tokens=capacity or 0,
+        capacity_tokens=overrides.capacity_tokens or whole(info.get("max_total_num_tokens")) or 0,
         reuse_tokens=page_size,
         recomputed_tokens=0,
         sources=sources,
@@ -69,7 +75,7 @@ async def sglang_facts(
         lookahead_tokens=1 if info.get("speculative_algorithm") else 0,
         kv_dtype=_told(info, "kv_cache_dtype"),
         kv_settings=tuple((name, _told(info, name)) for name in KV_SETTINGS),
-        approximate=approximate,
+        rung=rung,
     )
 
 
@@ -78,67 +84,64 @@ def _told(info: dict[str, Any], name: str) -> str:
     return str(info[name]) if name in info else ""
 
 
-def _check_prefix_cache(info: dict[str, Any]) -> None:
+def _check(info: dict[str, Any], size: int | None) -> None:
+    """size: of a page, in tokens. Raises NotExact."""
     if info.get("disable_radix_cache"):
-        raise EngineUnfit("SGLang caches no prefixes: start it without --disable-radix-cache")
+        raise NotExact(
+            "SGLang caches no prefixes: start it without --disable-radix-cache", Trust.LOAD_ONLY
+        )
     if info.get("disaggregation_mode") == "decode" and not info.get(
         "disaggregation_decode_enable_radix_cache"
     ):
-        raise EngineUnfit(
+        raise NotExact(
             "this SGLang only decodes and caches no prefixes: start it with "
-            "--disaggregation-decode-enable-radix-cache"
+            "--disaggregation-decode-enable-radix-cache",
+            Trust.LOAD_ONLY,
         )
-
-
-def _page_size(info: dict[str, Any], overrides: Overrides, *, must_say: bool) -> int:
-    """Tokens of a block in events: a page's, times the ranks that share the decode context. Without
-    events, any will do."""
-    size = overrides.engine_block_size
-    if size is None and isinstance(info.get("kv_events"), dict):
-        size = whole(info["kv_events"].get("block_size"), "block_size")
     if size is None:
-        page = whole(info.get("page_size"), "page_size")
-        size = page and page * (whole(info.get("dcp_size"), "dcp_size") or 1)
-    if not must_say:
-        return size if size and size > 1 else USUAL_BLOCK_SIZE
-    if size is None:
-        raise EngineUnfit(
-            "SGLang does not say its page size: give the agent --engine-block-size 16"
-        )
+        raise NotExact("SGLang does not say its page size: give the agent --engine-block-size 16")
     if size == 1:
-        raise EngineUnfit("SGLang's pages have one token each: start it with --page-size 16")
-    return size
+        raise NotExact("SGLang's pages have one token each: start it with --page-size 16")
+
+
+def _page_size(info: dict[str, Any], overrides: Overrides) -> int | None:
+    """Tokens of a block in events: a page's, times the ranks that share the decode context."""
+    size = overrides.engine_block_size or whole(_events(info).get("block_size"))
+    page = whole(info.get("page_size"))
+    return size or (page and page * (whole(info.get("dcp_size")) or 1))
+
+
+def _events(info: dict[str, Any]) -> dict[str, Any]:
+    """How it describes its publisher."""
+    said = info.get("kv_events")
+    return said if isinstance(said, dict) else {}
+
+
+def _num_ranks(info: dict[str, Any]) -> int:
+    return whole(_events(info).get("dp_size")) or whole(info.get("dp_size")) or 1
 
 
 def _sources(
-    host: str, info: dict[str, Any], overrides: Overrides
-) -> tuple[tuple[EventSource, ...], str]:
-    """And why they publish nothing; "": they do."""
-    said = info.get("kv_events")
-    events: dict[str, Any] = said if isinstance(said, dict) else {}
-    ranks = range(
-        overrides.data_parallel_size
-        or whole(events.get("dp_size"), "dp_size")
-        or whole(info.get("dp_size"), "dp_size")
-        or 1
-    )
+    host: str, ranks: Iterable[int], info: dict[str, Any], overrides: Overrides
+) -> tuple[EventSource, ...]:
+    """Raises NotExact."""
     if overrides.events_endpoint is not None:
-        return overridden(ranks, host, overrides), ""
-    config = _config(info)
+        return overridden(ranks, host, overrides)
+    config, events = _config(info), _events(info)
     if config.get("publisher") == "zmq" and not events and "kv_events" not in info:
         events = _described(config)  # from before /server_info described the publisher
     if events.get("publisher") != "zmq":
-        return silent(ranks), f"SGLang publishes no KV events: start it with {EVENTS_FLAG}"
+        raise NotExact(f"SGLang publishes no KV events: start it with {EVENTS_FLAG}")
     endpoint = str(config.get("endpoint", "*"))
     if not binds(endpoint) and config.get("bind") is not True:
-        raise EngineUnfit(
+        raise NotExact(
             f"SGLang connects to {endpoint} instead of binding it: start it with {EVENTS_FLAG}"
         )
     base = f"tcp://{events.get('endpoint_host')}"
     events_at = f"{base}:{events.get('endpoint_port_base')}"
     replay_port = events.get("replay_endpoint_port_base")
     replay_at = overrides.replay_endpoint or (f"{base}:{replay_port}" if replay_port else None)
-    sources = tuple(
+    return tuple(
         EventSource(
             rank,
             reachable(events_at, host, rank),
@@ -147,7 +150,6 @@ def _sources(
         )
         for rank in ranks
     )
-    return sources, ""
 
 
 def _config(info: dict[str, Any]) -> dict[str, Any]:

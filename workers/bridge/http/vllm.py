@@ -9,11 +9,18 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from app.core.errors import EngineUnfit
-from workers.bridge.events.sources import overridden, reachable, silent
+from app.core.trust import TOP, Trust
+from workers.bridge.events.sources import overridden, reachable
 from workers.bridge.http.engine import EngineHttp, whole
 from workers.bridge.http.exposition import Sample, SamplePattern
-from workers.bridge.http.facts import USUAL_BLOCK_SIZE, EngineFacts, EventSource, Overrides
+from workers.bridge.http.facts import (
+    USUAL_BLOCK_SIZE,
+    EngineFacts,
+    EventSource,
+    NotExact,
+    Overrides,
+    silent,
+)
 from workers.bridge.http.models import models_of
 
 EVENTS_FLAG = (
@@ -50,11 +57,18 @@ class _Said:
 async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> EngineFacts:
     """Raises EngineUnavailable and EngineUnfit as `discover` does."""
     said = _read(list(_WANTED.samples(await engine.get("/metrics") or b"")))
-    if said.config.get("enable_prefix_caching") == "False":
-        raise EngineUnfit("vLLM caches no prefixes: start it with --enable-prefix-caching")
-    sources, approximate = await _sources(engine, version, said, overrides)
-    block_size = _block_size(said, overrides, must_say=not approximate)
+    listed = await engine.get_object("/kv_event_sources")
     models = await models_of(engine, overrides)
+    size = overrides.engine_block_size or _number(
+        said, "effective_attention_block_size", "block_size"
+    )
+    block_size = size if size and size > 1 else USUAL_BLOCK_SIZE
+    try:
+        _check(said, size)
+        sources, rung = _sources(engine.host, version, listed, said, overrides), TOP
+    except NotExact as error:
+        ranks = range(overrides.data_parallel_size or 0) or said.ranks
+        sources, rung = silent(ranks), error.rung
     drops_block = _drops_last_block(said, version)
     return EngineFacts(
         kind="vllm",
@@ -65,7 +79,8 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         max_model_len=models.max_model_len,
         tokenizer=models.tokenizer,
         block_size=block_size,
-        capacity_tokens=_capacity(said, overrides, must_say=not approximate),
+        capacity_tokens=overrides.capacity_tokens or _capacity(said),
+        pool_blocks=_number(said, "num_gpu_blocks") or 0,
         reuse_tokens=_number(said, "cache_hit_alignment_tokens") or block_size,
         recomputed_tokens=block_size if said.is_speculative and drops_block else 0,
         lookahead_tokens=1 if said.is_speculative and not drops_block else 0,
@@ -73,7 +88,7 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         announces_copies=True,
         started_s=said.started_s,
         kv_dtype=said.config.get("cache_dtype", ""),
-        approximate=approximate,
+        rung=rung,
     )
 
 
@@ -105,61 +120,52 @@ def _rank(sample: Sample) -> int:
 
 def _number(said: _Said, *labels: str) -> int | None:
     """The first of these labels that is a number."""
-    numbers = (whole(said.config.get(label), label) for label in labels)
+    numbers = (whole(said.config.get(label)) for label in labels)
     return next((number for number in numbers if number is not None), None)
 
 
-def _block_size(said: _Said, overrides: Overrides, *, must_say: bool) -> int:
-    size = overrides.engine_block_size or _number(
-        said, "effective_attention_block_size", "block_size"
-    )
-    if not must_say:
-        return size or USUAL_BLOCK_SIZE
+def _check(said: _Said, size: int | None) -> None:
+    """size: of its blocks, in tokens. Raises NotExact."""
+    if said.config.get("enable_prefix_caching") == "False":
+        raise NotExact(
+            "vLLM caches no prefixes: an encoder cannot, others do with --enable-prefix-caching",
+            Trust.LOAD_ONLY,
+        )
     if size is None:
-        raise EngineUnfit(
+        raise NotExact(
             "vLLM does not say its block size: start it without --disable-log-stats, or give the "
             "agent --engine-block-size 16 --capacity-tokens TOKENS"
         )
     if size == 1:
-        raise EngineUnfit("vLLM's blocks have one token each: start it with --block-size 16")
-    return size
+        raise NotExact("vLLM's blocks have one token each: start it with --block-size 16")
 
 
-def _capacity(said: _Said, overrides: Overrides, *, must_say: bool) -> int:
-    """Tokens of KV on each rank; 0 if it does not say, and need not."""
-    tokens = overrides.capacity_tokens or _number(said, "kv_cache_size_tokens")
-    if tokens is None:
-        # Older versions give the blocks of all ranks together.
-        blocks, size = _number(said, "num_gpu_blocks"), _number(said, "block_size")
-        tokens = blocks * size // len(said.ranks) if blocks and size else None
-    if tokens is None and must_say:
-        raise EngineUnfit(
-            "vLLM does not say how much KV it holds: give the agent --capacity-tokens"
-        )
-    return tokens or 0
+def _capacity(said: _Said) -> int:
+    """Tokens of KV on each rank; 0 if it does not say."""
+    # Older versions give the blocks of all ranks together.
+    blocks, size = _number(said, "num_gpu_blocks"), _number(said, "block_size")
+    tokens = blocks * size // len(said.ranks) if blocks and size else 0
+    return _number(said, "kv_cache_size_tokens") or tokens
 
 
-async def _sources(
-    engine: EngineHttp, version: str, said: _Said, overrides: Overrides
-) -> tuple[tuple[EventSource, ...], str]:
-    """And why they publish nothing; "": they do."""
-    listed = await engine.get_object("/kv_event_sources")
+def _sources(
+    host: str, version: str, listed: dict[str, Any] | None, said: _Said, overrides: Overrides
+) -> tuple[EventSource, ...]:
+    """listed: what /kv_event_sources answers. Raises NotExact."""
     if overrides.events_endpoint is not None:
         count = overrides.data_parallel_size
         ranks = range(count) if count else _listed_ranks(listed) or said.ranks
-        return overridden(ranks, engine.host, overrides), ""
-    silent_ones = silent(range(overrides.data_parallel_size or 0) or said.ranks)
+        return overridden(ranks, host, overrides)
     if listed is None:
-        return silent_ones, (
+        raise NotExact(
             f"vLLM {version} does not say where it publishes KV events: start it with "
-            f"{EVENTS_FLAG} and the agent with --events-endpoint tcp://{engine.host}:5557 "
-            f"--replay-endpoint tcp://{engine.host}:5657"
+            f"{EVENTS_FLAG} and the agent with --events-endpoint tcp://{host}:5557 "
+            f"--replay-endpoint tcp://{host}:5657"
         )
     configs = {rank: listed[str(rank)] for rank in _listed_ranks(listed)}
     if not configs or not all(map(_publishes, configs.values())):
-        return silent_ones, f"vLLM publishes no KV events: start it with {EVENTS_FLAG}"
-    host = engine.host
-    return tuple(_source(rank, config, host, overrides) for rank, config in configs.items()), ""
+        raise NotExact(f"vLLM publishes no KV events: start it with {EVENTS_FLAG}")
+    return tuple(_source(rank, config, host, overrides) for rank, config in configs.items())
 
 
 def _listed_ranks(listed: dict[str, Any] | None) -> tuple[int, ...]:
@@ -179,7 +185,7 @@ def _source(rank: int, config: dict[str, Any], host: str, overrides: Overrides) 
     """The ports in `config` are this rank's own."""
     endpoint, replay = config["endpoint"], config.get("replay_endpoint")
     if endpoint.startswith(_LOCAL):
-        raise EngineUnfit(
+        raise NotExact(
             f"vLLM connects to {endpoint} instead of binding it: start it with {EVENTS_FLAG}"
         )
     if overrides.replay_endpoint is not None:

@@ -47,7 +47,7 @@ function Now({ row }) {
     "blocks held": `${short(row.device_blocks)} device, ${short(row.host_blocks)} host, ${short(row.disk_blocks)} disk`,
     worth: seconds(row.unique_value_s),
     GPU: percent(row.gpu_util, 0),
-    "last event": seconds(row.event_age_s),
+    trust: row.trust_cause ? `${row.trust}: ${row.trust_cause}` : row.trust,
     "hits foretold, reported": `${percent(row.predicted_hit, 0)}, ${percent(row.reported_hit, 0)}`,
     model: row.model,
     address: row.address,

@@ -5,7 +5,6 @@ import { number, seconds, share, short } from "../format.js";
 import { Heat } from "../heat.js";
 import { Table } from "../table.js";
 
-const LATE_EVENT_S = 10;
 export const workerLink = (name) =>
   html`<a class="id clip" title=${name} href=${`#/workers/${encodeURIComponent(name)}`}>${name}</a>`;
 
@@ -93,9 +92,11 @@ function columns(rows) {
     ),
     bar("GPU", (row) => row.gpu_util, 1, share, "As the device reports"),
     {
-      ...plain("last event", (row) => row.event_age_s, seconds, "Age of what it last published"),
+      head: "trust",
+      title: "How far what is known of its cache can be relied on",
+      sort: (row) => row.trust,
       cell: (row) =>
-        html`<span class=${row.event_age_s > LATE_EVENT_S ? "warn" : ""}>${seconds(row.event_age_s)}</span>`,
+        html`<span class=${row.trust === "exact" ? "" : "warn"} title=${row.trust_cause ?? ""}>${row.trust}</span>`,
     },
     plain(
       "hits foretold",

@@ -201,18 +201,21 @@ async def test_a_stream_does_not_resume_where_batches_are_gone() -> None:
             assert reader.lives[0][0].joined_late  # type: ignore[union-attr]
 
 
-async def test_an_engine_that_does_not_answer_any_more_makes_all_void(
-    publisher: EventSockets,
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_while_an_engine_does_not_answer_what_is_known_is_kept_and_not_current(
+    publisher: EventSockets, restarts: bool
 ) -> None:
     async with reading(publisher) as reader:
         await publish(publisher, 1)
-        await reader.until(lambda: reader.numbers == [1])
+        await reader.until(lambda: reader.numbers == [1] and reader.stream.is_current)
         publisher.answers = False
-        await reader.until(lambda: len(reader.lives) > 1 and not reader.numbers)
-        assert not reader.stream.answers
-        assert reader.stream.position is None
+        await reader.until(lambda: not reader.stream.is_current)
+        assert reader.numbers == [1]
+        publisher.restart() if restarts else None
+        await publish(publisher, 2, times=0)
         publisher.answers = True
-        await reader.until(lambda: reader.numbers == [1] and reader.stream.answers)
+        await reader.until(lambda: reader.stream.is_current)
+        assert reader.numbers == ([2] if restarts else [1, 2])
 
 
 async def test_without_a_replay_socket_a_gap_makes_all_void() -> None:
@@ -221,6 +224,7 @@ async def test_without_a_replay_socket_a_gap_makes_all_void() -> None:
             await publish(publisher, 0)
             await asyncio.sleep(0.05)
         await publish(publisher, 2, times=0)
+        assert reader.stream.is_current
         await publish(publisher, 3, 4)
         await reader.until(lambda: reader.numbers == [3, 4])
         assert all(word.joined_late for word, _ in reader.lives)  # type: ignore[union-attr]
@@ -250,19 +254,3 @@ async def test_what_is_no_batch_is_handed_on_as_broken(publisher: EventSockets) 
         assert isinstance(batch, Batch)
         assert batch.num_broken == 1
         await following.aclose()
-
-
-async def test_an_engine_that_does_not_answer_at_first_is_told_of_once(
-    publisher: EventSockets, caplog: pytest.LogCaptureFixture
-) -> None:
-    publisher.answers = False
-    with zmq.asyncio.Context() as context, EventStream(context, publisher.source) as stream:
-        running = asyncio.create_task(Reader(stream).run())
-
-        async def asked() -> int:
-            return publisher.num_asked
-
-        await eventually(asked, lambda number: number > 2)
-        running.cancel()
-        await asyncio.wait([running])
-    assert caplog.text.count(f"{publisher.source.replay} does not answer") == 1

@@ -10,6 +10,7 @@ import pytest
 from aiohttp.test_utils import unused_port
 
 from app.core.errors import EngineUnavailable, EngineUnfit
+from app.core.trust import TOP, Trust
 from tests.fakes.engine import fake_engine
 from tests.fakes.facts import SGLANG, SGLANG_INFO, VLLM, Answers, sglang, vllm_metrics
 from tests.fakes.faults import HANG_S, Faults
@@ -55,6 +56,7 @@ async def test_vllm_says_all_of_it() -> None:
         started_s=1795479223.91,
         kv_dtype="auto",
         tokenizer="example/tiny-model",
+        pool_blocks=32_768,
     )
 
 
@@ -218,18 +220,55 @@ SGLANG_EVENTS = (
         (VLLM | {"/kv_event_sources": {}}, VLLM_EVENTS),
         (VLLM | {"/kv_event_sources": 404}, "--events-endpoint tcp://127.0.0.1:5557"),
         (sglang(kv_events=None), SGLANG_EVENTS),
+        (vllm_sources({"endpoint": "tcp://127.0.0.1:5557"}), VLLM_EVENTS),
+        (vllm_sources({"endpoint": "udp://*:5557"}), "tcp://HOST:PORT"),
+        (vllm_metrics((b'_block_size="32"', b'_block_size="1"')), "--block-size 16"),
+        (vllm_metrics((b'block_size="32"', b'block_size="-32"')), "--engine-block-size 16"),
+        (VLLM | {"/metrics": b""}, "without --disable-log-stats"),
+        (sglang(kv_events_config='{"endpoint":"tcp://10.0.0.1:5557"}'), SGLANG_EVENTS),
+        (sglang(kv_events=SGLANG_INFO["kv_events"] | {"block_size": 1}), "--page-size 16"),  # type: ignore[operator]
     ],
 )
 async def test_an_engine_that_publishes_nothing_is_known_and_says_what_would_make_it_exact(
     answers: Answers, flag: str
 ) -> None:
     facts = await facts_of(answers)
-    assert flag in facts.approximate
+    assert facts.rung.trust is Trust.APPROXIMATE
+    assert flag in facts.rung.trust_cause
+    assert "\n" not in facts.rung.trust_cause
     assert {source.endpoint for source in facts.sources} == {""}
     told = await facts_of(VLLM if facts.kind == "vllm" else SGLANG)
-    assert told.approximate == ""
-    for name in ("models", "capacity_tokens", "max_model_len"):
+    assert told.rung == TOP
+    for name in ("models", "max_model_len"):
         assert getattr(facts, name) == getattr(told, name)
+
+
+NO_PREFIXES = (b'enable_prefix_caching="True"', b'enable_prefix_caching="False"')
+
+
+@pytest.mark.parametrize(
+    ("answers", "flag"),
+    [
+        (vllm_metrics(NO_PREFIXES), "--enable-prefix-caching"),
+        (vllm_metrics(NO_PREFIXES) | {"/kv_event_sources": {}}, "an encoder cannot"),
+        (sglang(disable_radix_cache=True), "without --disable-radix-cache"),
+        (sglang(disaggregation_mode="decode"), "--disaggregation-decode-enable-radix-cache"),
+    ],
+)
+async def test_of_an_engine_that_caches_no_prefixes_load_alone_counts(
+    answers: Answers, flag: str
+) -> None:
+    facts = await facts_of(answers)
+    assert facts.rung.trust is Trust.LOAD_ONLY
+    assert flag in facts.rung.trust_cause
+    assert {source.endpoint for source in facts.sources} == {""}
+
+
+async def test_an_engine_that_does_not_say_how_much_it_holds_is_exact() -> None:
+    silent = (without_label(b"kv_cache_size_tokens"), without_label(b"num_gpu_blocks"))
+    for answers in (vllm_metrics(*silent), sglang(max_total_num_tokens=None)):
+        facts = await facts_of(answers)
+        assert (facts.rung, facts.capacity_tokens) == (TOP, 0)
 
 
 @pytest.mark.parametrize("page_size", [1, None])
@@ -250,7 +289,7 @@ MODELS = {"data": [{"id": "qwen", "object": "model", "owned_by": "llamacpp"}]}
 async def test_any_other_server_of_that_api_is_an_engine(more: Answers) -> None:
     facts = await facts_of({"/v1/models": MODELS} | dict(more))
     assert (facts.kind, facts.version, facts.models) == ("openai", "llamacpp", ("qwen",))
-    assert "--kv-events-config" in facts.approximate
+    assert "--kv-events-config" in facts.rung.trust_cause
     assert facts.sources == (EventSource(0, "", None),)
     overrides = Overrides(engine_kind="openai", capacity_tokens=4096, model=("other",))
     facts = await facts_of({}, overrides)
@@ -260,28 +299,8 @@ async def test_any_other_server_of_that_api_is_an_engine(more: Answers) -> None:
 @pytest.mark.parametrize(
     ("answers", "flag"),
     [
-        (vllm_sources({"endpoint": "tcp://127.0.0.1:5557"}), VLLM_EVENTS),
-        (
-            vllm_metrics((b'enable_prefix_caching="True"', b'enable_prefix_caching="False"')),
-            "--enable-prefix-caching",
-        ),
-        (vllm_metrics((b'_block_size="32"', b'_block_size="1"')), "--block-size 16"),
-        (VLLM | {"/metrics": b""}, "without --disable-log-stats"),
-        (VLLM | {"/metrics": b""}, "--engine-block-size 16"),
-        (
-            vllm_metrics(without_label(b"kv_cache_size_tokens"), without_label(b"num_gpu_blocks")),
-            "--capacity-tokens",
-        ),
         (VLLM | {"/v1/models": {"data": []}}, "--model NAME"),
         (VLLM | {"/v1/models": 401}, "--engine-api-key"),
-        (sglang(kv_events_config='{"endpoint":"tcp://10.0.0.1:5557"}'), SGLANG_EVENTS),
-        (sglang(kv_events=SGLANG_INFO["kv_events"] | {"block_size": 1}), "--page-size 16"),  # type: ignore[operator]
-        (sglang(disable_radix_cache=True), "without --disable-radix-cache"),
-        (
-            sglang(disaggregation_mode="decode"),
-            "--disaggregation-decode-enable-radix-cache",
-        ),
-        (sglang(max_total_num_tokens=None), "--capacity-tokens"),
         ({}, "--model NAME"),
     ],
 )
