@@ -10,7 +10,7 @@ from app.ops import checks
 from app.ops.conditions import FAILING
 from app.ops.names import Names
 from app.ops.workers import WorkerStatus
-from app.policy.record import DecisionRecord
+from app.policy.record import DecisionSummary
 from app.policy.view import View
 
 LEVELS = {True: "ok", False: "bad", None: "unknown"}
@@ -41,7 +41,7 @@ def statuses(view: View) -> list[WorkerStatus]:
 
 
 def of_workers(
-    view: View, namespace: str, names: Names, records: Iterable[DecisionRecord]
+    view: View, namespace: str, names: Names, records: Iterable[DecisionSummary]
 ) -> Iterator[Check]:
     """The doctor's checks of workers. records: the newest decision first."""
     live = statuses(view)

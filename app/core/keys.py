@@ -228,17 +228,17 @@ KEYSPACE = (
     Key(
         "decisions",
         "stream",
-        "one entry per routed request: the worker it went to, its overlap there, which "
-        "worker had the longest overlap and why that one was not chosen "
-        "(`app/policy/record.py`)",
+        "one entry per routed request, of one field `decision` in JSON: the worker it went to, "
+        "its overlap there, which worker had the longest overlap and why that one was not chosen, "
+        "and what came of it if it ended soon (`app/policy/record.py`)",
         ("record",),
         "trimmed",
     ),
     Key(
         "endings",
         "stream",
-        "one entry per routed request of which somebody said what came of it: its output tokens, "
-        "and the time to its first token",
+        "one entry per routed request that ended after its decision was written: its output "
+        "tokens, and the time to its first token",
         ("record",),
         "trimmed",
     ),

@@ -5,6 +5,7 @@ Outcomes that are not named here are codes of errors: the router refused the req
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -81,3 +82,20 @@ def of_refusal(status: int, *, is_failure: bool, is_full: bool) -> str:
     if is_full:
         return ENGINE_FULL
     return ENGINE_ERROR if is_failure or status >= 500 else UNFIT
+
+
+@dataclass(slots=True)
+class Ending:
+    """What came of a request. Raises ValueError for numbers that no answer has.
+
+    output_tokens: at least 1. ttft_ms: from the request to its first token; None: unknown.
+    ended_ms: by the Redis clock; 0: unknown.
+    """
+
+    output_tokens: int
+    ttft_ms: int | None = None
+    ended_ms: int = 0
+
+    def __post_init__(self) -> None:
+        if self.output_tokens < 1 or (self.ttft_ms or 0) < 0:
+            raise ValueError(f"{self}")

@@ -10,13 +10,13 @@ import numpy as np
 from app.core.errors import NoWorkers
 from app.core.failures import Failure, Whose
 from app.core.hashing import token_bytes
+from app.core.outcomes import Ending
 from app.core.worker_report import WorkerInfo
 from app.door.blame import takes_no_more
 from app.door.record import Admission, FailedTry, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
 from app.policy.answers import Answer
 from app.policy.decision import Decision
-from app.state.endings import Ending
 
 
 def _nothing_heard() -> tuple[int, None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from app.core.errors import InvalidRequest, NamespaceMissing, shown
 from app.core.failures import REPORTED
 from app.core.keys import Keyspace
+from app.core.outcomes import Ending
 from app.core.types import checked_reservation_id
 from app.core.worker_report import MAX_CONTEXT
 from app.edge import ask, schemas, views
@@ -12,7 +13,6 @@ from app.edge.client import Client
 from app.edge.routes import REQUEST_ID, Route
 from app.policy.view import load_statistics
 from app.state import planner
-from app.state.endings import Ending
 
 RAW_TOKENS = b"application/octet-stream"
 

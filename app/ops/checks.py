@@ -27,7 +27,7 @@ from app.ops.names import check as of_names
 from app.ops.terminal import counted
 from app.ops.transfer_checks import of_transfers
 from app.ops.workers import WorkerStatus
-from app.policy.record import DecisionRecord
+from app.policy.record import DecisionSummary
 from app.state import decisions, events, replicas
 from app.state.client import RedisClient
 from app.state.connect import OLDEST, deadline, memory_of
@@ -377,12 +377,12 @@ def _all_of(
     return Check(about, not bad, "; ".join(bad[:3]) + more if bad else good, remedy)
 
 
-def predicted(records: Iterable[DecisionRecord], workers: list[WorkerStatus]) -> Check:
+def predicted(records: Iterable[DecisionSummary], workers: list[WorkerStatus]) -> Check:
     """Whether workers report the cache hits that decisions predicted: shares of prompt tokens.
 
     records: the newest first.
     """
-    asked: dict[str, list[DecisionRecord]] = {}
+    asked: dict[str, list[DecisionSummary]] = {}
     for record in records:
         asked.setdefault(record.worker, []).append(record)
     gaps, compared = [], 0
@@ -405,7 +405,7 @@ def predicted(records: Iterable[DecisionRecord], workers: list[WorkerStatus]) ->
     )
 
 
-def _predicted_share(decided: list[DecisionRecord], block_size: int) -> float | None:
+def _predicted_share(decided: list[DecisionSummary], block_size: int) -> float | None:
     """Of the prompt tokens of one worker's requests, what was predicted to be cached; None: too
     little was. A worker that gets KV from another reports as cached what came from there."""
     told = [one for one in decided if one.trust is Trust.EXACT and not one.source]

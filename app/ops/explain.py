@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 
 from app.core.errors import RoutingError
@@ -31,7 +32,7 @@ from app.policy.cost import (
     predicted_prefill_s,
     two_at_random,
 )
-from app.policy.record import DecisionRecord
+from app.policy.record import DecisionRecord, DecisionSummary
 from app.state import decisions
 from app.state.client import RedisClient
 from app.state.connect import deadline
@@ -96,7 +97,8 @@ def explanation(record: DecisionRecord) -> dict[str, Any]:
     first."""
     rows, terms = _scored(record)
     head = ("worker", "eligible", "requests", "others_requests", "overlap_blocks", "cost", *terms)
-    plain = {k: v for k, v in asdict(record).items() if k not in ("seen", "blocks")}
+    names = [name for name in DecisionSummary.__struct_fields__ if name != "hex_blocks"]
+    plain = {name: msgspec.to_builtins(getattr(record, name)) for name in names}
     plain["best"], plain["best_overlap"] = record.best
     plain["locality_text"], plain["terms"] = record.locality.text, terms
     plain["candidates"] = [dict(zip(head, row, strict=True)) for row in rows]

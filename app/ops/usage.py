@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from app.core.chains import positions
 from app.core.types import SequenceHash
-from app.policy.record import DecisionRecord
+from app.policy.record import DecisionSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class PrefixUsage:
     requests: int
 
 
-def usages(records: Iterable[DecisionRecord]) -> Iterator[PrefixUsage]:
+def usages(records: Iterable[DecisionSummary]) -> Iterator[PrefixUsage]:
     """How often prefixes were asked for, the most frequent first, among equals the longest.
 
     A prefix is left out if a longer recorded one with as many requests continues it. So the system

@@ -11,6 +11,7 @@ from app.core.chains import positions
 from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
 from app.core.loads import Load, Snapshot
+from app.core.outcomes import Ending
 from app.core.roles import Role
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
@@ -34,7 +35,6 @@ from app.simulation.profiles import USUAL, profile_of
 from app.state import decisions, endings, reservations
 from app.state.client import RedisClient
 from app.state.connect import deadline
-from app.state.endings import Ending
 from app.state.flows import flows
 from app.state.scripts import ScriptRunner
 
@@ -207,9 +207,9 @@ class Observer:
         if not rules.min_workers:
             past_s.append(rules.idle_s)
         since_s = self.now_s - max(past_s)
-        ended = await endings.read(
-            self._redis, self._keyspace, round(1000 * since_s), MOST_DECISIONS
-        )
+        ended: dict[str, Ending | None] = {
+            **await endings.read(self._redis, self._keyspace, round(1000 * since_s), MOST_DECISIONS)
+        }
         infos = [worker.info for worker in self.workers_seen.values()]
         most_tokens = max(info.most_tokens for info in infos)
         records: list[DecisionRecord] = []
@@ -217,7 +217,7 @@ class Observer:
         async for record in decisions.read(self._redis, self._keyspace):
             if record.at_ms / 1000 < since_s or len(records) == MOST_DECISIONS:
                 break
-            _, ending = ended.get(record.request_id, (0, None))
+            ending = ended.setdefault(record.request_id, record.ending)
             tokens = record.isl_tokens + (ending.output_tokens if ending else 1)
             is_whole = len(record.blocks) == len(positions(record.isl_tokens // block_size))
             if is_whole and tokens <= most_tokens and record.at_ms / 1000 <= self.now_s + 1:
@@ -237,16 +237,15 @@ class Observer:
         block_size: int,
         merged: int,
         most_tokens: int,
-        ended: tuple[int, Ending] | None,
+        ending: Ending | None,
     ) -> PastRequest:
         name = record.worker.rpartition(":")[0]
         worker = self.workers_seen.get(name)
         output_tokens = (worker.speed if worker else DEFAULT_SPEED).mean_output_tokens
         came: Latencies | None = None
-        if ended is not None:
-            ended_ms, ending = ended
+        if ending is not None:
             output_tokens = ending.output_tokens
-            took_ms = ended_ms - record.at_ms
+            took_ms = ending.ended_ms - record.at_ms
             # More than that it cannot have been, whoever said so.
             if ending.ttft_ms is not None and ending.ttft_ms <= took_ms + TOLD_LATE_MS:
                 rest_s = max(0, took_ms - ending.ttft_ms) / 1000

@@ -8,24 +8,25 @@ not report, caches of other kinds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
+from msgspec import Struct
 
 from app.policy.cost import Candidates, CostFunction, Costs, RequestSize, predicted_prefill_s
 
 
-@dataclass(frozen=True, slots=True)
-class Affinity:
+class Affinity(Struct, frozen=True, omit_defaults=True):
     """position: the worker that a session last went to, by its index in the candidates.
 
     fraction: 0-1; the share of what the worker lacks of the prompt that is assumed to be there all
-    the same. max_queue_s: with a longer queue of prefills, the worker gets no discount.
+    the same. max_queue_s: with a longer queue of prefills, the worker gets no discount; None: the
+    queue does not matter.
     """
 
     position: int
     fraction: float
-    max_queue_s: float = math.inf
+    max_queue_s: float | None = None
 
 
 def discounted(cost: CostFunction, affinity: Affinity) -> CostFunction:
@@ -64,4 +65,5 @@ def _is_overloaded(candidates: Candidates, size: RequestSize, affinity: Affinity
     queue_s = candidates.prefill_s[affinity.position]
     saved_s = affinity.fraction * predicted_prefill_s(candidates, size)[affinity.position]
     shortest_s = candidates.prefill_s.min()
-    return bool(queue_s > affinity.max_queue_s or queue_s - shortest_s > saved_s)
+    most_s = math.inf if affinity.max_queue_s is None else affinity.max_queue_s
+    return bool(queue_s > most_s or queue_s - shortest_s > saved_s)

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.chains import hex_text
 from app.core.errors import NoWorkers
 from app.core.loads import Reservation, Wish
+from app.core.outcomes import Ending
 from app.core.pace import Pace
 from app.core.settings.router import RouterSettings
 from app.core.trust import Trust, lowest
@@ -106,7 +108,7 @@ class Plan:
         saved = isl - max(isl - overlap.total * block, 1)
         return max(0.0, float(saved * per_token + saved**2 / 2 * per_pair - loads_s))
 
-    def record(self, details: Pace, now_s: float) -> DecisionRecord:
+    def record(self, details: Pace, now_s: float, ending: Ending | None = None) -> DecisionRecord:
         """The record kept of the decision; as many as `details` allows by `now_s` have all that it
         was made from.
 
@@ -141,7 +143,8 @@ class Plan:
             best=decision.best,
             tries=decision.tries,
             waited_ms=decision.waited_ms,
-            blocks=sampled(request.chain),
+            hex_blocks=hex_text(sampled(request.chain)).decode(),
+            ending=ending,
             seen=seen,
         )
 
@@ -268,7 +271,8 @@ class WorkerSelector:
         if position is None:
             return None
         fraction = query.followed or self._session_affinity
-        return Affinity(position, fraction, self._max_queue_s)
+        most_s = None if math.isinf(self._max_queue_s) else self._max_queue_s
+        return Affinity(position, fraction, most_s)
 
 
 def _cost(

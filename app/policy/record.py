@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, astuple, dataclass, field, fields
-from operator import attrgetter
-from typing import Any, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import orjson
+from msgspec import Meta, Raw, Struct
 
-from app.core.chains import hex_text, positions
+from app.core.chains import positions
+from app.core.outcomes import Ending
 from app.core.settings.kinds import MOST, PRIORITIES
 from app.core.trust import Trust
 from app.core.types import SequenceHash, TierOverlap
-from app.core.worker_report import DEFAULT_SPEED
 from app.policy.affinity import Affinity, discounted
 from app.policy.cost import (
     AWAY_TERM,
@@ -32,8 +32,6 @@ from app.policy.in_flight import COMPUTING
 from app.policy.locality import Best, Locality
 
 ROWS = tuple(f.name for f in fields(Candidates))
-ADDED = {"others_requests": 0.0, "decode_s": DEFAULT_SPEED.decode_s}
-"""What records of earlier releases lack, and what is assumed there."""
 NOT_OF_CANDIDATES = (COMPUTING, LATE_TERM, AWAY_TERM, FAILED_TERM)
 """Terms that do not follow from the candidates."""
 
@@ -66,15 +64,16 @@ class ChoiceInputs:
         return with_others
 
 
-Blocks = Sequence[SequenceHash]
+Count = Annotated[int, Meta(ge=0)]
 
 
-@dataclass(slots=True)
-class DecisionRecord:
-    """One decision. Its fields are those of a stream entry, as text by their types: see CODECS.
+class DecisionSummary(Struct, omit_defaults=True):
+    """One decision, and what came of its request if that ended soon.
 
-    at_ms: when loads were looked up, by the Redis clock. blocks: those of the prompt at
-    `positions` of `full_blocks`. seen: for a few decisions only.
+    at_ms: when loads were looked up, by the Redis clock. hex_blocks: 16 digits for each block of
+    the prompt at `positions` of `full_blocks`. source: `<kind> <worker key>`, where the worker gets
+    blocks of the prompt from; "": from nowhere. model: the model or adapter that was asked for; "":
+    whichever the namespace has. ending: None: the stream of endings may tell it.
     """
 
     request_id: str
@@ -82,21 +81,30 @@ class DecisionRecord:
     worker: str
     policy: str
     locality: Locality
-    isl_tokens: int
-    full_blocks: int
+    isl_tokens: Annotated[int, Meta(ge=1, le=MOST)]
+    full_blocks: Count
     overlap: TierOverlap
     best: Best
-    tries: int
-    waited_ms: int
-    blocks: Blocks
-    seen: ChoiceInputs | None = None
+    tries: Count
+    waited_ms: Count
+    hex_blocks: Annotated[str, Meta(pattern="^[0-9a-f]*$")] = msgspec.field(name="blocks")
     trust: Trust = Trust.EXACT
     tenant: str = ""
     priority: str = "normal"
     model: str = ""
-    """Model or adapter that was asked for; "": whichever the namespace has."""
     source: str = ""
-    """`<kind> <worker key>`: where the worker gets blocks of the prompt from; "": from nowhere."""
+    ending: Ending | None = None
+
+    @property
+    def blocks(self) -> list[SequenceHash]:
+        text = self.hex_blocks
+        return [SequenceHash(int(text[at : at + 16], 16)) for at in range(0, len(text), 16)]
+
+
+class DecisionRecord(DecisionSummary, kw_only=True):
+    """A decision; of a few, with all that they were made from."""
+
+    seen: ChoiceInputs | None = None
 
     @property
     def size(self) -> RequestSize:
@@ -106,7 +114,7 @@ class DecisionRecord:
 
     @property
     def costs(self) -> Costs:
-        """What it was made by. Raises as `size`."""
+        """What the decision was made by. Raises AssertionError for a record without `seen`."""
         assert self.seen is not None
         cost = self.seen.priced(POLICIES[self.policy].cost, again=True)
         return cost(self.seen.candidates, self.size)
@@ -117,108 +125,65 @@ def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:
     return [chain[at - 1] for at in positions(len(chain))]
 
 
-def encode(record: DecisionRecord) -> tuple[Any, ...]:
-    """Values of a stream entry, in the order of ENTRY."""
-    values = list(_values_of(record))
-    for place, to_text in _ENCODERS:
-        values[place] = to_text(values[place])
-    return tuple(values)
+def encode(record: DecisionRecord) -> bytes:
+    """The record as JSON."""
+    return _encoder.encode(record)
 
 
-def decode(entry: Mapping[bytes, bytes]) -> DecisionRecord:
-    """The record in a stream entry. Raises LookupError, TypeError or ValueError for an invalid one:
-    what it returns can be explained, and priced again."""
-    text = {name.decode(): value.decode() for name, value in entry.items()}
-    # Those of another release may lack what has a default.
-    values = {n: of_text(text[n]) for n, of_text in _DECODERS if n in text or n not in _OPTIONAL}
-    record = DecisionRecord(**values)
-    if record.policy not in POLICIES or not 1 <= record.isl_tokens <= MOST:
-        raise ValueError(f"{record.isl_tokens} tokens, {record.policy!r}")
-    if record.priority not in PRIORITIES:
-        raise ValueError(f"priority {record.priority!r}")
+def decode(text: bytes) -> DecisionRecord:
+    """The record in JSON of `encode`. Raises ValueError for one that cannot be explained, or priced
+    again."""
+    record = _decoder.decode(text)
+    _check(record)
+    if record.seen is not None:
+        _check_inputs(record.seen)
     return record
 
 
-def _best_of(text: str) -> Best:
-    worker, _, blocks = text.rpartition(" ")
-    return Best(worker, int(blocks))
+def decode_summary(text: bytes) -> tuple[DecisionSummary, bool]:
+    """The record in JSON of `encode` without its candidates, and whether there are any: with a
+    thousand workers those take 2 ms. Raises ValueError."""
+    summary = _summary_decoder.decode(text)
+    _check(summary)
+    # In a text, quotes would be escaped.
+    return summary, b'"seen":{' in text
 
 
-def _blocks_of(text: str) -> Blocks:
-    return [SequenceHash(int(text[i : i + 16], 16)) for i in range(0, len(text), 16)]
+def _check(record: DecisionSummary) -> None:
+    if record.policy not in POLICIES or record.priority not in PRIORITIES:
+        raise ValueError(f"policy {record.policy!r}, priority {record.priority!r}")
+    if len(record.hex_blocks) % 16:
+        raise ValueError(f"blocks: {len(record.hex_blocks)} digits")
 
 
-def _seen_text(seen: ChoiceInputs | None) -> bytes:
-    if seen is None:
-        return b""
-    columns = {name: getattr(seen.candidates, name).astype(np.float32) for name in ROWS}
-    return orjson.dumps(
-        {
-            "workers": seen.workers,
-            "block_size": seen.block_size,
-            "eligible": [bool(ok) for ok in seen.eligible],
-            "affinity": seen.affinity and astuple(seen.affinity),
-            "others": {name: term.astype(np.float32) for name, term in seen.others.items()},
-            **columns,
-        },
-        option=orjson.OPT_SERIALIZE_NUMPY,
-    )
-
-
-def _seen_of(text: str) -> ChoiceInputs | None:
-    if not text:
-        return None
-    values = orjson.loads(text)
-    block_size, places = values["block_size"], range(len(values["workers"]))
-    for name, value in ADDED.items():
-        values.setdefault(name, [value] * len(places))
-    others = dict(values.get("others", {}))
-    names = [*ROWS, *others]
-    matrix = np.array([*(values[name] for name in ROWS), *others.values()], dtype=np.float64)
-    if matrix.shape != (len(names), len(places)) or len(values["eligible"]) != len(places):
-        raise ValueError(f"seen: {matrix.shape} does not fit {len(places)} workers")
-    if block_size < 1:
-        raise ValueError(f"seen: a block has {block_size} tokens")
-    limits = matrix[ROWS.index("max_requests")]
-    limits[np.isnan(limits)] = math.inf  # which JSON does not have
-    if np.isnan(matrix).any():
+def _check_inputs(seen: ChoiceInputs) -> None:
+    workers = len(seen.workers)
+    columns = [getattr(seen.candidates, name) for name in ROWS] + [*seen.others.values()]
+    if len(seen.eligible) != workers or any(column.shape != (workers,) for column in columns):
+        raise ValueError(f"seen: a column does not fit {workers} workers")
+    if seen.block_size < 1:
+        raise ValueError(f"seen: a block has {seen.block_size} tokens")
+    if seen.affinity is not None and not 0 <= seen.affinity.position < workers:
+        raise ValueError(f"seen: {seen.affinity} does not fit {workers} workers")
+    limits = seen.candidates.max_requests
+    limits[np.isnan(limits)] = np.inf  # which JSON does not have
+    if any(np.isnan(column).any() for column in columns):
         raise ValueError("seen: a candidate lacks a value")
-    of_candidates, terms = matrix[: len(ROWS)], matrix[len(ROWS) :]
-    affinity: Affinity | None = None
-    if values["affinity"] is not None:
-        position, fraction, max_queue_s = values["affinity"]
-        most_s = math.inf if max_queue_s is None else float(max_queue_s)
-        affinity = Affinity(places[position], float(fraction), most_s)
-    return ChoiceInputs(
-        *(values["workers"], block_size, Candidates(*of_candidates), values["eligible"], affinity),
-        dict(zip(others, terms, strict=True)),
-    )
 
 
-CODECS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
-    str: (str, str),
-    int: (int, int),
-    Locality: (str, {reason.value: reason for reason in Locality}.__getitem__),
-    Trust: (str, Trust),
-    TierOverlap: (
-        lambda o: f"{o.device} {o.host} {o.disk}",
-        lambda text: TierOverlap(*map(int, text.split())),
-    ),
-    Best: (lambda best: f"{best.worker} {best.blocks}", _best_of),
-    Blocks: (hex_text, _blocks_of),
-    ChoiceInputs | None: (_seen_text, _seen_of),
-}
-"""How a field of each type is written into an entry, and read from its text."""
-_TYPES = get_type_hints(DecisionRecord)
-ENTRY = tuple(f.name for f in fields(DecisionRecord))
-"""Fields of a stream entry."""
-_PLAIN = (str, int, Locality, Trust)
-"""Which redis-py writes as they are."""
-_ENCODERS = [
-    (place, CODECS[_TYPES[name]][0])
-    for place, name in enumerate(ENTRY)
-    if _TYPES[name] not in _PLAIN
-]
-_values_of = attrgetter(*ENTRY)
-_DECODERS = [(name, CODECS[_TYPES[name]][1]) for name in ENTRY]
-_OPTIONAL = {f.name for f in fields(DecisionRecord) if f.default is not MISSING}
+def _to_json(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return Raw(orjson.dumps(value.astype(np.float32), option=orjson.OPT_SERIALIZE_NUMPY))
+    raise NotImplementedError(f"{type(value).__name__}")
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    try:
+        return np.array(value, dtype=np.float64)
+    except TypeError as error:
+        raise ValueError(f"seen: {error}") from None
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_to_json)
+_decoder = msgspec.json.Decoder(DecisionRecord, dec_hook=_from_json)
+_summary_decoder = msgspec.json.Decoder(DecisionSummary)

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from itertools import islice
 
 from app.core.chains import shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.outcomes import Ending
 from app.core.pace import Pace
 from app.core.text_trail import marks_of
 from app.core.trust import Trust
@@ -24,7 +26,6 @@ from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.policy.plan import Plan
 from app.router.replica import Replica
 from app.state import decisions, endings, predictions, sessions
-from app.state.endings import Ending
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class History:
         self._decisions_kept = settings.decisions_kept
         self._details = Pace(settings.details_per_s)
         self._unrecorded: deque[Plan] = deque(maxlen=MAX_UNWRITTEN)
-        self._ended: deque[tuple[str, Ending]] = deque(maxlen=MAX_UNWRITTEN)
+        self._ended: dict[str, Ending] = {}
+        """By reservation, since decisions were recorded last."""
         self._has_unrecorded = asyncio.Event()
 
     @property
@@ -163,8 +165,9 @@ class History:
 
     def end(self, reservation_id: str, ending: Ending) -> None:
         """Have it recorded what came of a decision."""
-        if self._decisions_kept:
-            self._ended.append((request_id_of(reservation_id), ending))
+        if self._decisions_kept and len(self._ended) < MAX_UNWRITTEN:
+            now_ms = self._replica.fleet.redis_now_ms or 0
+            self._ended[reservation_id] = replace(ending, ended_ms=now_ms)
             self._has_unrecorded.set()
 
     async def run(self) -> None:
@@ -192,7 +195,7 @@ class History:
     async def _record_forever(self) -> None:
         while True:
             await self._has_unrecorded.wait()
-            # A short request's decision is recorded together with its end.
+            # A short request's decision and its end are one entry.
             await asyncio.sleep(RECORD_PAUSE_S)
             await self.finish()
 
@@ -200,12 +203,17 @@ class History:
         """Record what is left."""
         self._has_unrecorded.clear()
         now_s = time.monotonic()
-        records = [plan.record(self._details, now_s) for plan in self._unrecorded]
+        ended, self._ended = self._ended, {}
+        records = [
+            plan.record(self._details, now_s, ended.pop(plan.decision.reservation_id, None))
+            for plan in self._unrecorded
+        ]
         self._unrecorded.clear()
         keyspace, kept = self._replica.keyspace, self._decisions_kept
-        calls = [decisions.record(keyspace, one, kept) for one in records]
-        calls += [endings.record(keyspace, name, how, kept) for name, how in self._ended]
-        self._ended.clear()
+        calls: list[Call[bytes]] = [decisions.record(keyspace, one, kept) for one in records]
+        calls += [
+            endings.record(keyspace, request_id_of(name), how, kept) for name, how in ended.items()
+        ]
         for at in range(0, len(calls), decisions.MAX_WRITTEN):
             try:
                 await self._replica.runner.run(calls[at : at + decisions.MAX_WRITTEN])

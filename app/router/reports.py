@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from app.core.errors import RedisUnavailable
+from app.core.outcomes import Ending
 from app.core.worker_report import WorkerInfo
 from app.policy.decision import Decision
 from app.policy.kv_lease import kept_s
@@ -21,7 +22,6 @@ from app.router.history import History
 from app.router.maintenance import Maintenance
 from app.router.replica import Replica
 from app.state import reservations
-from app.state.endings import Ending
 from app.state.reservations import Extension, ExtensionOutcome, PrefillComplete, Release
 from app.state.scripts import Call
 

@@ -19,6 +19,7 @@ from app.core.errors import (
 )
 from app.core.failures import Failure
 from app.core.keys import Keyspace
+from app.core.outcomes import Ending
 from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation, random_hex
 from app.core.worker_report import WorkerInfo
@@ -44,7 +45,6 @@ from app.router.taught import Taught
 from app.router.vouching import Signs, Vouching
 from app.router.waiting import Waiting
 from app.state import leases, reservations
-from app.state.endings import Ending
 from app.state.reservations import Release
 from app.state.scripts import ScriptRunner
 

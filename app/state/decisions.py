@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from itertools import chain
 
 from app.core.keys import Keyspace
-from app.policy.record import ENTRY, DecisionRecord, decode, encode
+from app.policy.record import DecisionRecord, decode, encode
 from app.state.client import RedisClient
 from app.state.scripts import Call, command
 from app.state.streams import pages_backwards
 
+FIELD = b"decision"
+"""The one field of an entry: its record as JSON."""
 PAGE = 64
 """A few of them may hold all candidates: with a thousand workers, 160 KB each."""
 MAX_WRITTEN = 64
@@ -19,8 +20,8 @@ MAX_WRITTEN = 64
 
 def record(keyspace: Keyspace, decision: DecisionRecord, kept: int) -> Call[bytes]:
     """Add a decision to the stream, which keeps about the newest `kept`; returns its entry's id."""
-    entry = chain.from_iterable(zip(ENTRY, encode(decision), strict=True))
     limit = ("MAXLEN", "~", kept, "*")
+    entry = (FIELD, encode(decision))
     return command("record", "XADD", keyspace["decisions"], *limit, *entry, parse=bytes)
 
 
@@ -32,7 +33,7 @@ async def read(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[Decision
     async for page in pages_backwards(redis, keyspace["decisions"], PAGE):
         for _, entry in page:
             try:
-                decision = decode(entry)
-            except (LookupError, TypeError, ValueError):
+                decision = decode(entry[FIELD])
+            except (LookupError, ValueError):
                 continue
             yield decision

@@ -18,7 +18,7 @@ from app.core.chains import positions
 from app.local.redis_server import EmbeddedRedis
 from app.policy import plan
 from app.policy.locality import Locality
-from app.policy.record import DecisionRecord
+from app.policy.record import DecisionRecord, decode, encode
 from app.state import decisions
 from app.state.connect import connect
 from tests.edge.conftest import StartReplica
@@ -338,8 +338,9 @@ async def test_usage_counts_prefixes_over_a_window(decided: str) -> None:
         entries = await redis.xrange(KEYS["decisions"])
         await redis.delete(KEYS["decisions"])
         for ahead_s, (_, fields) in zip((0, 0, 0, 5), entries, strict=True):
-            at_ms = int(fields[b"at_ms"]) + 1000 * ahead_s
-            await redis.xadd(KEYS["decisions"], fields | {b"at_ms": str(at_ms)})
+            record = decode(fields[decisions.FIELD])
+            record.at_ms += 1000 * ahead_s
+            await redis.xadd(KEYS["decisions"], {decisions.FIELD: encode(record)})
     assert (await as_json(decided, "inspect", "usage", "--window-s", "4"))["decisions"] == 1
     assert (await as_json(decided, "inspect", "usage", "--window-s", "6"))["decisions"] == 4
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.core.loads import Load
@@ -29,10 +29,10 @@ CACHED = DecisionRecord(
     best=Best("w:0", 2),
     tries=1,
     waited_ms=0,
-    blocks=[],
+    hex_blocks="",
 )
 """Of blocks of 4 tokens."""
-NOTHING = replace(CACHED, overlap=TierOverlap(0, 0, 0))
+NOTHING = msgspec.structs.replace(CACHED, overlap=TierOverlap(0, 0, 0))
 
 
 def worker(hit_rate: float) -> WorkerStatus:
@@ -60,9 +60,9 @@ def worker(hit_rate: float) -> WorkerStatus:
     ],
 )
 def test_what_nobody_could_predict_is_not_compared(unpredicted: dict[str, Any]) -> None:
-    others = [replace(NOTHING, **unpredicted)] * 300
+    others = [msgspec.structs.replace(NOTHING, **unpredicted)] * 300
     assert predicted([*others, *[CACHED] * 60], [worker(1.0)]).ok is None
-    few = [replace(NOTHING, **unpredicted)] * 5
+    few = [msgspec.structs.replace(NOTHING, **unpredicted)] * 5
     assert predicted([*few, *[CACHED] * 60], [worker(1.0)]).ok is True
     assert predicted([*few, *[NOTHING] * 60], [worker(1.0)]).ok is False
 

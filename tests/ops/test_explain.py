@@ -28,7 +28,9 @@ def record(worker: str, policy: str, *, overlaps: list[int], requests: list[int]
     columns["active_blocks"] += 10 * np.array(requests)
     seen = ChoiceInputs(WORKERS, 4, Candidates(**columns), [True] * len(WORKERS))
     kept, best = Locality.KEPT, Best("", 0)
-    return DecisionRecord("r", 0, worker, policy, kept, 41, 10, TierOverlap(), best, 1, 0, [], seen)
+    return DecisionRecord(
+        *("r", 0, worker, policy, kept, 41, 10, TierOverlap(), best, 1, 0, ""), seen=seen
+    )
 
 
 def changed(found: DecisionRecord, policy: str, prefill_weight: float | None = None) -> int:

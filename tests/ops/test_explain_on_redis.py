@@ -12,11 +12,12 @@ from redis.asyncio import Redis
 
 from app.cli import main
 from app.core.trust import Trust
-from app.core.types import SequenceHash, TierOverlap
+from app.core.types import TierOverlap
 from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
-from app.policy.record import ENTRY, ROWS, ChoiceInputs, DecisionRecord, encode
+from app.policy.record import ROWS, ChoiceInputs, DecisionRecord, encode
+from app.state import decisions
 from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.test_explain import record
 
@@ -34,7 +35,7 @@ async def as_json(server: EmbeddedRedis, *arguments: str) -> Any:
 
 async def keep(redis: Redis, *records: DecisionRecord) -> None:
     for one in records:
-        await redis.xadd(KEYS["decisions"], dict(zip(ENTRY, encode(one), strict=True)))
+        await redis.xadd(KEYS["decisions"], {decisions.FIELD: encode(one)})
 
 
 def decided(request_id: str, seen: ChoiceInputs | None = None, **others: Any) -> DecisionRecord:
@@ -50,7 +51,7 @@ def decided(request_id: str, seen: ChoiceInputs | None = None, **others: Any) ->
         "best": Best("w2:0", 9),
         "tries": 2,
         "waited_ms": 1500,
-        "blocks": [SequenceHash(7)],
+        "hex_blocks": f"{7:016x}",
         "seen": seen,
     }
     return DecisionRecord(**known | others)

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from prometheus_client import generate_latest
@@ -16,6 +17,7 @@ from redis.asyncio import Redis
 
 from app.core.keys import MODELS
 from app.core.loads import Reservation, Wish
+from app.core.outcomes import Ending
 from app.core.roles import Role
 from app.core.settings.planner import PlannerSettings
 from app.core.types import Incarnation, SequenceHash, WorkerKey
@@ -40,7 +42,6 @@ from app.planner.rules.state import (
 from app.router.fleet import Fleet
 from app.state import decisions, endings, leases, planner, reservations
 from app.state.connect import connect
-from app.state.endings import Ending
 from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
@@ -445,9 +446,11 @@ async def test_records_that_no_worker_could_have_answered_are_counted_and_left_o
     now_ms = (await redis.time())[0] * 1000
     bad = {"endless": {"isl_tokens": 8}, "huge": {"isl_tokens": 10**12, "full_blocks": 10**12 // 4}}
     for name, fields in {"good": {"isl_tokens": 8}, **bad}.items():
-        one = replace(record(name, [A, B]), at_ms=now_ms, worker="a:0", **fields)
+        one = msgspec.structs.replace(record(name, [A, B]), at_ms=now_ms, worker="a:0", **fields)
         await runner.one(decisions.record(KEYS, one, kept=100))
-    late = replace(record("late", [A, B]), at_ms=now_ms + 10**15, worker="a:0", isl_tokens=8)
+    late = msgspec.structs.replace(
+        record("late", [A, B]), at_ms=now_ms + 10**15, worker="a:0", isl_tokens=8
+    )
     await runner.one(decisions.record(KEYS, late, kept=100))
     told = {"endless": Ending(500_000, 5), "good": Ending(3, 10**9)}
     for name, ending in told.items():
@@ -476,7 +479,7 @@ async def test_prompts_are_replayed_in_128_blocks_at_most(
     runner = ScriptRunner(redis, timeout_s=5.0)
     asked = record("long", [SequenceHash(n) for n in range(prompt_tokens // BLOCK_SIZE)])
     now_ms = (await redis.time())[0] * 1000
-    asked = replace(asked, at_ms=now_ms, worker="a:0", isl_tokens=prompt_tokens)
+    asked = msgspec.structs.replace(asked, at_ms=now_ms, worker="a:0", isl_tokens=prompt_tokens)
     await FakeWorkers(redis).register("a")
     await runner.one(decisions.record(KEYS, asked, kept=100))
     observer = Observer(Fleet(redis, KEYS, 1.0), redis, runner, KEYS)

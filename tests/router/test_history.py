@@ -14,13 +14,13 @@ from redis.asyncio import Redis
 
 from app.core.settings.router import RouterSettings
 from app.local.redis_server import EmbeddedRedis
-from app.policy.record import DecisionRecord
+from app.policy.record import DecisionRecord, decode
 from app.router.fleet import Fleet
 from app.router.history import MAX_UNWRITTEN, History
 from app.router.metrics import Telemetry
 from app.router.replica import Replica
 from app.state.connect import connect
-from app.state.decisions import MAX_WRITTEN
+from app.state.decisions import FIELD, MAX_WRITTEN
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
 from tests.state.test_decisions import CHAIN, KEYS, record
@@ -40,7 +40,8 @@ def history_of(redis: Any, runner: ScriptRunner | None = None, **settings: Any) 
 
 def planned(make: Callable[[], DecisionRecord]) -> Any:
     """As much of a Plan as is recorded of it."""
-    return SimpleNamespace(record=lambda details, now_s: make())
+    decision = SimpleNamespace(reservation_id="r")
+    return SimpleNamespace(record=lambda details, now_s, ending: make(), decision=decision)
 
 
 async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redis: Redis) -> None:
@@ -51,7 +52,7 @@ async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redi
     written = partial(redis.xrange, KEYS["decisions"])
     entries = await eventually(written, lambda found: len(found) >= MAX_UNWRITTEN)
     writing.cancel()
-    ids = [entry[b"request_id"].decode() for _, entry in entries]
+    ids = [decode(entry[FIELD]).request_id for _, entry in entries]
     assert ids == [f"r{n}" for n in range(3, MAX_UNWRITTEN + 3)]
 
 
@@ -73,7 +74,7 @@ async def test_what_redis_does_not_accept_is_lost_but_not_what_comes_later(
         history.record(planned(lambda: record("r1", CHAIN)))
         [(_, entry)] = await eventually(partial(redis.xrange, KEYS["decisions"]))
         writing.cancel()
-    assert entry[b"request_id"] == b"r1"
+    assert decode(entry[FIELD]).request_id == "r1"
 
 
 async def test_none_are_recorded_if_none_are_to_be_kept(redis: Redis) -> None:

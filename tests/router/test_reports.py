@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 from redis.asyncio import Redis
 
+from app.core.outcomes import Ending
 from app.local.redis_server import EmbeddedRedis
 from app.router import reports
-from app.state.endings import Ending
+from tests.endings import all_endings
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
 from tests.router.test_router import Replica, request, router, running, workers
@@ -122,8 +123,8 @@ async def test_a_replica_that_stops_tells_what_is_left(
             await reached.wait()
             routing.cancel()
     assert await workers.reserved() == {}
-    assert await workers.redis.xlen(KEYS["decisions"]) == 1
-    assert await workers.redis.xlen(KEYS["endings"]) == 1
+    [ending] = (await all_endings(workers.redis, KEYS)).values()
+    assert ending.output_tokens == 5
 
 
 @pytest.mark.usefixtures("for_good")
