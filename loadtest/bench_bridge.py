@@ -25,8 +25,10 @@ from typing import Any
 
 import numpy as np
 import zmq.asyncio
+from redis import Redis
 from rich.console import Console
 
+from app.core.chains import GROUP_BLOCKS, bucket_name
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, WorkerKey
@@ -37,7 +39,6 @@ from app.local.redis_server import free_port
 from app.ops.reset import delete_namespace
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.bench_agent import watch
 from loadtest.bench_engines import agent_beside
 from loadtest.command import option
 from loadtest.cores import CORES, cpu_s
@@ -57,6 +58,7 @@ SEEN_PER_S = 5_000
 STEADY_PER_S = 20_000
 IDLE_S = 20.0
 POLL_S = 0.002
+LOOK_S = 0.0002
 DEADLINE_S = 120.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -245,6 +247,24 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
+def watch(to: Connection, url: str, chains: Sequence[Sequence[SequenceHash]]) -> None:
+    """In a process of its own: send the times at which each chain's last block was seen, in seconds
+    on time.perf_counter, which counts alike in all processes."""
+    shard = KEYS.of_shard(0)
+    with Redis.from_url(url) as redis:
+        bits = int(redis.hget(shard["shard"], "bucket_bits") or 0)
+        seen: list[float] = []
+        to.send(None)
+        for chain in chains:
+            last = len(chain) - 1
+            leader = chain[last - last % GROUP_BLOCKS]
+            key = shard[f"blocks:{bucket_name(leader >> (64 - bits), bits)}"]
+            while not redis.hexists(key, f"{chain[last]:016x}"):
+                time.sleep(LOOK_S)
+            seen.append(time.perf_counter())
+        to.send(seen)
+
+
 async def visible_ms(url: str) -> dict[str, float]:
     """Time from an engine's batch until another process sees its last block in Redis, ms."""
     chains = range(SEEN_CHAINS)
@@ -252,7 +272,7 @@ async def visible_ms(url: str) -> dict[str, float]:
         os.sched_setaffinity(0, CORES)
         await published.prepare("stored", chains, SEEN_PER_S)
         async with running_rank(url, published.source, SEEN_CHAINS * CHAIN_BLOCKS):
-            with child(watch, url, KEYS, [hashes_of(chain) for chain in chains]) as watcher:
+            with child(watch, url, [hashes_of(chain) for chain in chains]) as watcher:
                 await asyncio.to_thread(received, watcher)
                 published.go()
                 sent = await published.sent()

@@ -207,7 +207,7 @@ def counted_shapes() -> list[Shape]:
 async def register(url: str, engine_url: str) -> None:
     async with connect(url) as redis:
         holders = Holders(ScriptRunner(redis, timeout_s=10), KEYS)
-        about = {"address": engine_url, "engine": "vllm 0.32.0", "models": (MODEL,)}
+        about: dict[str, Any] = {"address": engine_url, "engine": "vllm 0.32.0", "models": (MODEL,)}
         await holders.register(1, max_requests=1_000_000, **about)
         await ScriptRunner(redis, 5.0).one(models.announce(KEYS.namespace, [MODEL]))
 

@@ -48,12 +48,6 @@ PARTS = (
         75.0,
     ),
     Part(
-        "forward",
-        "loadtest.bench_forward --device={device} --rounds=3 --json={out}/forward.json",
-        "forward.json",
-        90.0,
-    ),
-    Part(
         "transfer",
         "loadtest.bench_transfer --device={device} --rounds=3 --json={out}/transfer.json",
         "transfer.json",

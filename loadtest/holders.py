@@ -9,7 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
-from app.core.chains import bucket_bits_for, shard_of
+from app.core.chains import bucket_bits_for
 from app.core.keys import Keyspace
 from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
@@ -28,47 +28,37 @@ BATCH = 64
 class Holders:
     """The workers `w0`, `w1` and so on of one namespace.
 
-    shards: of the namespace's index. index_blocks: unique blocks that it is laid out for.
+    index_blocks: unique blocks that the namespace's index is laid out for.
     """
 
     def __init__(
-        self,
-        runner: ScriptRunner,
-        keyspace: Keyspace,
-        *,
-        index_blocks: int = 2048,
-        shards: int = 1,
+        self, runner: ScriptRunner, keyspace: Keyspace, *, index_blocks: int = 2048
     ) -> None:
         self.incarnations: list[Incarnation] = []
         self._runner = runner
         self._keyspace = keyspace
-        self._bucket_bits = bucket_bits_for(index_blocks // shards)
-        self._shards = shards
-        self._seqs: Counter[tuple[Incarnation, int]] = Counter()
+        self._shard = keyspace.of_shard(0)
+        self._bucket_bits = bucket_bits_for(index_blocks)
+        self._seqs: Counter[Incarnation] = Counter()
 
-    async def register(self, count: int, *, max_requests: int = 256, **about: Any) -> None:
+    async def register(
+        self,
+        count: int,
+        *,
+        address: str = "http://127.0.0.1:1",
+        max_requests: int = 256,
+        **about: Any,
+    ) -> None:
         """about: of each worker, besides; fields of WorkerInfo."""
         do = self._runner.one
         for n in range(count):
             key = WorkerKey(f"w{n}")
-            info = WorkerInfo(
-                key,
-                about.get("address", "http://127.0.0.1:1"),
-                BLOCK_SIZE,
-                NUM_BLOCKS,
-                max_requests,
-                engine=about.get("engine", ""),
-                models=about.get("models", ()),
-            )
+            info = WorkerInfo(key, address, BLOCK_SIZE, NUM_BLOCKS, max_requests, **about)
             made = await do(
-                leases.register(
-                    self._keyspace, info, NONCE, ttl_ms=LEASE_TTL_MS, shards=self._shards
-                )
+                leases.register(self._keyspace, info, NONCE, ttl_ms=LEASE_TTL_MS, shards=1)
             )
             inc = made.incarnation
-            for shard in range(self._shards):
-                place = self._keyspace.of_shard(shard)
-                assert await do(index.open_shard(place, inc, NONCE, self._bucket_bits))
+            assert await do(index.open_shard(self._shard, inc, NONCE, self._bucket_bits))
             assert await do(leases.activate(self._keyspace, key, inc, NONCE))
             self.incarnations.append(inc)
 
@@ -81,13 +71,13 @@ class Holders:
     ) -> None:
         """Put the blocks of `chain`, from position `start` on, in `tier` of `w<worker>`; None
         removes them."""
-        inc, shard = self.incarnations[worker], shard_of(chain[0], self._shards)
+        inc = self.incarnations[worker]
         changes = index.chain_changes(chain, tier, start)
         calls: list[Call[bool]] = []
         for at in range(0, len(changes), BATCH):
-            self._seqs[inc, shard] += 1
-            seq, batch = self._seqs[inc, shard], changes[at : at + BATCH]
-            calls.append(index.apply(self._keyspace.of_shard(shard), inc, NONCE, seq, batch))
+            self._seqs[inc] += 1
+            batch = changes[at : at + BATCH]
+            calls.append(index.apply(self._shard, inc, NONCE, self._seqs[inc], batch))
         assert all(await self._runner.run(calls))
 
 

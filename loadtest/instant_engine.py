@@ -31,8 +31,8 @@ _WHOLE = (
 
 
 class _Engine(asyncio.Protocol):
-    """Answers each request at once; a stream whose `user` is `paced`, a chunk each PACE_S; of one
-    whose `user` is `held`, the first chunk alone. renderer: of what it is asked to tokenize."""
+    """Answers each request at once; a stream whose `user` is `paced`, a chunk each PACE_S.
+    renderer: of what it is asked to tokenize."""
 
     def __init__(self, renderer: Renderer | None) -> None:
         self._renderer = renderer
@@ -75,9 +75,6 @@ class _Engine(asyncio.Protocol):
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
             b"\r\n"
         )
-        if b'"user":"held"' in body:
-            self._transport.write(_chunked(_CHUNK))
-            return
         if b'"user":"paced"' in body:
             self._start(self._pace())
             return

@@ -21,7 +21,6 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.sampling",
         "workers.engines.torch.sequence",
         "workers.engines.torch.attention",
-        "loadtest.bench_forward",
         "loadtest.bench_gpu",
         "workers.engines.torch.tiers",
         "workers.engines.torch.chunks",

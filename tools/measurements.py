@@ -1,7 +1,7 @@
 """Writes docs/measurements.md from the figures kept in docs/measurements.json.
 
     python -m tools.measurements
-    python -m tools.measurements --take 'python -m loadtest.bench_burst' out/1.json out/2.json
+    python -m tools.measurements --take 'python -m loadtest.bench_door' out/1.json out/2.json
 
 `--take` first replaces the figures of one command by the least and the most found in the files that
 runs of it wrote with --json. A row's `at` says where in such a file its figure is: keys, of which

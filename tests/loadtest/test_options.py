@@ -10,28 +10,16 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from loadtest import autoscale, bench_replicas, bench_tiers, bench_waiting, simulate, splits
+from loadtest import autoscale, bench_replicas, bench_tiers, simulate, splits
 from loadtest.command import Command, save
 from loadtest.demo import demo
 from loadtest.replay import replay
 
 WITH_A_FILE = (
-    *("simulate", "splits", "bench_agent", "bench_bridge", "bench_burst"),
-    *("bench_decision", "bench_door", "bench_door_memory"),
-    *(
-        "bench_failover",
-        "bench_fleet",
-        "bench_index",
-        "bench_index_sweeps",
-        "bench_replicas",
-        "bench_shards",
-        "bench_tiers",
-        "bench_transfer",
-    ),
-    "bench_waiting",
+    *("simulate", "splits", "bench_bridge", "bench_decision", "bench_door", "bench_failover"),
+    *("bench_index", "bench_replicas", "bench_tiers", "bench_transfer"),
 )
-
-COMMANDS = (*WITH_A_FILE, "bench_hashing", "bench_parts", "bench_plan", "demo_torch")
+COMMANDS = (*WITH_A_FILE, "demo_torch")
 
 
 def invoke(module: str, *arguments: str) -> Result:
@@ -77,8 +65,6 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("autoscale", "--policy fastest"),
         ("autoscale", "--startup-s inf"),
         ("bench_failover", "--runs 0"),
-        ("bench_hashing", "--rounds 0"),
-        ("bench_plan", "--workers 0"),
         ("bench_index", "--blocks 0"),
         ("bench_index", "--index-blocks -1"),
         ("bench_index", "--queries 0"),
@@ -86,15 +72,11 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("bench_index", "--workers 2"),
         ("bench_replicas", "--load nan"),
         ("bench_replicas", "--speedup inf"),
-        ("bench_shards", "--changes 0"),
-        ("bench_shards", "--queries 0"),
         ("bench_tiers", "--kib 0"),
         ("bench_tiers", "--kib 7"),
         ("bench_tiers", "--kib 17"),
         ("bench_tiers", "--mib 0"),
         ("bench_tiers", "--rounds 0"),
-        ("bench_waiting", "--seconds 0"),
-        ("bench_waiting", "--seconds nan"),
         ("simulate", "--limit nan"),
         ("simulate", "--load inf"),
         ("simulate", "--load nan"),
@@ -145,7 +127,6 @@ def test_every_command_ends_that_way(module: str) -> None:
         (replay, "--policy random --policy random"),
         (bench_replicas.main, "--replicas 1 --replicas 4 --replicas 4"),
         (bench_tiers.main, "--kib 16 --kib 64 --kib 16"),
-        (bench_waiting.main, "--replicas 1 --replicas 1"),
         (autoscale.main, "--policy slo --policy slo"),
         (autoscale.main, "--victim newest --victim newest"),
         (simulate.main, "--policy blocks:8 --policy blocks:8"),
