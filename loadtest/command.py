@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,18 @@ def option(
         text = f"{text or ''} May be given several times.".strip()
         more = {"multiple": True, "callback": distinct} | more
     return click.option(*flag.split(), type=kind, help=text, **more)
+
+
+def command_of(
+    run: Callable[..., None], module: str, options: Sequence[Decorator]
+) -> click.Command:
+    """A command that calls `run` with its options; its help is the docstring of `module`."""
+    made: Any = run
+    for add in reversed(options):
+        made = add(made)
+    text = sys.modules[module].__doc__ or ""
+    # So that click leaves the lines of an example as they are.
+    return click.command(cls=Command, help=text.replace("\n\n    ", "\n\n\b\n    "))(made)
 
 
 def make_folder(folder: Path) -> None:

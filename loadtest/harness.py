@@ -8,7 +8,6 @@ A bench is a `measure` that returns figures and a `show` that prints them:
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 from rich.table import Table
 
 from app.http.server import run
-from loadtest.command import Command, Decorator, json_option, save, table
+from loadtest.command import Decorator, command_of, json_option, save, table
 from loadtest.console import Console
 from loadtest.cores import redis_to_measure
 
@@ -49,12 +48,7 @@ def bench(
         save(result, json_file)
         show(result, Console(width=width))
 
-    made: Any = command
-    for add in (json_option, *reversed(options)):
-        made = add(made)
-    text = sys.modules[measure.__module__].__doc__ or ""
-    # So that click leaves the lines of an example as they are.
-    return click.command(cls=Command, help=text.replace("\n\n    ", "\n\n\b\n    "))(made)
+    return command_of(command, measure.__module__, (*options, json_option))
 
 
 def in_turn(ways: Mapping[C, Callable[[], T]], rounds: int) -> dict[C, list[T]]:

@@ -38,15 +38,10 @@ def knee(scenario: Scenario, policy: str) -> float:
 
 
 def _ttft_mean_s(scenario: Scenario, policy: str, load: float) -> float:
-    mean_s = simulate(scenario, policy, load).summary.ttft_mean_s
+    mean_s = simulate(scenario, policy, load)["ttft_mean_s"]
     return math.inf if mean_s is None else mean_s
 
 
-def limit(scenario: Scenario, policy: str, share: float, seeds: int) -> float:
-    """The highest load at which this share of the requests, averaged over seeds, meets the SLO."""
-
-    def is_fine(load: float) -> bool:
-        played = (simulate(scenario, policy, load, seed) for seed in range(seeds))
-        return sum(figures.within_slo for figures in played) >= share * seeds
-
-    return highest(is_fine)
+def limit(scenario: Scenario, policy: str, share: float, seed: int) -> float:
+    """The highest load at which this share of the requests meets the SLO."""
+    return highest(lambda load: simulate(scenario, policy, load, seed)["within_slo"] >= share)

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from app.core.settings.kinds import PRIORITIES
 from app.policy.transfer import TransferKind
 from app.simulation.setting import Setting
 from loadtest.client import Outcome
-from loadtest.figures import Figures, Played
+from loadtest.experiment import measured
 from loadtest.ideal import ideal
-from loadtest.processes import forked
-from loadtest.report import PolicyRun, PolicySummary, summarise
-from loadtest.slo import meets_slo, token_s
 from loadtest.traces import Trace
 from loadtest.virtual import Simulation, TracePrompts
-
-T = TypeVar("T")
 
 IDEAL = "ideal"
 """Not a policy, but a yardstick for them: see loadtest/ideal.py."""
 WARMUP = 0.25
+"""Share of the requests, the first ones, that the figures leave out: caches start empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +48,18 @@ def offered(trace: Trace, load: float) -> Trace:
     return (trace.repeated(copies) if copies > 1 else trace).at_load(load / copies)
 
 
-def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Figures:
-    """Play the scenario's trace once; the first quarter of the requests is not measured."""
+def warm(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """Those that figures are made of."""
+    return outcomes[int(len(outcomes) * WARMUP) :]
+
+
+def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> dict[str, Any]:
+    """Play the scenario's trace once. Returns the figures of `measured`, and of all requests:
+
+    `split`, `fetched`: shares of requests whose prompt a source computed, for which a prefix was
+    fetched; `preemptions` on all workers; `conflicts`: reservations refused because another
+    replica's came first. Of a trace with several priorities also each one's, as `low ttft_mean_s`.
+    """
     trace, setting = scenario.trace, replace(scenario.setting, seed=seed)
     played = offered(trace, load)
     prompts = _prompts(trace.name, setting.block_size)
@@ -70,76 +72,28 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> Fig
         conflicts, kinds = simulation.fleet.conflicts, simulation.kinds
         preemptions = sum(worker.engine.num_preemptions for worker in simulation.fleet.workers)
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
-    run = PolicyRun(policy, trace.name, 1.0, load, WARMUP, tuple(outcomes), workers)
-    good = sum(meets_slo(outcome, setting.profiles[0]) for outcome in run.measured)
-    per_token_s = [token_s(outcome) for outcome in run.measured if outcome.output_tokens > 1]
-    span_s = run.measured[-1].arrival_s - run.measured[0].arrival_s
-    return Figures(
-        policy=policy,
-        load=load,
-        seed=seed,
-        summary=summarise(run),
-        within_slo=good / len(run.measured),
-        goodput_per_s=good / span_s if span_s else None,
-        token_s=float(np.mean(per_token_s)) if per_token_s else None,
-        token_p99_s=float(np.percentile(per_token_s, 99)) if per_token_s else None,
-        split=kinds[TransferKind.SPLIT] / len(outcomes),
-        fetched=kinds[TransferKind.FETCH] / len(outcomes),
-        preemptions=preemptions,
-        conflicts=conflicts,
-        by_priority=_by_priority(played, run),
+    by_priority = {
+        f"{priority} {name}": value
+        for priority, its in _by_priority(played, warm(outcomes)).items()
+        for name, value in measured(its, setting.profiles[0]).items()
+    }
+    return (
+        measured(warm(outcomes), setting.profiles[0], workers)
+        | {
+            "load": load,
+            "split": kinds[TransferKind.SPLIT] / len(outcomes) if setting.link else None,
+            "fetched": kinds[TransferKind.FETCH] / len(outcomes) if setting.link else None,
+            "preemptions": preemptions,
+            "conflicts": conflicts,
+        }
+        | by_priority
     )
 
 
-def _by_priority(trace: Trace, run: PolicyRun) -> dict[str, PolicySummary]:
+def _by_priority(trace: Trace, outcomes: Sequence[Outcome]) -> Mapping[str, Sequence[Outcome]]:
+    """Empty where all requests have the same."""
     of = {r.index: r.priority for session in trace.sessions for r in session.turns}
     groups: dict[str, list[Outcome]] = {}
-    for outcome in run.measured:
+    for outcome in outcomes:
         groups.setdefault(of[int(outcome.request_id)], []).append(outcome)
-    return {
-        priority: summarise(replace(run, outcomes=tuple(groups[priority]), warmup=0.0))
-        for priority in PRIORITIES
-        if len(groups) > 1 and priority in groups
-    }
-
-
-_trace: Trace
-"""What the processes play. Inherited, because sending it takes long."""
-
-
-@contextmanager
-def processes(trace: Trace, number: int) -> Iterator[Executor]:
-    """Processes for `with_trace` and `play`."""
-    global _trace
-    _trace = trace
-    with forked(number) as executor:
-        yield executor
-
-
-def with_trace(function: Callable[..., T], setting: Setting, *args: Any, **kwargs: Any) -> T:
-    """In one of `processes`: the function of a scenario with their trace."""
-    return function(Scenario(_trace, setting), *args, **kwargs)
-
-
-def play(
-    executor: Executor,
-    rows: Mapping[str, tuple[Setting, str]],
-    loads: Sequence[float],
-    seeds: int,
-) -> Iterator[tuple[float, Played]]:
-    """For each load, the figures of every seed of every row. rows: settings and policies by name.
-
-    executor: of `processes`.
-    """
-    running = {
-        load: {
-            name: [
-                executor.submit(with_trace, simulate, setting, policy, load, seed)
-                for seed in range(seeds)
-            ]
-            for name, (setting, policy) in rows.items()
-        }
-        for load in loads
-    }
-    for load, at_load in running.items():
-        yield load, {name: [one.result() for one in those] for name, those in at_load.items()}
+    return {name: groups[name] for name in PRIORITIES if len(groups) > 1 and name in groups}

@@ -10,115 +10,82 @@ at 50, 70 and 90 % of it.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import click
 
+from app.core.settings.kinds import PRIORITIES
 from app.options import FACTOR, Number
 from app.policy.cost import POLICIES
-from loadtest.command import (
-    FILE,
-    Command,
-    distinct,
-    jobs_option,
-    json_option,
-    option,
-    read,
-    save,
-    trace_option,
-)
-from loadtest.console import Console
-from loadtest.figures import Figures, plot, table
+from loadtest.command import option, read, trace_option
+from loadtest.experiment import Rows, experiment
 from loadtest.knee import KNEE, knee, limit
-from loadtest.scenario import IDEAL, Scenario, play, processes, with_trace
+from loadtest.scenario import IDEAL, Scenario, simulate
 from loadtest.setting_options import PolicyName, setting_of, setting_options
 
 SHARES_OF_KNEE = (0.5, 0.7, 0.9)
+TIMES = (
+    ("TTFT mean, s", "ttft_mean_s", "{:.2f}"),
+    ("p99", "ttft_p99_s", "{:.2f}"),
+    ("whole request, s", "request_mean_s", "{:.2f}"),
+)
+COLUMNS = (
+    TIMES[0],
+    ("p50", "ttft_p50_s", "{:.2f}"),
+    ("p90", "ttft_p90_s", "{:.2f}"),
+    *TIMES[1:],
+    ("s/token", "token_s", "{:.4f}"),
+    ("its p99", "token_p99_s", "{:.3f}"),
+    ("within SLO", "within_slo", "{:.1%}"),
+    ("of them per s", "goodput_per_s", "{:.2f}"),
+    ("from cache", "hit_rate", "{:.1%}"),
+    ("split", "split", "{:.1%}"),
+    ("fetched", "fetched", "{:.1%}"),
+    ("busiest / mean", "balance", "{:.2f}"),
+    ("refused, all full", "failed", "{:.0f}"),
+    ("preemptions", "preemptions", "{:.0f}"),
+    ("reservations refused", "conflicts", "{:.0f}"),
+    *((f"{one}: {head}", f"{one} {key}", form) for one in PRIORITIES for head, key, form in TIMES),
+    ("highest load", "limit", "{:.2f}"),
+)
 
 
-@click.command(cls=Command)
-@trace_option
-@option("--requests", None, "Play at most this many.")
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=tuple(POLICIES)[::-1],
-    callback=distinct,
-    type=PolicyName(),
-    help="Policy to play; may be given several times. Default: all, latency last. blocks:W is "
-    "blocks with a prefill weight of W; ideal is no policy but a yardstick: every request alone, "
-    "on a worker with the memory of all.",
-)
-@option(
-    "--load loads",
-    None,
-    "Arrival rate, as a multiple of the recorded one. Default: "
-    "50, 70 and 90 % of the knee, the load at which the last policy's mean TTFT is "
-    f"{KNEE:g} times that without load.",
-    FACTOR,
-    several=True,
-)
-@option(
-    "--limit share",
-    None,
-    "Also find the highest load at which this share of the requests meets the SLO.",
-    Number(0, 1, min_open=True),
-)
-@setting_options
-@option("--seeds", 1, "Runs of each policy and load, whose figures are averaged; arrivals differ.")
-@jobs_option
-@json_option
-@option("--png png_file", None, "File to draw the figures to.", FILE)
-def main(
+def rows(
     trace_file: Path,
     requests: int | None,
     policies: tuple[str, ...],
     loads: tuple[float, ...],
     share: float | None,
-    seeds: int,
-    jobs: int,
-    json_file: Path | None,
-    png_file: Path | None,
     **fleet: Any,
-) -> None:
-    """Compare policies on a trace in virtual time, with a table for each load."""
-    console = Console()
+) -> Rows:
     scenario = Scenario(read(trace_file).cut(requests=requests), setting_of(**fleet))
     _check_fit(scenario)
-    result: dict[str, Any] = {
-        "trace": scenario.trace.name,
-        "requests": scenario.trace.num_requests,
-        "setting": asdict(scenario.setting) | {"profiles": fleet["profiles"]},
-    }
     # What knows no queues has neither knee nor limit.
     real = [policy for policy in policies if policy != IDEAL]
+    if share is not None:
+        return {
+            f"{_title(scenario)}, {share:.0%} of them within the SLO": {
+                f"`{policy}`": partial(_limit, scenario, policy, share) for policy in real
+            }
+        }
     if not loads and not real:
         raise click.UsageError(f"{IDEAL} has no knee to take loads from: set --load")
     if not loads:
-        result["knee"] = knee_load = knee(scenario, real[-1])
-        console.print(f"{real[-1]} reaches its knee at {knee_load:.2f}x the recorded rate")
+        knee_load = knee(scenario, real[-1])
+        click.echo(f"{real[-1]} reaches its knee at {knee_load:.2f}x the recorded rate")
         loads = tuple(part * knee_load for part in SHARES_OF_KNEE)
-    rows = {policy: (scenario.setting, policy) for policy in policies}
-    figures: list[Figures] = []
-    with processes(scenario.trace, jobs) as executor:
-        for load, played in play(executor, rows, loads, seeds):
-            console.print(table(_title(scenario, load), played))
-            figures += chain.from_iterable(played.values())
-        if share is not None:
-            find = partial(with_trace, limit, scenario.setting, share=share, seeds=seeds)
-            limits = dict(zip(real, executor.map(find, real), strict=True))
-            result["limit"] = {"share": share, "load": limits}
-            for policy, load in limits.items():
-                console.print(f"{policy} keeps {share:.0%} within the SLO up to {load:.2f}x")
-    result["figures"] = [asdict(one) for one in figures]
-    save(result, json_file)
-    if png_file:
-        plot(figures, _title(scenario, None), png_file)
+    return {
+        f"{_title(scenario)} at {load:.2f}x the recorded rate": {
+            f"`{policy}`": partial(simulate, scenario, policy, load) for policy in policies
+        }
+        for load in loads
+    }
+
+
+def _limit(scenario: Scenario, policy: str, share: float, seed: int) -> dict[str, float]:
+    return {"limit": limit(scenario, policy, share, seed)}
 
 
 def _check_fit(scenario: Scenario) -> None:
@@ -134,15 +101,47 @@ def _check_fit(scenario: Scenario) -> None:
                 )
 
 
-def _title(scenario: Scenario, load: float | None) -> str:
+def _title(scenario: Scenario) -> str:
     trace, setting = scenario.trace, scenario.setting
-    at = "" if load is None else f" at {load:.2f}x the recorded rate"
     host = f", {setting.host_pool_tokens:,} tokens on the host" * bool(setting.host_pool_tokens)
     return (
-        f"{trace.name}: {trace.num_requests:,} requests{at}, {setting.num_workers} workers{host}, "
-        f"{setting.replicas} replica{'s' * (setting.replicas > 1)} ({setting.sharing})"
+        f"{setting.num_workers} workers{host}, {setting.replicas} "
+        f"replica{'s' * (setting.replicas > 1)} ({setting.sharing}); {trace.num_requests:,} "
+        f"requests of {trace.name}"
     )
 
+
+main = experiment(
+    rows,
+    COLUMNS,
+    trace_option,
+    option("--requests", None, "Play at most this many."),
+    option(
+        "--policy policies",
+        tuple(POLICIES)[::-1],
+        "Policy to play. Default: all, latency last. blocks:W is blocks with a prefill weight of "
+        "W; ideal is no policy but a yardstick: every request alone, on a worker with the memory "
+        "of all.",
+        PolicyName(),
+        several=True,
+        show_default=False,
+    ),
+    option(
+        "--load loads",
+        None,
+        "Arrival rate, as a multiple of the recorded one. Default: 50, 70 and 90 % of the knee, "
+        f"the load at which the last policy's mean TTFT is {KNEE:g} times that without load.",
+        FACTOR,
+        several=True,
+    ),
+    option(
+        "--limit share",
+        None,
+        "Instead, find the highest load at which this share of the requests meets the SLO.",
+        Number(0, 1, min_open=True),
+    ),
+    setting_options,
+)
 
 if __name__ == "__main__":
     main()

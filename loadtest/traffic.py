@@ -2,25 +2,36 @@
 
     python -m loadtest.traffic prefixes > prefixes.jsonl
 
-Every request is on its own. `prefixes`: all begin with one of 24 long prefixes. `one-offs`: very
-long prompts amid chats. `jobs`: many at once beside chats. `tenants`: 200 system prompts, Zipf, in
+Requests on their own. `prefixes`: all begin with one of 24 long prefixes. `one-offs`: very long
+prompts amid chats. `jobs`: many at once beside chats. `tenants`: 200 system prompts, Zipf, in
 bursts. `reasoning`: a quarter of the answers is very long. `sub-agents`: eight at once on a prompt
 that is new. `crowd`: hundreds within seconds on one, beside chats. `short`: short prompts, for a
 small model.
+
+Sessions of half an hour. `shared`: chats with one system prompt. `quiet`: few and long ones.
+`mixed`: agents with quick turns beside long documents.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 import orjson
 
 from loadtest.command import Command
+from loadtest.traces import Trace, read_trace
 
 BLOCK_TOKENS = 256
+SPAN_S = 1800.0
+MOST_TURNS = 40
+APART = 50_000_000
+"""Between the blocks of two kinds of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +131,64 @@ PER_GROUP = 1000
 """Blocks that a group's requests may share."""
 
 
-def lines(name: str) -> Iterator[bytes]:
-    """The rows of the trace."""
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """One kind of them. Lengths are medians of log-normal distributions, and turns a mean."""
+
+    seed: int
+    number: int
+    shared_blocks: int
+    turns: float
+    first_tokens: int
+    later_tokens: int
+    output_tokens: int
+    think_s: float
+    first_block: int = 0
+
+    def made(self) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+        """When each begins, and its turns."""
+        rng = np.random.default_rng(self.seed)
+        shared = [self.first_block + block for block in range(self.shared_blocks)]
+        block = self.first_block + 10_000
+        for start_s in np.sort(rng.uniform(0, SPAN_S, self.number)).tolist():
+            turns: list[dict[str, Any]] = []
+            tokens = len(shared) * BLOCK_TOKENS + _around(rng, self.first_tokens, 0.8)
+            held = 0
+            for turn in range(min(1 + int(rng.geometric(1 / self.turns)), MOST_TURNS)):
+                output = max(8, _around(rng, self.output_tokens, 0.6))
+                new = tokens // BLOCK_TOKENS - max(held, len(shared))
+                ids = [*([] if turn else shared), *range(block, block + new)]
+                block += new
+                one = {"input_length": tokens, "output_length": output, "keep": held}
+                one["hash_ids"] = ids  # type: ignore[assignment]
+                if turn:
+                    one["think_ms"] = round(1000 * rng.lognormal(np.log(self.think_s), 0.7))
+                turns.append(one)
+                held = tokens // BLOCK_TOKENS
+                tokens += output + _around(rng, self.later_tokens, 0.8)
+            yield start_s, turns
+
+
+def _around(rng: np.random.Generator, median: float, sigma: float) -> int:
+    return int(rng.lognormal(np.log(median), sigma))
+
+
+SESSIONS = {
+    "shared": (Sessions(1, 900, 8, 4, 1500, 400, 300, 20),),
+    "quiet": (Sessions(2, 60, 8, 8, 6000, 3000, 128, 25),),
+    "mixed": (
+        Sessions(3, 300, 16, 10, 4000, 1200, 150, 4),
+        Sessions(4, 300, 2, 2, 24_000, 600, 500, 30, first_block=APART),
+    ),
+}
+
+
+def _requests(name: str) -> Iterator[dict[str, Any]]:
     asked = sorted(TRAFFIC[name](np.random.default_rng(1)), key=lambda one: one.at_s)
     for number, one in enumerate(asked):
         first = one.group * PER_GROUP
         shared = range(first, first + one.shared_tokens // BLOCK_TOKENS)
-        row = {
+        yield {
             "session": number,
             "turn": 0,
             "keep": 0,
@@ -136,11 +198,30 @@ def lines(name: str) -> Iterator[bytes]:
             "hash_ids": [*shared],
             "priority": one.priority,
         }
-        yield orjson.dumps(row)
+
+
+def _turns(name: str) -> Iterator[dict[str, Any]]:
+    made = (one for kind in SESSIONS[name] for one in kind.made())
+    for number, (start_s, turns) in enumerate(sorted(made, key=lambda one: one[0])):
+        for turn, asked in enumerate(turns):
+            row = {"session": number, "turn": turn, **asked}
+            yield row if turn else row | {"timestamp": round(1000 * start_s)}
+
+
+def lines(name: str) -> Iterator[bytes]:
+    """The rows of the trace."""
+    return map(orjson.dumps, _turns(name) if name in SESSIONS else _requests(name))
+
+
+def made_trace(name: str) -> Trace:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{name}.jsonl")
+        path.write_bytes(b"\n".join(lines(name)))
+        return read_trace(path)
 
 
 @click.command(cls=Command)
-@click.argument("name", type=click.Choice(list(TRAFFIC)))
+@click.argument("name", type=click.Choice([*TRAFFIC, *SESSIONS]))
 def main(name: str) -> None:
     """Print the trace NAME."""
     for line in lines(name):

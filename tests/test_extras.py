@@ -251,6 +251,7 @@ def test_a_missing_package_is_named_with_its_extra_and_a_fault_of_ours_is_not_hi
 
 def test_a_checkout_has_all_that_benchmarks_import() -> None:
     reached = Reached(ROOT)
-    for path in (ROOT / "loadtest").glob("*.py"):
-        reached.begin(f"loadtest.{path.stem}", frozenset({"dev"}))
+    for path in (ROOT / "loadtest").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        reached.begin(name.removesuffix(".__init__"), frozenset({"dev"}))
     assert missing(reached) == []

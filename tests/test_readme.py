@@ -40,7 +40,7 @@ def test_the_configuration_table_has_every_setting_with_its_default_and_help(set
 
 def test_every_setting_is_used_by_a_test_or_named_by_a_page_a_deployment_or_a_load_test() -> None:
     deployed = [path for path in ROOT.glob("deploy/**/*") if path.suffix != ".pyc"]
-    used = [*ROOT.glob("tests/**/*.py"), *deployed, *ROOT.glob("loadtest/*.py")]
+    used = [*ROOT.glob("tests/**/*.py"), *deployed, *ROOT.glob("loadtest/**/*.py")]
     pages = [ROOT / page for page in DOCUMENTS if page != "docs/configuration.md"]
     text = "\n".join(path.read_text() for path in (*used, *pages) if path.is_file())
     words = {

@@ -10,13 +10,21 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from loadtest import autoscale, bench_replicas, bench_tiers, simulate, splits
+from loadtest import autoscale, bench_replicas, bench_tiers, simulate
 from loadtest.command import Command, save
 from loadtest.demo import demo
+from loadtest.experiments import splits
 from loadtest.replay import replay
 
 WITH_A_FILE = (
-    *("simulate", "splits", "bench_bridge", "bench_decision", "bench_door", "bench_failover"),
+    *(
+        "simulate",
+        "experiments.splits",
+        "bench_bridge",
+        "bench_decision",
+        "bench_door",
+        "bench_failover",
+    ),
     *("bench_index", "bench_replicas", "bench_tiers", "bench_transfer"),
 )
 COMMANDS = (*WITH_A_FILE, "demo_torch")

@@ -31,7 +31,7 @@ def change(at_s: float, size: int, desired: int, attainment: float | None = None
 
 def figures(proposals: list[Proposal], outcomes: list[Outcome]) -> ScalingFigures:
     played = PlayedTrace(outcomes, proposals, worker_s=7200.0, recomputed_s=5.0)
-    return figures_of("slo", "newest", played, USUAL, Rules(window_s=100.0))
+    return figures_of(played, USUAL, Rules(window_s=100.0))
 
 
 def test_a_change_that_undoes_one_of_the_last_ten_minutes_is_a_reversal() -> None:

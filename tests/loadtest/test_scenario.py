@@ -7,7 +7,8 @@ import time
 import pytest
 
 from app.simulation.setting import Setting, Sharing
-from loadtest.scenario import Scenario, offered, processes, simulate
+from loadtest.processes import forked
+from loadtest.scenario import Scenario, offered, simulate
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
 
 
@@ -20,12 +21,12 @@ def test_a_run_is_reproducible_and_ranks_the_policies_as_expected(demo: Trace) -
     scenario = Scenario(demo.cut(0.0, None, 500), Setting())
     ttft = {}
     for policy in ("random", "blocks", "latency"):
-        mean = simulate(scenario, policy, load=1.1, seed=3).summary.ttft_mean_s
+        mean = simulate(scenario, policy, load=1.1, seed=3)["ttft_mean_s"]
         assert mean is not None
         ttft[policy] = mean
     assert ttft["latency"] < ttft["blocks"] < ttft["random"]
-    assert simulate(scenario, "latency", load=1.1, seed=3).summary.ttft_mean_s == ttft["latency"]
-    assert simulate(scenario, "latency", load=1.1, seed=4).summary.ttft_mean_s != ttft["latency"]
+    assert simulate(scenario, "latency", load=1.1, seed=3)["ttft_mean_s"] == ttft["latency"]
+    assert simulate(scenario, "latency", load=1.1, seed=4)["ttft_mean_s"] != ttft["latency"]
 
 
 @pytest.mark.slow
@@ -33,7 +34,7 @@ def test_sixteen_replicas_with_exact_state_decide_as_well_as_one(demo: Trace) ->
     trace = demo.cut(0.0, None, 800)
 
     def ttft(setting: Setting) -> float:
-        mean = simulate(Scenario(trace, setting), "latency", load=1.1).summary.ttft_mean_s
+        mean = simulate(Scenario(trace, setting), "latency", load=1.1)["ttft_mean_s"]
         assert mean is not None
         return mean
 
@@ -45,11 +46,11 @@ def test_sixteen_replicas_with_exact_state_decide_as_well_as_one(demo: Trace) ->
 def test_figures_that_no_request_has_are_absent(demo: Trace) -> None:
     at_once = simulate(Scenario(demo.cut(requests=1024), Setting(num_workers=1)), "random", 1e6)
     # The first 256 take all slots, and none is measured.
-    assert at_once.summary.failed == at_once.summary.requests == 768
-    assert at_once.token_s is None
+    assert at_once["failed"] == at_once["requests"] == 768
+    assert at_once["token_s"] is None
     only_token = Session(0.0, (TraceRequest(0, 100, 1, (), 512),))
     alone = simulate(Scenario(Trace("made up", (only_token,)), Setting()), "random", 1)
-    assert (alone.token_s, alone.goodput_per_s) == (None, None)
+    assert (alone["token_s"], alone["goodput_per_s"]) == (None, None)
 
 
 def test_a_load_above_1_copies_sessions_but_only_compresses_single_requests() -> None:
@@ -61,9 +62,9 @@ def test_a_load_above_1_copies_sessions_but_only_compresses_single_requests() ->
     assert [session.start_s for session in offered(open_loop, 4.0).sessions] == [0, 2]
 
 
-def test_an_interrupted_comparison_does_not_wait_for_what_is_being_played(demo: Trace) -> None:
+def test_an_interrupted_comparison_does_not_wait_for_what_is_being_played() -> None:
     def interrupted() -> None:
-        with processes(demo, 1) as executor:
+        with forked(1) as executor:
             executor.submit(time.sleep, 100)
             raise KeyboardInterrupt
 

@@ -1,6 +1,6 @@
 """Several cells against one namespace of as many workers, in virtual time.
 
-    python -m loadtest.cells --trace conversation.jsonl --load 2
+    python -m loadtest.experiments.cells --trace conversation.jsonl --load 2
 
 A cell is a namespace with a Redis, routers and workers of its own. What stands before the cells
 sees neither caches nor loads, only a request and how many each cell has yet to answer. Rows: one
@@ -16,9 +16,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -29,10 +30,9 @@ from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
-from loadtest.command import Command, jobs_option, json_option, option, read, save, trace_option
-from loadtest.processes import forked
-from loadtest.report import PolicyRun, summarise
-from loadtest.scenario import WARMUP, offered
+from loadtest.command import option, read, trace_option
+from loadtest.experiment import Rows, experiment, measured
+from loadtest.scenario import offered, warm
 from loadtest.traces import Session, Trace
 from loadtest.virtual import Simulation, TracePrompts
 
@@ -114,42 +114,19 @@ class CellSimulation(Simulation):
         self._cells[cell].ask(request, end)
 
 
-@dataclass(frozen=True, slots=True)
-class CellFigures:
-    """Of one row and seed; the first quarter of the requests is not measured but in `busiest`."""
-
-    hit_rate: float
-    ttft_mean_s: float
-    ttft_p99_s: float
-    request_mean_s: float
-    busiest: float
-    """Share of all requests that the busiest cell got, over its fair share."""
-    failed: int
-
-
-@cache
-def _prompts(block_size: int) -> TracePrompts:
-    return TracePrompts(block_size)
-
-
-def simulate(
+def play(
     trace: Trace, setting: Setting, num_cells: int, door: Door, load: float, seed: int
-) -> CellFigures:
-    setting, prompts = replace(setting, seed=seed), _prompts(setting.block_size)
-    simulation = CellSimulation(LATENCY, setting, prompts, num_cells, door)
+) -> Mapping[str, Any]:
+    """The first quarter of the requests is not measured but in `busiest`: the share of all requests
+    that the busiest cell got, over its fair share."""
+    setting = replace(setting, seed=seed)
+    simulation = CellSimulation(LATENCY, setting, TracePrompts(setting.block_size), num_cells, door)
     outcomes = simulation.run(offered(trace, load))
-    summary = summarise(PolicyRun(LATENCY, trace.name, 1.0, load, WARMUP, tuple(outcomes), ()))
-    return CellFigures(
-        hit_rate=summary.hit_rate or 0.0,
-        ttft_mean_s=summary.ttft_mean_s or 0.0,
-        ttft_p99_s=summary.ttft_p99_s or 0.0,
-        request_mean_s=summary.request_mean_s or 0.0,
-        busiest=max(simulation.requests.values()) * num_cells / len(outcomes),
-        failed=summary.failed,
-    )
+    busiest = max(simulation.requests.values()) * num_cells / len(outcomes)
+    return measured(warm(outcomes), setting.profiles[0]) | {"busiest": busiest}
 
 
-def rows(
+def doors(
     trace: Trace, num_cells: int, nums_blocks: Sequence[int], bound: float
 ) -> dict[str, tuple[int, Door]]:
     """What is compared, by name: numbers of cells, and how one is chosen."""
@@ -176,39 +153,7 @@ def rows(
     return {"one namespace": (1, Door())} | by_load | hashed
 
 
-def table(played: Mapping[str, Sequence[CellFigures]]) -> str:
-    """In Markdown, means over seeds."""
-    lines = [
-        "| | from cache | TTFT mean, s | p99 | whole request, s | busiest cell / mean |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, seeds in played.items():
-        hits, ttft_s, p99_s, whole_s, busiest, _ = np.mean([astuple(one) for one in seeds], axis=0)
-        lines.append(
-            f"| {name} | {hits:.1%} | {ttft_s:.2f} | {p99_s:.1f} | {whole_s:.2f} | {busiest:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-@click.command(cls=Command)
-@trace_option
-@option("--requests", None, "Play at most this many.")
-@option("--load", 2.0, "Times the recorded rate.", FACTOR)
-@option("--workers num_workers", 16, "Of all cells.")
-@option("--cells num_cells", 2)
-@option(
-    "--blocks nums_blocks",
-    (1, 4),
-    "Leading blocks of a prompt that are hashed, of 256 tokens.",
-    several=True,
-)
-@option(
-    "--bound", 1.5, "Times the mean of requests under way that a cell may have.", Number(1, 100)
-)
-@option("--seeds", 1, "Runs of each row.")
-@jobs_option
-@json_option
-def main(
+def rows(
     trace_file: Path,
     requests: int | None,
     load: float,
@@ -216,28 +161,44 @@ def main(
     num_cells: int,
     nums_blocks: tuple[int, ...],
     bound: float,
-    seeds: int,
-    jobs: int,
-    json_file: Path | None,
-) -> None:
-    """Compare cells, however requests come to them, with one namespace."""
+) -> Rows:
     if num_workers % num_cells:
         raise click.UsageError(f"{num_workers} workers are no {num_cells} cells of the same size")
     trace = read(trace_file).cut(requests=requests)
     setting = Setting(num_workers=num_workers)
-    compared = rows(trace, num_cells, nums_blocks, bound)
-    with forked(jobs) as executor:
-        running = {
-            name: [
-                executor.submit(simulate, trace, setting, *row, load, seed) for seed in range(seeds)
-            ]
-            for name, row in compared.items()
-        }
-        played = {name: [one.result() for one in those] for name, those in running.items()}
     title = f"{trace.name} at {load:g}x the recorded rate, {num_workers} workers, {num_cells} cells"
-    click.echo(f"\n{title}\n\n{table(played)}")
-    save(played, json_file)
+    return {
+        title: {
+            name: partial(play, trace, setting, number, door, load)
+            for name, (number, door) in doors(trace, num_cells, nums_blocks, bound).items()
+        }
+    }
 
+
+main = experiment(
+    rows,
+    (
+        ("from cache", "hit_rate", "{:.1%}"),
+        ("TTFT mean, s", "ttft_mean_s", "{:.2f}"),
+        ("p99", "ttft_p99_s", "{:.1f}"),
+        ("whole request, s", "request_mean_s", "{:.2f}"),
+        ("busiest cell / mean", "busiest", "{:.2f}"),
+    ),
+    trace_option,
+    option("--requests", None, "Play at most this many."),
+    option("--load", 2.0, "Times the recorded rate.", FACTOR),
+    option("--workers num_workers", 16, "Of all cells."),
+    option("--cells num_cells", 2),
+    option(
+        "--blocks nums_blocks",
+        (1, 4),
+        "Leading blocks of a prompt that are hashed, of 256 tokens.",
+        several=True,
+    ),
+    option(
+        "--bound", 1.5, "Times the mean of requests under way that a cell may have.", Number(1, 100)
+    ),
+)
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 from click.testing import CliRunner
 
-from loadtest.hot_prefix import main
+from loadtest.experiments.hot_prefix import main
 
 
 def test_each_worker_fetches_the_prefix_once_and_the_table_shows_it(tmp_path: Path) -> None:
@@ -15,7 +15,8 @@ def test_each_worker_fetches_the_prefix_once_and_the_table_shows_it(tmp_path: Pa
     options = ["--requests", "60", "--within-s", "0.6", "--link-gbit", "100", "--seeds", "1"]
     ended = CliRunner().invoke(main, [*options, "--json", str(file)])
     assert ended.exit_code == 0, ended.output
-    (without,), (linked,) = orjson.loads(file.read_bytes()).values()
+    [played] = orjson.loads(file.read_bytes()).values()
+    (without,), (linked,) = played.values()
     assert without["fetched"] == without["split"] == 0 < linked["fetched"] <= 7
     row = ended.output.splitlines()[-1]
     assert row.startswith(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import orjson
 import pytest
 from click.testing import CliRunner
 
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
-from loadtest.cells import CellSimulation, Door, first_blocks, first_turn, main, simulate
+from loadtest.experiments.cells import CellSimulation, Door, first_blocks, first_turn, main, play
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
 from loadtest.virtual import Simulation, TracePrompts
 
@@ -73,25 +71,6 @@ def test_one_cell_is_the_fleet_itself_and_two_know_nothing_of_each_other() -> No
     assert sorted(cached) == [0, 0, *[19 * 256] * 6]
 
 
-@pytest.mark.slow
-def test_a_row_for_each_way_to_choose_with_the_means_of_its_seeds(tmp_path: Path) -> None:
-    file = tmp_path / "cells.json"
-    asked = ("--requests", "60", "--workers", "4", "--seeds", "2", "--json", str(file))
-    ended = CliRunner().invoke(main, asked)
-    assert ended.exit_code == 0, ended.output
-    lines = [line for line in ended.output.splitlines() if line.startswith("| ")][1:]
-    shown = {name.strip(): cells for _, name, *cells in (line.split("|") for line in lines)}
-    played = orjson.loads(file.read_bytes())
-    assert list(shown) == list(played)
-    assert len(played) == 9
-    for name, seeds in played.items():
-        ttft_s = [one["ttft_mean_s"] for one in seeds]
-        assert float(shown[name][1]) == pytest.approx(sum(ttft_s) / 2, abs=0.01)
-        assert ttft_s[0] != ttft_s[1]
-    assert float(shown["hash of first 1 blocks"][4]) == 2.0
-    assert float(shown["hash of first 1 blocks, bounded by 1.5"][4]) < 1.75
-
-
 def test_cells_of_unequal_size_are_not_compared() -> None:
     refused = CliRunner().invoke(main, ("--workers", "5"))
     assert (refused.exit_code, "5 workers are no 2 cells" in refused.output) == (2, True)
@@ -109,9 +88,12 @@ def test_a_cell_may_be_bounded_by_tokens_or_be_the_less_busy_of_two() -> None:
     assert chosen(Door(first_turn, 1.5, by_tokens=True), session, busy) == first
 
 
-def test_nothing_is_lost_on_the_way() -> None:
+def test_nothing_is_lost_on_the_way_and_the_busiest_cell_is_told() -> None:
     trace = read_trace(DEMO_TRACE).cut(requests=100)
     door = Door(partial(first_blocks, 4), 1.25)
-    figures = simulate(trace, Setting(num_workers=4), 2, door, 1.0, seed=1)
-    assert figures.failed == 0
-    assert math.isfinite(figures.ttft_p99_s)
+    figures = play(trace, Setting(num_workers=4), 2, door, 1.0, seed=1)
+    assert figures["failed"] == 0
+    assert math.isfinite(figures["ttft_p99_s"])
+    assert 1.0 <= figures["busiest"] < 1.25
+    one_first_block = play(trace, Setting(num_workers=4), 2, Door(partial(first_blocks, 1)), 1.0, 1)
+    assert one_first_block["busiest"] == 2.0

@@ -1,0 +1,1 @@
+"""Questions asked in virtual time: a file of rows each, with traces, settings and columns."""

@@ -1,0 +1,184 @@
+"""How well policies use a fleet's memory while little happens at once, in virtual time.
+
+    python -m loadtest.experiments.quiet --policy blocks --policy latency
+
+Agents that work one after another, and everyone's first trial, look like this: no queue tells the
+workers apart. `of ideal`: the share of what `loadtest.ideal` finds in the cache of one worker with
+the memory of all. After a third of the requests another worker may join. `joined`: requests that it
+got within a minute, over its fair share; within five where a long system prompt is to be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import click
+import numpy as np
+
+from app.options import PROCESSES
+from app.policy.cost import POLICIES
+from app.simulation.flights import SimAnswer
+from app.simulation.profiles import PROFILES
+from app.simulation.setting import Setting
+from loadtest.client import Outcome
+from loadtest.command import option
+from loadtest.experiment import Rows, experiment
+from loadtest.ideal import ideal
+from loadtest.traces import Session, Trace, TraceRequest
+from loadtest.virtual import Simulation, TracePrompts
+
+BLOCK_TOKENS = 256
+TURNS = 6
+TURN_TOKENS = 4096
+OUTPUT_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Conversations whose prompts grow by TURN_TOKENS a turn, after a system prompt they share."""
+
+    working_set: float
+    """Tokens of all conversations together, over those that all workers hold."""
+    shared_tokens: int
+    think_s: tuple[float, float] | None = None
+    """Shortest and longest pause before the next turn; None: one request at a time, of whichever
+    conversation is drawn."""
+    joins: bool = False
+    """Whether a worker joins after a third of the requests."""
+
+    @property
+    def name(self) -> str:
+        pauses = "5 to 60 s" if self.think_s else "one at a time"
+        joins = ", one joins" * self.joins
+        return f"{self.working_set:g} | {self.shared_tokens:,} | {pauses}{joins}"
+
+    def trace(self, pool_tokens: int, seed: int) -> Trace:
+        """pool_tokens: of all workers together."""
+        rng = np.random.default_rng(seed)
+        own_tokens = pool_tokens * self.working_set - self.shared_tokens
+        number = max(2, round(own_tokens / (TURNS * TURN_TOKENS)))
+        if self.think_s is None:
+            order = np.repeat(np.arange(number), TURNS)
+            rng.shuffle(order)
+            return Trace("quiet", (self._session(order.tolist(), np.ones(order.size), 0.0),))
+        lasts_s = TURNS * fmean(self.think_s)
+        # Conversations begin all the time where a worker joins, so that it can get any.
+        starts_s = np.sort(rng.uniform(0.0, lasts_s * (3 if self.joins else 0.5), number))
+        pauses_s = rng.uniform(*self.think_s, (number, TURNS))
+        return Trace(
+            "quiet",
+            tuple(
+                self._session([place] * TURNS, pauses_s[place], start_s)
+                for place, start_s in enumerate(starts_s.tolist())
+            ),
+        )
+
+    def _session(self, order: list[int], pauses_s: np.typing.NDArray[Any], at_s: float) -> Session:
+        """Turns in this order of conversations, each after the answer to the one before."""
+        asked = dict.fromkeys(order, 0)
+        turns: list[TraceRequest] = []
+        for place, pause_s in zip(order, pauses_s.tolist(), strict=True):
+            asked[place] += 1
+            turns.append(self._turn(place, asked[place], pause_s if turns else 0.0))
+        return Session(at_s, tuple(turns))
+
+    def _turn(self, place: int, turn: int, think_s: float) -> TraceRequest:
+        shared, each = self.shared_tokens // BLOCK_TOKENS, TURN_TOKENS // BLOCK_TOKENS
+        first = shared + place * TURNS * each
+        blocks = (*range(shared), *range(first, first + turn * each))
+        return TraceRequest(
+            index=place * TURNS + turn - 1,
+            input_tokens=len(blocks) * BLOCK_TOKENS,
+            output_tokens=OUTPUT_TOKENS,
+            blocks=blocks,
+            block_tokens=BLOCK_TOKENS,
+            think_s=think_s,
+        )
+
+
+THINK_S = (5.0, 60.0)
+TRAFFIC = (
+    Traffic(0.15, 256),
+    Traffic(0.3, 256),
+    Traffic(0.3, 2048),
+    Traffic(0.8, 0),
+    Traffic(0.8, 2048),
+    Traffic(0.8, 8192),
+    Traffic(1.5, 2048),
+    Traffic(0.8, 256, THINK_S),
+    Traffic(0.8, 8192, THINK_S),
+    Traffic(0.8, 256, joins=True),
+    Traffic(0.8, 8192, joins=True),
+    Traffic(0.8, 2048, THINK_S, joins=True),
+)
+
+
+def play(traffic: Traffic, policy: str, setting: Setting, seed: int) -> Mapping[str, Any]:
+    setting = replace(setting, seed=seed)
+    workers = setting.num_workers
+    trace = traffic.trace(workers * setting.profiles[0].kv_pool_tokens, seed)
+    prompts = TracePrompts(setting.block_size)
+    simulation = Simulation(policy, setting, prompts)
+    answered, joined_s = 0, 0.0
+
+    def note(_: SimAnswer) -> None:
+        nonlocal answered, joined_s
+        answered += 1
+        if traffic.joins and answered == trace.num_requests // 3:
+            joined_s = simulation.fleet.now_s
+            simulation.fleet.join(setting.profiles[0])
+
+    simulation.on_answer = note
+    outcomes = simulation.run(trace)
+    requests = [sum(o.worker == f"w{i}:0" for o in outcomes) for i in range(workers)]
+    until_s = joined_s + (300 if traffic.shared_tokens > TURN_TOKENS else 60)
+    after = [o.worker == f"w{workers}:0" for o in outcomes if joined_s < o.arrival_s <= until_s]
+    return {
+        "of_ideal": _cached(outcomes) / _cached(ideal(setting, trace, prompts)),
+        "busiest": max(requests) / fmean(requests),
+        "joined": sum(after) / len(after) * (workers + 1) if traffic.joins else None,
+    }
+
+
+def _cached(outcomes: Iterable[Outcome]) -> int:
+    return sum(outcome.cached_tokens for outcome in outcomes)
+
+
+def rows(policies: Sequence[str], no_idle_times: bool, **fleet: Any) -> Rows:
+    setting = Setting(profiles=(PROFILES["70b-4xh100"],), idle_reported=not no_idle_times, **fleet)
+    return {
+        "": {f"{t.name} | `{p}`": partial(play, t, p, setting) for t in TRAFFIC for p in policies}
+    }
+
+
+main = experiment(
+    rows,
+    (
+        ("of ideal", "of_ideal", "{:.2f}"),
+        ("busiest / mean", "busiest", "{:.2f}"),
+        ("joined", "joined", "{:.2f}"),
+    ),
+    option(
+        "--policy policies",
+        ("least_loaded", "blocks", "latency"),
+        "Policy to play.",
+        click.Choice(list(POLICIES)),
+        several=True,
+    ),
+    option("--workers num_workers", 8, "At the start."),
+    option("--replicas", 1, "Router replicas.", PROCESSES),
+    option("--block-size", 64, "Tokens per KV block."),
+    click.option(
+        "--no-idle-times",
+        is_flag=True,
+        help="Workers report no idle times of evicted blocks, as vLLM without --kv-cache-metrics.",
+    ),
+    labels="working set | shared | pauses | policy",
+)
+
+if __name__ == "__main__":
+    main()
