@@ -31,24 +31,23 @@ from app.simulation.setting import Setting
 from loadtest.command import option, read, trace_option
 from loadtest.day import curve, day_of
 from loadtest.experiment import Rows, experiment
-from loadtest.scaling import Coming, Scaled, Scaling
+from loadtest.scaling import Scaled, Scaling
 from loadtest.scaling_figures import COLUMNS, figures_of
 from loadtest.setting_options import ROLES
 from loadtest.traces import Trace
 from loadtest.victims import VICTIMS
-from loadtest.virtual import Simulation, TracePrompts
+from loadtest.virtual import TracePrompts
 
 ROUTING = "latency"
-ORACLE = "oracle"
 STATIC = "static"
 CURVE = "curve"
-FORMS = (*POLICIES, ORACLE, STATIC, CURVE)
+FORMS = (*POLICIES, STATIC, CURVE)
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingVariant:
-    """`threshold:X`, `waiting:X` and `ongoing:X` have X times the usual thresholds; `slo:X` and
-    `oracle:X` keep the SLO for a share of X; `static:X` has X workers; `curve:X` has X on average,
+    """`threshold:X`, `waiting:X` and `ongoing:X` have X times the usual thresholds; `slo:X` keeps
+    the SLO for a share of X; `static:X` has X workers; `curve:X` has X on average,
     as many as the day's curve without its bursts says."""
 
     text: str
@@ -67,7 +66,7 @@ class ScalingVariant:
         x = self.value
         if x is None:
             return rules
-        if self.name in ("slo", ORACLE):
+        if self.name == "slo":
             return replace(rules, slo=replace(rules.slo, target=x))
         scaled = (
             *("prefill_queue_up", "prefill_queue_down", "kv_load_up", "kv_load_down"),
@@ -106,22 +105,11 @@ def play(
 
         setting = replace(setting, num_workers=planned(0.0))
         scaling = Scaling(CURVE, rules, victim, scenario.startup_s, sizes=planned)
-    elif policy.name == ORACLE:
-        coming = _coming(scenario)
-        scaling = Scaling("slo", rules, victim, scenario.startup_s, coming=coming)
     else:
         scaling = Scaling(policy.name, rules, victim, scenario.startup_s)
     end_s = 3600 * scenario.hours
     scaled = Scaled(scaling, setting, ROUTING, scenario.prompts, end_s)
     return asdict(figures_of(scaled.run(scenario.day), setting.profiles[0], rules))
-
-
-def _coming(scenario: Scenario) -> Coming:
-    """What will be asked, and when: of sessions, when a fleet of the largest size answers them."""
-    setting = replace(scenario.setting, num_workers=scenario.rules.max_workers)
-    outcomes = Simulation(ROUTING, setting, scenario.prompts).run(scenario.day)
-    turns = {str(turn.index): turn for session in scenario.day.sessions for turn in session.turns}
-    return [(o.arrival_s, scenario.prompts.of(turns[o.request_id])) for o in outcomes]
 
 
 def rows(
@@ -171,7 +159,7 @@ def rows(
 
 
 def _check_roles(variants: Sequence[ScalingVariant]) -> None:
-    known = (*POOL_POLICIES, ORACLE, STATIC)
+    known = (*POOL_POLICIES, STATIC)
     for variant in variants:
         if variant.name not in known:
             raise click.UsageError(f"--roles: {variant.text} knows none; use {', '.join(known)}")
@@ -201,11 +189,10 @@ main = experiment(
     trace_option,
     option(
         "--policy policies",
-        ("static:4", "static:6", "static:8", "threshold", "waiting", "slo", "oracle"),
+        ("static:4", "static:6", "static:8", "threshold", "waiting", "slo"),
         "Rule for the size. threshold:X, waiting:X and ongoing:X have X times the usual "
-        "thresholds, slo:X and oracle:X aim at a share of X within the SLO, static:X has X "
-        "workers, curve:X that many on average. oracle is slo, shown what will be asked instead of "
-        "what was.",
+        "thresholds, slo:X aims at a share of X within the SLO, static:X has X workers, curve:X "
+        "that many on average.",
         _PolicyName(),
         several=True,
     ),

@@ -40,7 +40,7 @@ NUM_REQUESTS = 1800
 @option(
     "--out",
     Path("out"),
-    "Folder for demo.json and demo.png.",
+    "Folder for demo.json.",
     click.Path(path_type=Path, file_okay=False),
 )
 def demo(
@@ -87,5 +87,4 @@ def demo(
             )
     console.print(report.table(runs))
     save(report.as_json(runs), out / "demo.json")
-    report.plot(runs, out / "demo.png")
-    console.print(f"Also in {out / 'demo.json'} and {out / 'demo.png'}")
+    console.print(f"Also in {out / 'demo.json'}")

@@ -24,7 +24,7 @@ from app.http.server import run
 from app.options import BASE_URL, FACTOR, POSITIVE_SECONDS, SECONDS, SEED, Command, Number, Option
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, RequestError, clock
-from loadtest.command import FILE, json_option, option, read, save
+from loadtest.command import json_option, option, read, save
 from loadtest.door_client import Api, DoorClient
 from loadtest.report import PolicyRun
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest
@@ -287,7 +287,6 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     SEED,
 )
 @json_option
-@option("--png png_file", None, "File to draw the figures to.", FILE)
 def replay(
     trace_file: Path,
     url: str,
@@ -301,7 +300,6 @@ def replay(
     warmup: float,
     seed: int,
     json_file: Path | None,
-    png_file: Path | None,
 ) -> None:
     """Play recorded traffic against a running cluster and compare routing policies.
 
@@ -335,20 +333,16 @@ def replay(
                 on_progress=on_progress,
             )
             runs.append(run(playing))
-    _tell(runs, console, json_file, png_file)
+    _tell(runs, console, json_file)
     if all(outcome.failure for played in runs for outcome in played.outcomes):
         raise click.ClickException("no request was answered")
 
 
-def _tell(
-    runs: list[PolicyRun], console: Console, json_file: Path | None, png_file: Path | None
-) -> None:
+def _tell(runs: list[PolicyRun], console: Console, json_file: Path | None) -> None:
     console.print(report.table(runs))
     for problem in _problems(runs):
         console.print(problem, style="red", markup=False)
     save(report.as_json(runs), json_file)
-    if png_file:
-        report.plot(runs, png_file)
 
 
 async def _check_answers(url: str, policy: str | None, api: Api) -> None:

@@ -1,21 +1,15 @@
-"""The results of replays of one trace under several policies: figures, table, JSON, picture."""
+"""The results of replays of one trace under several policies: figures, table, JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.options import naming_file
-
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from rich.console import Group
 
     # Only for types: benchmarks must not load anything heavy into the servers they measure.
@@ -116,12 +110,6 @@ LATE_SHARE = 0.25
 """Of the mean TTFT, which includes the client's own delay. Past it, figures reflect the machine."""
 LATE_TEXT = "The client itself was late ({}): this machine is too busy for these figures to count."
 FAILED_TEXT = "Requests failed ({}): times and tokens from cache are those of the others only."
-
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
-INK = "#222222"
-GREY = "#666666"
-FAINT = "#D9D9D9"
 
 
 def summarise(run: PolicyRun) -> PolicySummary:
@@ -225,102 +213,6 @@ def table(runs: Sequence[PolicyRun]) -> Group:
         if policies
     ]
     return Group(Text(_title(runs[0]), "bold"), cells, Text(_caption(runs[0]), "dim"), *warnings)
-
-
-def plot(runs: Sequence[PolicyRun], path: Path) -> None:
-    """Writes a PNG: TTFT distribution, mean TTFT, hit rate and requests per worker by policy."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    summaries = [summarise(run) for run in runs]
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.04)
-    figure = Figure(figsize=(12, 7.2), layout=layout, facecolor="white")
-    figure.suptitle(_title(runs[0]), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-    figure.supxlabel(_caption(runs[0]), x=0.01, ha="left", fontsize=9, color=GREY)
-    grid = figure.add_gridspec(2, 12, height_ratios=(1.35, 1))
-    plot_distribution(figure.add_subplot(grid[0, :7]), runs)
-    _plot_bars(
-        figure.add_subplot(grid[0, 7:]),
-        runs,
-        [s.ttft_mean_s for s in summaries],
-        "Mean time to first token",
-        "{:.2f} s",
-    )
-    _plot_workers(figure.add_subplot(grid[1, :7]), runs, summaries)
-    _plot_bars(
-        figure.add_subplot(grid[1, 7:]),
-        runs,
-        [s.hit_rate for s in summaries],
-        "Prompt tokens found in the cache",
-        "{:.1%}",
-    )
-    save_figure(figure, path)
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    with naming_file(path):
-        figure.savefig(path, dpi=150, format="png")
-
-
-def plot_distribution(axes: Axes, runs: Sequence[PolicyRun]) -> None:
-    for run, colour in zip(runs, cycle(COLOURS), strict=False):
-        times = np.sort(ttft_s(run))
-        share = np.arange(1, times.size + 1) / len(run.measured)
-        axes.plot(times, share, color=colour, linewidth=2, label=run.policy)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_ylim(0, 1.005)
-    axes.grid(color=FAINT, linewidth=0.7)
-    axes.set_xlabel("seconds, log scale", color=GREY)
-    axes.legend(frameon=False, loc="lower right")
-    style(axes, "Requests with their first token within ...")
-
-
-def _plot_bars(
-    axes: Axes, runs: Sequence[PolicyRun], values: Sequence[float | None], title: str, form: str
-) -> None:
-    bars = axes.barh(
-        [run.policy for run in runs],
-        [value or 0.0 for value in values],
-        color=[COLOURS[i % len(COLOURS)] for i in range(len(runs))],
-        height=0.6,
-    )
-    axes.bar_label(bars, [_cell(value, form) for value in values], padding=4, color=INK)
-    axes.invert_yaxis()
-    axes.margins(x=0.18)
-    axes.xaxis.set_visible(False)
-    axes.spines["bottom"].set_visible(False)
-    style(axes, title)
-
-
-def _plot_workers(
-    axes: Axes, runs: Sequence[PolicyRun], summaries: Sequence[PolicySummary]
-) -> None:
-    workers = sorted({worker for s in summaries for worker in s.requests_per_worker})
-    places = np.arange(len(workers))
-    width = 0.8 / len(runs)
-    for i, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
-        heights = [summary.requests_per_worker.get(worker, 0) for worker in workers]
-        axes.bar(
-            places + (i - (len(runs) - 1) / 2) * width,
-            heights,
-            width=width * 0.92,
-            color=COLOURS[i % len(COLOURS)],
-            label=run.policy,
-        )
-    axes.set_xticks(places, workers)
-    axes.grid(axis="y", color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
-    style(axes, "Requests per worker")
-
-
-def style(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=INK)
-    axes.tick_params(which="both", colors=GREY, length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
 
 
 def _title(run: PolicyRun) -> str:

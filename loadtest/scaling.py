@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
-from operator import itemgetter
 
 import numpy as np
 
@@ -36,7 +34,6 @@ from app.policy.record import sampled
 from app.simulation.books import Holdings
 from app.simulation.flights import Decided, SimAnswer
 from app.simulation.setting import Setting
-from app.simulation.steps import SimRequest
 from app.simulation.worker import SimWorker, Status
 from loadtest.client import Outcome
 from loadtest.traces import Trace
@@ -58,21 +55,15 @@ PHASES = {
 }
 
 
-Coming = Sequence[tuple[float, SimRequest]]
-"""All that will be asked, by time of arrival."""
-
-
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How the size is set. sizes: what it is to be at each time; None: what `policy` proposes.
-    coming: shown to the policy instead of what was asked lately."""
+    """How the size is set. sizes: what it is to be at each time; None: what `policy` proposes."""
 
     policy: str
     rules: Rules = field(default_factory=Rules)
     victim: str = "unique_value"
     startup_s: float = 60.0
     sizes: Callable[[float], int] | None = None
-    coming: Coming | None = None
 
 
 @dataclass(slots=True)
@@ -194,14 +185,13 @@ class Scaled:
         scaling, state = self._scaling, self._state(now_s)
         leaves = VICTIMS[scaling.victim](state, self._rng) if state.those(Phase.LIVE) else ""
         if scaling.sizes is None:
-            foresees = scaling.coming is not None
             replay = Replay(
-                self._foreseen(state) if foresees else state,
+                state,
                 scaling.rules,
                 self._routing,
                 self._setting,
                 self._speed,
-                growth=1.0 if foresees else growth(state, scaling.rules),
+                growth=growth(state, scaling.rules),
             )
 
             def predict(size: int) -> Prediction:
@@ -232,15 +222,6 @@ class Scaled:
         self._played.proposals.append(proposal)
         self._carry_out(proposal, now_s)
         self._samples.clear()
-
-    def _foreseen(self, state: FleetState) -> FleetState:
-        """As the state will be when the whole window lies ahead, and no size has changed."""
-        coming, rules = self._scaling.coming or (), self._scaling.rules
-        now_s, then_s = state.now_s, state.now_s + rules.window_s
-        first = bisect_right(coming, now_s, key=itemgetter(0))
-        last = bisect_right(coming, then_s, key=itemgetter(0))
-        ahead = [PastRequest(at_s, "", request) for at_s, request in coming[first:last]]
-        return replace(state, now_s=then_s, recent=[*state.recent, *ahead])
 
     def _carry_out(self, proposal: Proposal, now_s: float) -> None:
         for role, count in proposal.starts.items():

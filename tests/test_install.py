@@ -337,7 +337,6 @@ async def test_the_extra_of_load_tests_plays_a_trace_and_locust(
         assert "only a checkout has the demo's trace" in without
         played = ("replay", f"--url={router.url}", f"--trace={DEMO_TRACE}", "--requests=4")
         installed.said(*played, "--speedup=100")
-        installed.said(*played, "--png=figures.png")
         locust = ("--headless", "-u", "2", "-r", "2", "-t", "2s", "--host", router.url)
         file = str(ROOT / "loadtest" / "locustfile.py")
         installed.said("-f", file, *locust, program="locust")

@@ -17,7 +17,7 @@ def test_the_number_after_a_policy_is_what_it_is_set_to() -> None:
     scaled = ScalingVariant("threshold:0.5").rules(usual)
     assert (scaled.prefill_queue_up, scaled.kv_load_down) == (0.25, 0.25)
     assert ScalingVariant("waiting:2").rules(usual).waiting_per_worker == 10.0
-    assert ScalingVariant("oracle:0.9").rules(usual).slo.target == 0.9
+    assert ScalingVariant("slo:0.9").rules(usual).slo.target == 0.9
     assert ScalingVariant("slo").rules(usual) == usual
 
 
@@ -26,7 +26,7 @@ def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_fig
     tmp_path: Path,
 ) -> None:
     args = ["--hours", "0.1", "--workers", "2", "--max-workers", "4", "--jobs", "2"]
-    args += ["--load", "0.3", "--policy", "static:2", "--policy", "slo", "--policy", "oracle:0.9"]
+    args += ["--load", "0.3", "--policy", "static:2", "--policy", "slo", "--policy", "slo:0.9"]
     args += ["--victim", "unique_value", "--victim", "newest"]
     args += ["--json", str(tmp_path / "f.json")]
     result = CliRunner().invoke(main, args, catch_exceptions=False)
@@ -35,7 +35,7 @@ def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_fig
     assert unique[0].endswith("; unique_value leaves")
     assert newest[0].endswith("; newest leaves")
     for _, played in (unique, newest):
-        assert list(played) == ["`static:2`", "`slo`", "`oracle:0.9`"]
+        assert list(played) == ["`static:2`", "`slo`", "`slo:0.9`"]
         [static] = played["`static:2`"]
         assert (static["worker_hours"], static["changes"], static["lost"]) == (0.2, 0, 0)
         assert {one["requests"] for [one] in played.values()} == {static["requests"]}
@@ -68,4 +68,4 @@ def test_a_curve_gives_every_choice_of_victims_the_same_sizes(tmp_path: Path) ->
 def test_only_policies_that_know_roles_take_them() -> None:
     refused = CliRunner().invoke(main, ["--roles", "1p1d", "--policy", "waiting"])
     assert refused.exit_code == 2
-    assert "--roles: waiting knows none; use slo, threshold, oracle, static" in refused.output
+    assert "--roles: waiting knows none; use slo, threshold, static" in refused.output

@@ -11,10 +11,8 @@ import numpy as np
 import orjson
 import pytest
 from click.testing import CliRunner, Result
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from app.core.errors import ConfigError
 from loadtest import report
 from loadtest.client import FailureKind, Outcome
 from loadtest.replay import Progress, replay, replay_policy
@@ -170,24 +168,6 @@ class TestReport:
         assert "Requests failed (latency): " in " ".join(printed(whole, failing))
         assert "Requests failed" not in " ".join(printed(whole))
 
-    def test_the_picture_is_a_png_whatever_was_answered(self, tmp_path: Path) -> None:
-        runs = [
-            played(*[answered(ttft_s=t) for t in (1, 2, 4)], policy="random"),
-            played(FAILED, policy="latency"),
-        ]
-        report.plot(runs, tmp_path / "figures.of-today")
-        assert (tmp_path / "figures.of-today").read_bytes().startswith(b"\x89PNG")
-        with pytest.raises(ConfigError, match="/dev/full: No space left on device"):
-            report.plot(runs, Path("/dev/full"))
-
-    def test_the_curve_of_requests_with_a_first_token_ends_below_1_if_some_failed(self) -> None:
-        axes = Figure().subplots()
-        run = played(answered(ttft_s=3), FAILED, answered(ttft_s=1), FAILED)
-        report.plot_distribution(axes, [run, played(FAILED)])
-        curve, empty = axes.lines
-        assert np.asarray(curve.get_xydata()).tolist() == [[1, 0.25], [3, 0.5]]
-        assert len(empty.get_xydata()) == 0
-
 
 class TestReplay:
     async def test_arrivals_and_times_are_in_engine_seconds(self, cluster: FakeCluster) -> None:
@@ -259,20 +239,19 @@ class TestCommand:
         (tmp_path / "two.jsonl").write_bytes(line * 2)
         return str(tmp_path / "two.jsonl")
 
-    async def test_two_policies_are_compared_in_table_json_and_picture(
+    async def test_two_policies_are_compared_in_table_and_json(
         self, cluster: FakeCluster, trace_file: str, tmp_path: Path
     ) -> None:
         done = await invoke(
             *("--url", cluster.url, "--trace", trace_file, "--speedup", "100", "--warmup", "0"),
             *("--policy", "random", "--policy", "latency"),
-            *("--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")),
+            *("--json", str(tmp_path / "out.json")),
         )
         assert done.exit_code == 0, done.output
         assert "random / latency" in done.output
         figures = orjson.loads((tmp_path / "out.json").read_bytes())
         assert figures["policies"]["random"]["requests"] == 2
         assert figures["policies"]["latency"]["failed"] == 0
-        assert (tmp_path / "out.png").exists()
 
     async def test_policies_find_no_blocks_of_each_other_in_the_caches(
         self, cluster: FakeCluster, trace_file: str
@@ -294,11 +273,12 @@ class TestCommand:
         assert "422" in done.output
         assert len(cluster.calls) == 1
 
-    @pytest.mark.parametrize("option", ["--json", "--png"])
     async def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_played(
-        self, cluster: FakeCluster, trace_file: str, option: str
+        self, cluster: FakeCluster, trace_file: str
     ) -> None:
-        done = await invoke("--url", cluster.url, "--trace", trace_file, option, f"{trace_file}/f")
+        done = await invoke(
+            "--url", cluster.url, "--trace", trace_file, "--json", f"{trace_file}/f"
+        )
         assert done.exit_code == 1
         assert done.output == f"Error: {trace_file}: File exists\n"
         assert cluster.calls == []
