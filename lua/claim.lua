@@ -14,7 +14,8 @@
 -- ARGV[4] room        n       of how many it can be the agent
 -- ARGV[5] num_ready   n       so many of the engines that follow are ready, the first ones
 -- ARGV[6...] engine   str     all that it sees
--- Returns  {engine, ...}      those of which it is the agent
+-- Returns  {{engine, ...}, {engine, ...}}   those of which it is the agent; of those that may be claimed
+--                              the ones that have none
 -- Cost     O(engines + processes). Writes. Safe to retry.
 local key = KEYS[1] .. ARGV[1]
 local holder, ttl_ms, room, num_ready = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -81,12 +82,16 @@ for i = 6, #ARGV do
     end
   end
 end
+local free = {}
 for i = 6, #ARGV do
-  if #claimed < share and claimable(i) and holder_of[ARGV[i]] ~= holder
-    and not is_live[holder_of[ARGV[i]] or ''] then
-    redis.call('HSET', key, 'engine ' .. ARGV[i], holder)
-    claimed[#claimed + 1] = ARGV[i]
+  if claimable(i) and holder_of[ARGV[i]] ~= holder and not is_live[holder_of[ARGV[i]] or ''] then
+    if #claimed < share then
+      redis.call('HSET', key, 'engine ' .. ARGV[i], holder)
+      claimed[#claimed + 1] = ARGV[i]
+    else
+      free[#free + 1] = ARGV[i]
+    end
   end
 end
 redis.call('PEXPIRE', key, KEPT_MS)
-return claimed
+return {claimed, free}

@@ -20,6 +20,7 @@ from starlette.routing import Mount, Route
 
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
+from app.core.limits import MAX_ENGINES
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import base_url
 from app.http.server import listen
@@ -30,7 +31,7 @@ from app.state.scripts import ScriptRunner
 from workers.bridge.follower import EngineFollower
 from workers.bridge.metrics import registry_of
 from workers.discovery.claims import Claims
-from workers.discovery.engine import MOST_ENGINES, check, overrides_of
+from workers.discovery.engine import check, overrides_of
 from workers.discovery.fleet import Fleet
 from workers.discovery.metrics import registry_of_fleet
 from workers.discovery.source import SOURCES, source_of
@@ -61,7 +62,7 @@ async def serve(settings: EngineAgentSettings) -> None:
         session = await opened.enter_async_context(
             aiohttp.ClientSession(
                 headers={"Authorization": f"Bearer {key}"} if key else None,
-                connector=aiohttp.TCPConnector(limit=CONNECTIONS * MOST_ENGINES),
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS * MAX_ENGINES),
             )
         )
         context = opened.enter_context(zmq.asyncio.Context())
@@ -113,7 +114,8 @@ def of_fleet(fleet: Fleet) -> Starlette:
 
     async def health(_: Request) -> JSONResponse:
         engines = {one.worker_id: _told(one) for one in fleet.followers.values()}
-        return JSONResponse({"engines": engines}, 503 if fleet.engines is None else 200)
+        told = {"engines": engines, "findings": fleet.findings()}
+        return JSONResponse(told, 503 if fleet.engines is None else 200)
 
     return _app(health, registry_of_fleet(fleet))
 

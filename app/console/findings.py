@@ -56,6 +56,7 @@ def of_workers(
     )
     yield checks.engines([*view.infos, *view.paused.values()])
     yield from checks.below_exact(view.infos)
+    yield from checks.findings(view.infos)
     if live:
         yield from checks.of_workers(live, namespace, names)
         # Who fails requests computes none of what was predicted for them.

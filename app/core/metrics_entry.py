@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from app.core.limits import MAX_MEASURED
 from app.core.report_items import Item
 from app.core.worker_report import (
     GPU,
@@ -16,21 +17,17 @@ from app.core.worker_report import (
     Speed,
 )
 
-LARGEST = 1e15
-"""No measured field's unit is so small that a value could be larger. What is computed from such
-values stays finite."""
-
 
 def encode(
     metrics: ForwardPassMetrics, speed: Speed, gpu: GpuReadings = NO_READINGS
 ) -> dict[str, str]:
-    """Fields of the metrics stream: one per field of each class that is not None, numbers as short
-    text."""
+    """Fields of the metrics stream: one per field of each class that is a number from 0 to
+    MAX_MEASURED, as short text."""
     return {
         item.wire: str(value) if isinstance(value, int) else f"{value:.9g}"
         for items, report in ((METRICS, metrics), (SPEED, speed), (GPU, gpu))
         for item in items
-        if (value := getattr(report, item.name)) is not None
+        if (value := getattr(report, item.name)) is not None and 0 <= value <= MAX_MEASURED
     }
 
 
@@ -39,7 +36,7 @@ def decode(
 ) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     """Inverse of `encode`; a missing field takes its default, an unknown one is ignored.
 
-    Raises ValueError, naming the field, if one is not a number from 0 to LARGEST.
+    Raises ValueError, naming the field, if one is not a number from 0 to MAX_MEASURED.
     """
     return (
         ForwardPassMetrics(*_numbers(entry, _OF_METRICS)),
@@ -71,7 +68,7 @@ def _numbers(entry: Mapping[bytes, bytes], table: _Table) -> list[Any]:
                 value = float(text)
             except ValueError:
                 value = -1.0
-            if not 0 <= value <= LARGEST:
+            if not 0 <= value <= MAX_MEASURED:
                 raise ValueError(f"{name.decode()} is {text.decode(errors='replace')}")
             value = kind(value)
         values.append(value)

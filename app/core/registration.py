@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from app.core.errors import shown
 from app.core.keys import DATA_VERSION
+from app.core.limits import MAX_COUNT, MAX_NAME, MAX_NAMES
 from app.core.report_items import Item
 from app.core.types import WorkerKey
 from app.core.worker_report import INFO, WorkerInfo
 
-MAX_COUNT = 10**12
-"""No number that a worker registers is larger."""
-MAX_NAMES, MAX_NAME = 256, 256
-"""Of models or adapters, and characters of each."""
+WITHIN = f"at most {MAX_NAMES} names of 1 to {MAX_NAME} printable characters"
 
 
 class WrongField(ValueError):
@@ -27,8 +26,32 @@ class WrongField(ValueError):
         self.name, self.value, self.wanted = name, value, wanted
 
 
+def fitting(info: WorkerInfo) -> WorkerInfo:
+    """`info` without what is over a limit. What is left out, the findings say."""
+    kept: dict[str, Any] = {}
+    findings = list(info.findings)
+    for item in INFO:
+        value = getattr(info, item.name)
+        if item.kind == tuple[str, ...]:
+            kept[item.name] = _within(value)
+            if num := len(value) - len(kept[item.name]):
+                findings.append(f"{item.wire}: {num} of {len(value)} are left out: {WITHIN}")
+        elif item.kind in (int, float):
+            kept[item.name] = min(max(item.least, value), MAX_COUNT)
+            if kept[item.name] != value:
+                findings.append(f"{item.wire}: {value} counts as {kept[item.name]}")
+    return replace(info, **kept | {"findings": _within(findings)})
+
+
+def _within(names: Iterable[str]) -> tuple[str, ...]:
+    fit = [one for one in names if 0 < len(one) <= MAX_NAME and one.isprintable()]
+    return tuple(fit[:MAX_NAMES])
+
+
 def encode_info(info: WorkerInfo, lease_ttl_ms: int) -> bytes:
-    """JSON: an object with each field of `info`, `lease_ttl_ms`, and the data model's `version`."""
+    """JSON: an object with each field of `info` as far as it is `fitting`, `lease_ttl_ms`, and the
+    data model's `version`."""
+    info = fitting(info)
     values = {item.wire: getattr(info, item.name) for item in INFO}
     values |= {"lease_ttl_ms": lease_ttl_ms, "version": DATA_VERSION}
     return orjson.dumps(values, default=WorkerKey.__str__)
@@ -82,12 +105,7 @@ def _read(item: Item, values: Mapping[str, Any]) -> Any:
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:
-    if (
-        isinstance(value, (list, tuple))
-        and len(value) <= MAX_NAMES
-        and all(isinstance(one, str) and 0 < len(one) <= MAX_NAME for one in value)
-        and all(one.isprintable() for one in value)
-    ):
-        return tuple(value)
-    wanted = f"at most {MAX_NAMES} names of 1 to {MAX_NAME} printable characters"
-    raise WrongField(name, value, wanted)
+    """Those within the limits: the worker is there, whatever else it says."""
+    if isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
+        return _within(value)
+    raise WrongField(name, value, WITHIN)

@@ -93,6 +93,11 @@ class WorkerInfo:
         },
     )
     trust_cause: str = said("why not further; empty: it is exact", "", text="{}")
+    findings: tuple[str, ...] = said(
+        "what is wrong with what it, its engine or its agent says; it gets requests all the same",
+        (),
+        text="with findings: {}",
+    )
     role: Role = field(
         default=Role.BOTH, metadata={"help": "both, prefill or decode", "text": "for {}"}
     )

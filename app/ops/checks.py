@@ -146,9 +146,10 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         text,
         "start a worker, or an agent, whose log says which engines it finds",
     )
+    infos = [w.info for w in routed_to if w.info]
     yield agents({str(w.info.key): w.away_s for w in routed_to if w.info})
     yield engines(w.info for w in summary.workers if w.info and w.current)
-    for check in below_exact(w.info for w in routed_to if w.info):
+    for check in (*below_exact(infos), *findings(infos)):
         yield check
     tainted = [str(w.info.key) for w in summary.workers if w.state == "tainted" and w.info]
     if tainted:
@@ -234,6 +235,17 @@ def engines(infos: Iterable[WorkerInfo]) -> Check:
         cut("; ".join(ill)) or "none is ill",
         "see their own logs; each is asked further, and is back once it works again",
     )
+
+
+def findings(infos: Iterable[WorkerInfo]) -> Iterator[Check]:
+    """What workers, engines and agents say that is wrong: one check for each, with its workers."""
+    workers_of: dict[str, list[str]] = {}
+    for info in infos:
+        for finding in info.findings:
+            workers_of.setdefault(finding, []).append(str(info.key))
+    for finding, keys in workers_of.items():
+        text = f"{finding} ({cut(', '.join(keys))})"
+        yield Check("findings", False, text, f"see {page('limits.md')}")
 
 
 def below_exact(infos: Iterable[WorkerInfo]) -> Iterator[Check]:

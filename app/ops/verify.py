@@ -18,6 +18,7 @@ from app.core.chains import parse_owners
 from app.core.errors import RedisUnavailable, cut
 from app.core.failures import AWAY, ENTRY
 from app.core.keys import KEYSPACE, MODELS, Keyspace
+from app.core.limits import MAX_MODELS
 from app.core.registration import decode_info
 from app.core.resume import parse_backs, parse_field
 from app.core.settings.kinds import LONGEST_S
@@ -204,7 +205,7 @@ async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
         kind: Any = await redis.type(MODELS)
         if kind not in (b"none", b"hash"):
             return [("a key that is not a hash", MODELS)]
-        reply: Any = await redis.hscan(MODELS, 0, count=models.MOST)
+        reply: Any = await redis.hscan(MODELS, 0, count=MAX_MODELS)
     wrong = []
     for member, entry in reply[1].items():
         words = readable(entry).split(" ")

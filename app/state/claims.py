@@ -18,16 +18,18 @@ def claim(
     *,
     ttl_ms: int,
     room: int,
-) -> Call[frozenset[str]]:
-    """Of which engines the process `holder` is the agent for `ttl_ms` from now; 0: it leaves.
+) -> Call[tuple[frozenset[str], frozenset[str]]]:
+    """Of which engines the process `holder` is the agent for `ttl_ms` from now, and which of them
+    nobody is the agent of; 0: it leaves.
 
     source: of the engines; processes with the same one share them. ready, others: all engines that
     it sees; `others` are claimed only if somebody had claimed them before. room: of how many it can
     be the agent.
     """
 
-    def parse(reply: list[Any]) -> frozenset[str]:
-        return frozenset(name.decode(errors="replace") for name in reply)
+    def parse(reply: list[Any]) -> tuple[frozenset[str], frozenset[str]]:
+        claimed, free = (frozenset(name.decode(errors="replace") for name in one) for one in reply)
+        return claimed, free
 
     args = (source, holder, ttl_ms, room, len(ready), *ready, *others)
     return call("claim", keyspace, *args, parse=parse)

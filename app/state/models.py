@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from app.core.keys import MODELS, NAMESPACE, Keyspace
+from app.core.limits import MAX_MODELS, MAX_NAMESPACES
 from app.state.client import RedisClient
 from app.state.connect import deadline
 from app.state.scripts import Call, command
@@ -17,10 +18,6 @@ GONE_S = 600
 longer than a restart of all its workers takes."""
 KEPT_S = 24 * 3600
 """How long a name is known that nobody announces any more."""
-MOST = 10_000
-"""Names that are kept, and read: anybody may write there."""
-MOST_EACH = 32
-"""Namespaces that may claim one name."""
 PAGE = 1000
 
 Claims = Mapping[str, tuple[str, ...]]
@@ -31,14 +28,14 @@ def announce(namespace: str, names: Iterable[str]) -> Call[dict[str, str]]:
     """Say that workers of `namespace` serve models and adapters of these names.
 
     Returns those that another namespace claimed first, and which; "": its claim is not kept, as
-    MOST names are known already, or MOST_EACH namespaces claim that one.
+    MAX_MODELS names are known already, or MAX_NAMESPACES namespaces claim that one.
     """
 
     def parse(reply: list[bytes]) -> dict[str, str]:
         texts = [text.decode() for text in reply]
         return dict(zip(texts[::2], texts[1::2], strict=True))
 
-    args = (namespace, GONE_S, KEPT_S, MOST, MOST_EACH, *names)
+    args = (namespace, GONE_S, KEPT_S, MAX_MODELS, MAX_NAMESPACES, *names)
     return Call("announce", (MODELS,), args, parse)
 
 
@@ -46,7 +43,7 @@ async def directory(redis: RedisClient) -> dict[str, tuple[str, ...]]:
     """Who claims which name. Raises RedisUnavailable."""
     names: dict[str, tuple[str, ...]] = {}
     cursor = -1
-    while cursor != 0 and len(names) < MOST:
+    while cursor != 0 and len(names) < MAX_MODELS:
         async with deadline(TIMEOUT_S):
             reply: Any = await redis.hscan(MODELS, max(cursor, 0), count=PAGE)
         cursor, page = reply
@@ -59,7 +56,7 @@ async def directory(redis: RedisClient) -> dict[str, tuple[str, ...]]:
 def claims_in(entry: bytes) -> tuple[str, ...]:
     """The namespaces that claim a name, from its entry in Redis; what is none is left out."""
     words = entry.decode(errors="replace").split(" ")
-    return tuple(dict.fromkeys(filter(NAMESPACE.fullmatch, words[::2])))[:MOST_EACH]
+    return tuple(dict.fromkeys(filter(NAMESPACE.fullmatch, words[::2])))[:MAX_NAMESPACES]
 
 
 def exists(namespace: str) -> Call[bool]:

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 import pytest
 
-from app.core.metrics_entry import LARGEST, decode, encode
+from app.core.limits import MAX_COUNT, MAX_MEASURED
+from app.core.metrics_entry import decode, encode
 from app.core.registration import (
-    MAX_COUNT,
     WrongField,
     decode_info,
     encode_info,
@@ -52,6 +52,7 @@ WORKER = WorkerInfo(
     ill="does not answer",
     trust=Trust.APPROXIMATE,
     trust_cause="no events: start it with --kv-events-config",
+    findings=("7 of 74 engines have no agent",),
     role=Role.DECODE,
     kv_transfer="nixl",
     tp_size=4,
@@ -73,6 +74,7 @@ WORKER_TEXT = (
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
     b'"ill":"does not answer","trust":"approximate",'
     b'"trust_cause":"no events: start it with --kv-events-config",'
+    b'"findings":["7 of 74 engines have no agent"],'
     b'"role":"decode","kv_transfer":"nixl","tp_size":4,'
     b'"kv_lease_s":120.0,"engine_life":"1751.250+1f",'
     b'"kv_fingerprint":["block=16","handshake=?"],"kv_compatible":"a","revision":"r7",'
@@ -178,6 +180,7 @@ SHOWN = {
     "ill": ("ill", ""),
     "trust": ("trust", ""),
     "trust_cause": ("trust_cause", ""),
+    "findings": ("findings", ""),
     "role": ("role", ""),
     "kv_transfer": ("kv_transfer", ""),
     "tp_size": ("tp_size", ""),
@@ -287,6 +290,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "ill": "",
         "trust": "exact",
         "trust_cause": "",
+        "findings": (),
         "role": "both",
         "kv_transfer": "",
         "tp_size": 1,
@@ -302,8 +306,8 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
     }
 
 
-@pytest.mark.parametrize("names", [["a", ""], ["a\n"], ["a"] * 257, ["a" * 257], ["a", 1], "a"])
-def test_names_of_models_are_bounded(names: Any) -> None:
+@pytest.mark.parametrize("names", [["a", 1], "a"])
+def test_names_of_models_are_text(names: Any) -> None:
     with pytest.raises(WrongField, match="models is "):
         read_info(orjson.loads(WORKER_TEXT) | {"models": names})
 
@@ -370,7 +374,7 @@ def test_metrics_with_any_values_are_read_as_they_were_written() -> None:
         assert read(encode(*report)) == report
 
 
-def _any_value(item: Item, rng: random.Random, largest: float = LARGEST) -> Any:
+def _any_value(item: Item, rng: random.Random, largest: float = MAX_MEASURED) -> Any:
     """A value that a field may have: of floats, nine digits are written."""
     if item.kind is bool:
         return rng.choice([False, True])

@@ -62,8 +62,8 @@ async def test_a_claim_and_a_name_are_forgotten_a_day_after_they_were_last_annou
 async def test_only_so_many_names_are_kept_and_claims_of_one(
     space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "MOST", 2)
-    monkeypatch.setattr(models, "MOST_EACH", 2)
+    monkeypatch.setattr(models, "MAX_MODELS", 2)
+    monkeypatch.setattr(models, "MAX_NAMESPACES", 2)
     assert await announce(space, "chat", "a", "b", "c") == {"c": ""}
     assert await announce(space, "chat", "a", "b") == {}
     assert await models.directory(space.redis) == {"a": ("chat",), "b": ("chat",)}

@@ -22,7 +22,7 @@ async def claimed(
     source: str = "s",
 ) -> list[str]:
     call = claim(space.keys, source, holder, ready, others, ttl_ms=ttl_ms, room=room)
-    return sorted(await space.do(call))
+    return sorted((await space.do(call))[0])
 
 
 @pytest.mark.oldest_too
@@ -88,6 +88,18 @@ async def test_one_that_was_silent_before_another_came_too_late_has_no_lease(
 async def test_a_process_claims_no_more_than_it_has_room_for(space: Namespace) -> None:
     assert await claimed(space, "a", room=4) == ["1", "2", "3", "4"]
     assert await claimed(space, "b") == ["5", "6"]
+
+
+async def test_those_without_an_agent_are_told_once_all_may_claim_them(space: Namespace) -> None:
+    async def free(ready: Sequence[str], others: Sequence[str] = (), room: int = 4) -> list[str]:
+        call = claim(space.keys, "s", "a", ready, others, ttl_ms=LONG_MS, room=room)
+        return sorted((await space.do(call))[1])
+
+    assert await free(SIX[:4]) == []
+    assert await free(SIX[:5]) == ["5"]
+    assert await free(SIX[:4], ["5", "6"]) == []  # they are not ready
+    assert await claimed(space, "b") == ["5", "6"]
+    assert await free(SIX) == []
 
 
 async def test_an_engine_that_is_not_ready_is_only_claimed_if_it_was_before(

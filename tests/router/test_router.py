@@ -24,7 +24,7 @@ from app.core.errors import (
 from app.core.failures import REPORTED
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
-from app.core.metrics_entry import LARGEST
+from app.core.limits import MAX_MEASURED
 from app.core.roles import Role
 from app.core.settings.router import RouterSettings
 from app.core.trust import Trust
@@ -180,7 +180,7 @@ async def test_a_worker_with_an_absurd_speed_makes_no_decision_fail(
     one_redis_server: EmbeddedRedis, workers: FakeWorkers
 ) -> None:
     incarnation = await workers.register("w1")
-    absurd = Speed(**dict.fromkeys(asdict(DEFAULT_SPEED), LARGEST))
+    absurd = Speed(**dict.fromkeys(asdict(DEFAULT_SPEED), MAX_MEASURED))
     async with running(one_redis_server.url) as router:
 
         async def speed() -> Speed:

@@ -25,6 +25,7 @@ from app.core.errors import (
 from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
 from app.core.loads import Load
+from app.core.registration import fitting
 from app.core.trust import TOP, Rung, Trust
 from app.core.types import Incarnation, Tier
 from app.core.worker_report import (
@@ -100,6 +101,8 @@ class Agent:
         self.ill = ""
         """Why its engine is to get no requests, as far as it can be done without; "": it is well.
         May be set, and Redis knows a heartbeat later."""
+        self.findings: Callable[[], tuple[str, ...]] = tuple
+        """What is wrong, besides what is left out of `info`."""
         self.is_out = False
         """Whether it gets none, as Redis last said."""
         self.refused = ""
@@ -301,7 +304,7 @@ class Agent:
         if rung != self._rung:
             log.warning("%s: %s: %s", self.info.key, rung.trust, rung.trust_cause or "all is known")
         self._rung = rung
-        return replace(self.info, ill=self.ill, **rung._asdict())
+        return replace(self.info, ill=self.ill, findings=self.findings(), **rung._asdict())
 
     def _retire(self, inc: Incarnation) -> Call[bool]:
         return leases.retire(self._keyspace, self.info.key, inc, self._nonce)
@@ -364,8 +367,12 @@ class Agent:
     async def _announce(self) -> None:
         """Have the directory of models know which ones this worker serves."""
         refused: dict[str, str] = {}
+        left_out: tuple[str, ...] = ()
         while True:
-            names = (*self.info.models, *self.info.adapters)
+            fit, before = fitting(self.info), left_out
+            names, left_out = (*fit.models, *fit.adapters), fit.findings
+            for finding in left_out if left_out != before else ():
+                log.warning("%s: %s", self.info.key, finding)
             call = models.announce(self._keyspace.namespace, names)
             try:
                 was_refused, refused = refused, await self._runner.one(call)

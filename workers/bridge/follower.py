@@ -89,6 +89,8 @@ class EngineFollower:
         """Outlive the engine, which as a rule comes back as it was."""
         self.discovery_age_s: Callable[[], float | None] = lambda: None
         """How long ago it was last heard which engines there are; None: this one was given."""
+        self.findings: Callable[[], tuple[str, ...]] = tuple
+        """What is wrong with how it was found."""
         self._state: State = "unavailable"
         self._unfit = ""
         """Why it cannot be followed, or not by what it says now; "": it can."""
@@ -388,6 +390,7 @@ class EngineFollower:
                     / f"{settings.namespace}-{info.key.worker_id}-{source.rank}.blocks",
                 )
             )
+            ranks[-1].agent.findings = self.findings
         return ranks
 
     async def _block_size(self, facts: EngineFacts) -> int:

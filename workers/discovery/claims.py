@@ -10,10 +10,11 @@ from collections.abc import Collection
 
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.limits import MAX_ENGINES
 from app.state import leases
 from app.state.claims import claim
 from app.state.scripts import ScriptRunner
-from workers.discovery.engine import MOST_ENGINES, Engines
+from workers.discovery.engine import Engines
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ class Claims:
     ) -> None:
         self.keys: frozenset[str] = frozenset()
         """Of the engines of which it is the agent."""
+        self.free: frozenset[str] = frozenset()
+        """Of those that have none, though they are ready: this process has as many as it takes."""
         self.lease_s = lease_s
         self._runner, self._keyspace, self._source = runner, keyspace, source
         self._holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -33,7 +36,8 @@ class Claims:
     async def renew(self, engines: Engines) -> None:
         """While Redis is away, all stays as it was."""
         try:
-            self.keys = await self._claim(engines, round(self.lease_s * 1000))
+            self.keys, free = await self._claim(engines, round(self.lease_s * 1000))
+            self.free = free if len(self.keys) >= MAX_ENGINES else frozenset()
         except RedisUnavailable as error:
             log.warning("engines not claimed: %s", error)
 
@@ -54,13 +58,13 @@ class Claims:
         except RedisUnavailable as error:
             log.warning("not drained: %s: %s", ", ".join(workers), error)
 
-    async def _claim(self, engines: Engines, ttl_ms: int) -> frozenset[str]:
+    async def _claim(self, engines: Engines, ttl_ms: int) -> tuple[frozenset[str], frozenset[str]]:
         ready = [key for key, engine in engines.items() if engine.ready and not engine.leaving]
         others = [key for key in engines if key not in ready]
         return await self._runner.one(
             claim(
                 *(self._keyspace, self._source, self._holder, ready, others),
                 ttl_ms=ttl_ms,
-                room=MOST_ENGINES,
+                room=MAX_ENGINES,
             )
         )

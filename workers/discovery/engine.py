@@ -17,8 +17,6 @@ from workers.bridge.http.facts import Overrides
 
 log = logging.getLogger(__name__)
 
-MOST_ENGINES = 64
-"""That one process is the agent of."""
 OF_AN_ENGINE = frozenset(
     {
         *("address", "engine_kind", "model", "role", "max_requests"),

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from app.core.errors import ConfigError
+from app.core.limits import MAX_ENGINES_BYTES
 from app.core.settings.agent import EngineAgentSettings
 from workers.discovery.engine import Engine, Members, Tell, settings_of
 
@@ -22,7 +23,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 GONE_S = 10.0
 """What writes it may take so long."""
-MAX_BYTES = 1024 * 1024
 
 
 def read(process: EngineAgentSettings, members: Members) -> None:
@@ -30,9 +30,9 @@ def read(process: EngineAgentSettings, members: Members) -> None:
     path = process.engines
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ConfigError(f"over {MAX_BYTES} bytes")
+            content = file.read(MAX_ENGINES_BYTES + 1)
+        if len(content) > MAX_ENGINES_BYTES:
+            raise ConfigError(f"over {MAX_ENGINES_BYTES} bytes")
         tables = tomllib.loads(content.decode())
         members.read_all({name: partial(_engine, process, name, tables[name]) for name in tables})
         if members.wrong and not members.engines:

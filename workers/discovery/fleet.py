@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from app.core.errors import cut
+from app.core.limits import MAX_ENGINES, MAX_NAME
 from app.core.settings.agent import EngineAgentSettings
 from app.http.supervisor import attempted, supervised
 from workers.bridge.follower import EngineFollower
@@ -81,7 +83,9 @@ class Fleet:
         """None: the source has not told yet."""
         self._heard_s = -math.inf
         """When it last told, by the loop's clock."""
-        self._source, self._claims, self._begin = source, claims, begin
+        self.claims = claims
+        self._source, self._begin = source, begin
+        self._wrong: tuple[str, ...] = ()
         self._absences = Absences(gone_s)
         self._followed: dict[str, Following] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -97,6 +101,13 @@ class Fleet:
         """How long ago the source last told."""
         return asyncio.get_running_loop().time() - self._heard_s
 
+    def findings(self) -> tuple[str, ...]:
+        """What is wrong with what the source tells, and how many engines have no agent."""
+        free = sorted(self.claims.free)
+        text = f"{len(free)} of {len(self.engines or ())} engines have no agent: each takes "
+        text += f"{MAX_ENGINES}: start another with the same flags, for {cut(', '.join(free))}"
+        return (*([text] if free else []), *self._wrong)
+
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(
@@ -106,10 +117,13 @@ class Fleet:
                 self._changed.clear()
                 if self.engines is not None:
                     engines = self._present(self.engines)
-                    await self._claims.renew(engines)
+                    before = self.claims.free
+                    await self.claims.renew(engines)
+                    if self.claims.free - before:
+                        log.error("%s", self.findings()[0])
                     await self._act(tasks, engines)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._claims.lease_s / RENEWALS):
+                    async with asyncio.timeout(self.claims.lease_s / RENEWALS):
                         await self._changed.wait()
             listening.cancel()
 
@@ -121,10 +135,11 @@ class Fleet:
         self._changed.set()
         if self._running:
             await asyncio.wait(list(self._running.values()))
-        await self._claims.leave(self.engines or {})
+        await self.claims.leave(self.engines or {})
 
     def _tell(self, members: Members) -> None:
         engines = dict(members.engines)
+        self._wrong = tuple(cut(why, MAX_NAME) for why in members.wrong.values())
         self._heard_s = asyncio.get_running_loop().time()
         if not engines and self.engines != engines:
             log.warning("no engine is found; those that were stay")
@@ -146,7 +161,7 @@ class Fleet:
         if self._is_stopping:
             return
         followed = {key: one.engine for key, one in self._followed.items()}
-        todo = plan(followed, engines, self._claims.keys)
+        todo = plan(followed, engines, self.claims.keys)
         for key in todo.hand_over:
             log.info("%s has another agent", followed[key].settings.worker_id)
             self._followed[key].hand_over()
@@ -160,12 +175,12 @@ class Fleet:
             # Whatever is wrong with one, the others go on.
             await attempted("engine", partial(self._join, tasks, key, engines[key]), FAILURES)
         if todo.drain:
-            await self._claims.drain({engines[key].settings.worker_id for key in todo.drain})
+            await self.claims.drain({engines[key].settings.worker_id for key in todo.drain})
 
     async def _join(self, tasks: asyncio.TaskGroup, key: str, engine: Engine) -> None:
         log.info("%s at %s joins", engine.settings.worker_id, engine.settings.engine_url)
         follower = self._begin(engine.settings)
-        follower.discovery_age_s = self.age_s
+        follower.discovery_age_s, follower.findings = self.age_s, self.findings
         self._followed[key] = Following(engine, follower)
         self._running[key] = tasks.create_task(self._follow(key))
 

@@ -14,7 +14,8 @@ from workers.discovery.fleet import Fleet
 ENGINES = Family(
     "kvroute_agent_engines",
     "gauge",
-    "Engines that were discovered: seen, whoever is their agent; followed, by this one.",
+    "Engines that were discovered: seen, whoever is their agent; followed, by this one; "
+    "without_agent, as it has as many as it takes.",
     ("what",),
 )
 AGE = Family(
@@ -28,6 +29,7 @@ FAMILIES = (ENGINES, AGE)
 def _samples(fleet: Fleet) -> Iterator[Sampled]:
     yield ENGINES, ("seen",), len(fleet.engines or ())
     yield ENGINES, ("followed",), len(fleet.followers)
+    yield ENGINES, ("without_agent",), len(fleet.claims.free)
     yield AGE, (), fleet.age_s()
 
 

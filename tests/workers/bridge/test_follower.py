@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
@@ -22,6 +23,7 @@ from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import Trust
 from app.core.types import Incarnation
 from app.core.worker_report import WorkerInfo
+from app.router.fleet import Fleet
 from app.state import reservations
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
@@ -323,3 +325,56 @@ async def test_what_an_engine_says_but_once_is_no_change(redis: Redis, tmp_path:
         await eventually(engine.incarnation, lambda inc: inc not in (None, before))
         info = await engine.registered()
         assert info.max_model_len == 50
+
+
+def card(name: object, **more: Any) -> dict[str, Any]:
+    return {"id": name, "root": "m", "parent": None, "max_model_len": 100} | more
+
+
+def adapters(number: int) -> list[Any]:
+    return [card(f"a{n}", root=f"/a/{n}", parent="m") for n in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("cards", "num_models", "num_adapters", "finding"),
+    [
+        ([card("m"), *adapters(256)], 1, 256, ""),
+        ([card("m"), *adapters(257)], 1, 256, "adapters: 1 of 257 are left out: at most 256"),
+        ([card("m"), card("x" * 256, parent="m")], 1, 1, ""),
+        ([card("m"), card("x" * 300, parent="m"), *adapters(2)], 1, 2, "adapters: 1 of 3 are"),
+        ([card("m"), card("a\u00a0b", parent="m"), *adapters(1)], 1, 1, "adapters: 1 of 2 are"),
+        ([card("m"), *(card(f"m{n}") for n in range(299))], 256, 0, "models: 44 of 300 are"),
+        ([card("m"), {"object": "model"}, card(None), "x", card(7)], 2, 0, ""),
+        ([card("m"), card("n", max_model_len="unlimited"), card("o", max_model_len=-1)], 3, 0, ""),
+        ([card("m", max_model_len=1e400)], 1, 0, ""),
+    ],
+)
+async def test_an_engine_that_says_too_much_is_a_worker_without_the_surplus(
+    redis: Redis,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    cards: list[Any],
+    num_models: int,
+    num_adapters: int,
+    finding: str,
+) -> None:
+    async with followed(redis, tmp_path) as seen:
+        routers = [Fleet(redis, KEYS, timeout_s=2) for _ in range(2)]
+        old, new = routers
+        await old.view(await seen.runner.one(reservations.loads(KEYS)))
+        seen.engine.says["/v1/models"] = orjson.dumps({"data": cards}).replace(
+            b"Infinity", b"1e400"
+        )
+
+        async def by(router: Fleet) -> list[tuple[int, int]]:
+            with suppress(NamespaceMissing):
+                await router.view(await seen.runner.one(reservations.loads(KEYS)))
+            return [(len(info.models), len(info.adapters)) for info in router.infos]
+
+        for router in routers:
+            await eventually(lambda router=router: by(router), [(num_models, num_adapters)].__eq__)
+        told = (await seen.registered()).findings
+        assert [text[: len(finding)] for text in told] == [finding] * bool(finding)
+        assert old.infos == new.infos
+        assert "ignoring" not in caplog.text
+        assert caplog.text.count("are left out") <= bool(finding)

@@ -10,12 +10,23 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from app.core.limits import MAX_ENGINES
 from app.local.redis_server import EmbeddedRedis
+from app.ops.checks import findings as of_findings
 from app.ops.workers import everyone
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.redis_servers import stopped
-from tests.workers.discovery.fleets import KEYS, LONG_S, Told, engine, engines, running, until_live
+from tests.workers.discovery.fleets import (
+    KEYS,
+    LONG_S,
+    Told,
+    engine,
+    engines,
+    live,
+    running,
+    until_live,
+)
 from workers.discovery.absences import ANSWERS
 from workers.discovery.engine import Engines
 from workers.discovery.fleet import Fleet, Plan, plan
@@ -267,6 +278,29 @@ async def test_processes_share_the_engines_and_take_over_those_of_one_that_dies(
             await until_live(redis, *names)
         await shared(lasting, lasting, 4)
         await until_live(redis, *names)
+
+
+async def test_engines_beyond_what_a_process_takes_are_told_until_another_takes_them(
+    redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Told()
+    dead = {f"d{i}": engine(f"d{i}", "http://127.0.0.1:9") for i in range(MAX_ENGINES + 9)}
+    async with engines(1) as (a,), running(redis, tmp_path / "1", source, lease_s=1.0) as full:
+        some = {"a": engine("a", a.url), **dict([*dead.items()][: MAX_ENGINES - 1])}
+        source.tell(some)
+        await eventually(lambda: asyncio.sleep(0, full.followers.keys() == some.keys()))
+        assert full.findings() == ()
+        source.tell({"a": some["a"], **dead})
+        text = f"10 of {MAX_ENGINES + 10} engines have no agent: each takes {MAX_ENGINES}: start "
+
+        async def findings() -> tuple[str, ...]:
+            """As doctor says them."""
+            return tuple(check.found for check in of_findings((await live(redis)).values()))
+
+        await eventually(findings, lambda seen: len(seen) == 1 and seen[0].startswith(text))
+        assert caplog.text.count(text) == 1
+        async with running(redis, tmp_path / "2", source, lease_s=1.0):
+            await eventually(findings, lambda seen: seen == ())
 
 
 async def test_processes_that_are_told_of_some_engines_each_keep_theirs(

@@ -9,11 +9,10 @@ import aiohttp
 import orjson
 
 from app.core.errors import EngineUnavailable, EngineUnfit, cut, shown
+from app.core.limits import MAX_ANSWER_BYTES
 from workers.bridge.health import PROBE_S, Probe
 
 DEADLINE_S = 5.0
-MAX_BYTES = 32 * 2**20
-"""Prometheus text is 60 KB for each rank, and SGLang's description of itself 100 KB."""
 _NOT_FOUND = (404, 405)
 
 
@@ -69,8 +68,10 @@ class EngineHttp:
                 body = bytearray()
                 async for piece in answer.content.iter_any():
                     body += piece
-                    if len(body) > MAX_BYTES:
-                        raise EngineUnavailable(f"{at} answers with over {MAX_BYTES:,} bytes")
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise EngineUnavailable(
+                            f"{at} answers with over {MAX_ANSWER_BYTES:,} bytes"
+                        )
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, ValueError):
             raise EngineUnfit(f"--engine-url {shown(self.url)} is no http:// address") from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

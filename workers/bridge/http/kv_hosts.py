@@ -6,8 +6,9 @@ import asyncio
 import socket
 from contextlib import suppress
 
+from app.core.limits import MAX_KV_HOSTS
+
 RESOLVE_S = 2.0
-MOST = 16
 
 
 async def kv_hosts(*hosts: str) -> tuple[str, ...]:
@@ -15,7 +16,7 @@ async def kv_hosts(*hosts: str) -> tuple[str, ...]:
     names = {host.lower() for host in hosts if host}
     for host in sorted(names):
         names |= set(await _addresses(host))
-    return tuple(sorted(names)[:MOST])
+    return tuple(sorted(names)[:MAX_KV_HOSTS])
 
 
 async def _addresses(host: str) -> list[str]:

@@ -38,6 +38,7 @@ LOOKAHEAD_SINCE = (0, 33)
 """From then on a block's hash covers the tokens after it that a drafter has read, unless there is a
 KV connector."""
 _WANTED = SamplePattern((CONFIG, STARTED, RUNNING, SPECULATIVE, CONNECTED))
+_RANK = re.compile(r"\d{1,5}", re.ASCII)
 _LOCAL = ("tcp://127.", "tcp://localhost:", "tcp://0.0.0.0:")
 """vLLM binds only what has `*` or `::` in it, and connects to other addresses. It may report one of
 this node's as bound, because it resolved `tcp://*:0` to it, but never one of these."""
@@ -115,7 +116,7 @@ def _drops_last_block(said: _Said, version: str) -> bool:
 
 def _rank(sample: Sample) -> int:
     engine = sample.labels.get("engine", "0")
-    return int(engine) if engine.isdecimal() else 0
+    return int(engine) if _RANK.fullmatch(engine) else 0
 
 
 def _number(said: _Said, *labels: str) -> int | None:
@@ -169,7 +170,7 @@ def _sources(
 
 
 def _listed_ranks(listed: dict[str, Any] | None) -> tuple[int, ...]:
-    return tuple(sorted(int(rank) for rank in listed or {} if rank.isdecimal()))
+    return tuple(sorted(int(rank) for rank in listed or {} if _RANK.fullmatch(rank)))
 
 
 def _publishes(config: object) -> bool:

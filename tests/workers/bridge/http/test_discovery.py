@@ -335,7 +335,7 @@ async def test_a_url_that_is_none_is_named(url: str) -> None:
 
 
 async def test_a_body_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(engine_client, "MAX_ANSWER_BYTES", 100_000)
     async with serving({"/metrics": bytes(100_001)}) as (session, url):
         with pytest.raises(EngineUnavailable, match="100,000 bytes"):
             await EngineHttp(session, url).get("/metrics")
