@@ -128,7 +128,12 @@ async def nothing() -> None:
 
 
 def collect_seldom() -> None:
-    """Have Python look for garbage seldom, and not among what is loaded by now."""
+    """Have Python look for garbage seldom, and not among what is loaded by now.
+
+    Only the first call does: what was garbage at a later one would be kept for ever.
+    """
+    if gc.get_threshold()[0] == GC_THRESHOLD:
+        return
     # That stays, and scanning it in vain holds up requests and block events.
     gc.freeze()
     # Next to nothing here is in cycles. With prompts of thousands of numbers in flight, each young

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import socket as sockets
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from app.core.errors import ConfigError, KvrouteError
-from app.http.server import listen, serve
+from app.http.server import collect_seldom, listen, serve
 
 
 async def test_serving_ends_when_a_task_of_the_application_fails(
@@ -47,6 +49,18 @@ def test_the_ipv6_wildcard_also_takes_ipv4_connections() -> None:
 def test_an_empty_host_is_not_taken_for_every_address_of_the_machine() -> None:
     with pytest.raises(ConfigError, match="cannot listen on :0: the host is empty"):
         listen("", 0)
+
+
+def test_garbage_of_the_time_before_a_server_starts_is_not_kept() -> None:
+    class Circle:
+        itself: Circle
+
+    circle = Circle()
+    circle.itself, gone = circle, weakref.ref(circle)
+    del circle
+    collect_seldom()  # as each server does that starts in this process
+    gc.collect()
+    assert gone() is None
 
 
 async def test_what_is_not_http_is_answered_in_the_shape_of_all_errors() -> None:
