@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
-from app.core.errors import ConfigError, EngineUnfit
+from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import Integers, OneOf, Real, Text, check_base_url
 from app.core.types import WORKER_ID
 from workers.bridge.events.sources import reachable
-from workers.bridge.http.facts import Overrides
+from workers.bridge.http.facts import NotExact, Overrides
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +51,8 @@ class Engine:
 Engines = Mapping[str, Engine]
 """By what tells an engine from all others, those before it at the same address as well."""
 Read = Callable[[], Engine | None]
-"""Reads one member of a source; None: it has no engine yet."""
-ODD = (ConfigError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What `Read` raises of a member that says something wrong, or is no member at all."""
+"""Reads one member of a source; None: it has no engine yet. Raises ConfigError if it says something
+wrong, or anything else if it is no member at all."""
 
 
 class Members:
@@ -78,7 +77,7 @@ class Members:
         try:
             engine = read()
             self.wrong.pop(key, None)
-        except ODD as error:
+        except Exception as error:
             is_told = isinstance(error, ConfigError)
             why = str(error) if is_told else f"{key or 'one without a name'}: {error!r}"
             if self.wrong.get(key) != why:
@@ -170,7 +169,7 @@ def check(settings: EngineAgentSettings) -> None:
         try:
             if endpoint:
                 reachable(endpoint, "localhost")
-        except EngineUnfit as error:
+        except NotExact as error:
             raise ConfigError(f"{flag}: {error}") from None
 
 

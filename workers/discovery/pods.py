@@ -32,7 +32,7 @@ def has_ended(pod: Mapping[str, Any]) -> bool:
 
 def engine_of(pod: Mapping[str, Any], process: EngineAgentSettings) -> Engine | None:
     """pod: as the API has it. None: it has no address yet, or it has ended. Raises ConfigError, and
-    others of ODD if it is no pod."""
+    others if it is no pod."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     address = status.get("podIP")
     if not address or has_ended(pod):
