@@ -63,6 +63,13 @@ class WorkerInfo:
         0,
         text="",
     )
+    chunk_blocks: int = said(
+        "its engine reads what lies in other tiers than its device only in whole multiples of so "
+        "many blocks of a prompt",
+        1,
+        least=1,
+        text="",
+    )
     engine: str = said("its engine and that one's version", "", text="{}")
     models: tuple[str, ...] = said(
         "names of the model that requests may give", (), text="serves {}"
@@ -160,14 +167,18 @@ class WorkerInfo:
     @property
     def reuses_less(self) -> bool:
         """Whether its engine does not reuse each block that it holds."""
-        return self.reuse_rule != EVERY_BLOCK or self.trust is Trust.LOAD_ONLY
+        is_whole = self.reuse_rule == EVERY_BLOCK and self.chunk_blocks == 1
+        return not is_whole or self.trust is Trust.LOAD_ONLY
 
     def reusable(self, held: TierOverlap, most: int) -> int:
         """Leading blocks that its engine reuses of those it holds of a prompt, as far as the
         registration tells. most: as for ReuseRule."""
         if self.trust is Trust.LOAD_ONLY:
             return 0
-        return self.reuse_rule.reused(held.total, most)
+        total = held.total
+        if total > held.device and self.chunk_blocks > 1:
+            total = max(held.device, min(total, most) // self.chunk_blocks * self.chunk_blocks)
+        return self.reuse_rule.reused(total, most)
 
     @property
     def most_tokens(self) -> int:

@@ -43,6 +43,7 @@ WORKER = WorkerInfo(
     reuse_blocks=4,
     recomputed_blocks=2,
     lookahead_blocks=1,
+    chunk_blocks=4,
     engine="vllm 0.33.0",
     models=("llama", "llama-8b"),
     adapters=("sql",),
@@ -69,7 +70,8 @@ WORKER = WorkerInfo(
 WORKER_TEXT = (
     b'{"worker":"gpu-7:3","address":"http://10.0.0.7:8081","block_size":16,'
     b'"kv_total_blocks":25000,"max_requests":256,"accelerator":"NVIDIA H100",'
-    b'"reuse_blocks":4,"recomputed_blocks":2,"lookahead_blocks":1,"engine":"vllm 0.33.0",'
+    b'"reuse_blocks":4,"recomputed_blocks":2,"lookahead_blocks":1,"chunk_blocks":4,'
+    b'"engine":"vllm 0.33.0",'
     b'"models":["llama","llama-8b"],"adapters":["sql"],"max_model_len":8192,'
     b'"tokenizer":"meta-llama/Llama-3.1-8B","tokenizer_hash":"0123456789abcdef",'
     b'"ill":"does not answer","trust":"approximate",'
@@ -171,6 +173,7 @@ SHOWN = {
     "reuse_blocks": ("reuse_blocks", ""),
     "recomputed_blocks": ("recomputed_blocks", ""),
     "lookahead_blocks": ("lookahead_blocks", ""),
+    "chunk_blocks": ("chunk_blocks", ""),
     "engine": ("engine", ""),
     "models": ("models", ""),
     "adapters": ("adapters", ""),
@@ -281,6 +284,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "reuse_blocks": 1,
         "recomputed_blocks": 0,
         "lookahead_blocks": 0,
+        "chunk_blocks": 1,
         "engine": "",
         "models": (),
         "adapters": (),

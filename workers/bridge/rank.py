@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,12 +77,11 @@ class Rank:
         self.silence = Silence(facts.block_size)
         self._source = source
         self._facts = facts
-        own_blocks = max(1, facts.block_size // info.block_size)
-        self._most_held = LEAK * facts.pool_blocks * own_blocks
-        """Blocks of the index; 0: that is not known."""
+        self._room = facts.pool_blocks * max(1, facts.block_size // info.block_size)
+        """Blocks of the index that can lie on its device at most; 0: that is not known."""
         self._path = path
         self._form = [
-            "2",
+            "3",
             facts.kind,
             source.endpoint,
             str(info.block_size),
@@ -109,7 +108,8 @@ class Rank:
         """At most so much of the engine's cache is filled with blocks that nobody knows of, 0-1."""
         if not self.joined_late:
             return 0.0
-        return max(0.0, 1 - self.blocks.num_held / max(1, self.info.kv_total_blocks))
+        room = self._room or self.info.kv_total_blocks
+        return max(0.0, 1 - self.blocks.num_held / max(1, room))
 
     @property
     def rung(self) -> Rung:
@@ -150,7 +150,8 @@ class Rank:
 
     def compare(self, load: EngineLoad, now: float) -> None:
         """See whether events arrive while the engine computes. now: monotonic seconds."""
-        self.silence.observe(load, self.num_heard, now)
+        if self.stream is not None:
+            self.silence.observe(load, self.stream.counters.batches, now)
 
     async def leave(self, *, keeps_engine: bool) -> None:
         """Once `run` is cancelled: nobody is routed here any more, unless the engine is to be kept
@@ -174,7 +175,7 @@ class Rank:
                     self.blocks = self._new_blocks(joined_late=self.joined_late)
                     self.blocks.restore(self._known.snapshot)
                     self._known = None
-                    self.agent.notify(self.blocks.held())
+                    self._show(self.blocks.held())
                     log.info("%s: %d blocks known from before", self.info.key, self.blocks.num_held)
                 case Batch():
                     self._note_life(self.stream)
@@ -204,17 +205,24 @@ class Rank:
             self._forget(joined_late=True)
             return
         if changes:
-            self.agent.notify(changes)
+            self._show(changes)
         if batch.num_broken:
             self.losses.broken_events += 1
         elif self.blocks.is_blind:
             self.losses.missing_parents += 1
-        elif 0 < self._most_held < self.blocks.num_held:
+        elif 0 < LEAK * self._room < self.blocks.num_held:
             self.losses.leaks += 1
         else:
             return
         log.warning("%s: events are missing or contradict each other; starting anew", self.info.key)
         self._forget(joined_late=True)
+
+    def _show(self, changes: Iterable[CacheEvent]) -> None:
+        """Have Redis told, also in what chunks the engine reads blocks."""
+        info = self.agent.info
+        if self.blocks.chunk_blocks > info.chunk_blocks:
+            self.agent.info = replace(info, chunk_blocks=self.blocks.chunk_blocks)
+        self.agent.notify(changes)
 
     def _forget(self, *, joined_late: bool) -> None:
         self.joined_late = joined_late

@@ -67,10 +67,12 @@ class Block:
 
 
 class HeldBlocks(NamedTuple):
-    """group: the one that counts. rows: each block that is held, by its name at the engine, with
-    its references at that moment: blocks change later, references are replaced."""
+    """group: the one that counts. chunk_blocks: as in EngineBlocks. rows: each block that is held,
+    by its name at the engine, with its references at that moment: blocks change later, references
+    are replaced."""
 
     group: int | None
+    chunk_blocks: int
     rows: list[tuple[BlockHash, Block, References]]
 
 
@@ -117,6 +119,9 @@ class EngineBlocks:
         )
         self._pending = PendingEvents(now, joined_late=joined_late)
         self._adapters = AdapterFolders()
+        self.chunk_blocks = 1
+        """Blocks of the index that the engine reads from other tiers than its device at once, or
+        none of them. vLLM announces each such chunk by an event of its own, without extra keys."""
         self.num_unknown_media = 0
         """Events that were left out, as they name a medium that is not known."""
 
@@ -138,11 +143,11 @@ class EngineBlocks:
         if self._pending.num_waiting or self._windows.are_any:
             return None
         rows = [(name, b, b.references) for name, b in self._known.items() if b.references]
-        return HeldBlocks(self._group, rows)
+        return HeldBlocks(self._group, self.chunk_blocks, rows)
 
     def restore(self, snapshot: HeldBlocks) -> None:
         """Know what an EngineBlocks with the same arguments knew; this one knows nothing yet."""
-        self._group = snapshot.group
+        self._group, self.chunk_blocks = snapshot.group, snapshot.chunk_blocks
         for name, block, references in snapshot.rows:
             block.references = references
             self._known[name] = block
@@ -318,6 +323,8 @@ class EngineBlocks:
                 return [], ()
         stored = self._blocks_of(event, hashes, tokens, parent)
         chain = tuple(own for block in stored for own in block.blocks)
+        if tier is not Tier.DEVICE and self._announces_copies and event.extra_keys is None:
+            self.chunk_blocks = max(self.chunk_blocks, len(chain))
         changes: list[CacheEvent] = []
         if not stored[0].hidden:
             changes.append(Stored(chain, stored[0].parent, tier))

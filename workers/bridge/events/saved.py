@@ -39,6 +39,7 @@ class _File(msgspec.Struct, array_like=True):
     position: Position
     joined_late: bool
     group: int | None
+    chunk_blocks: int
     rows: list[_Row]
 
 
@@ -54,13 +55,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 def save(path: Path, form: list[str], saved: SavedIndex) -> None:
     """form: what must be the same for the file to be of use. Raises OSError."""
-    group, rows = saved.snapshot
+    group, chunk_blocks, rows = saved.snapshot
     text = _ENCODER.encode(
         _File(
             form,
             saved.position,
             saved.joined_late,
             group,
+            chunk_blocks,
             [
                 _Row(
                     key_of(name),
@@ -105,7 +107,7 @@ def load(path: Path, form: list[str]) -> SavedIndex | None:
         return None
     if file.form != form:
         return None
-    snapshot = HeldBlocks(file.group, [_restored(row) for row in file.rows])
+    snapshot = HeldBlocks(file.group, file.chunk_blocks, [_restored(row) for row in file.rows])
     return SavedIndex(file.position, snapshot, file.joined_late)
 
 

@@ -35,7 +35,7 @@ class Silence:
         self._last: _Progress | None = None
 
     def observe(self, load: EngineLoad, num_heard: int, now: float) -> None:
-        """num_heard: messages that the subscription has received until now."""
+        """num_heard: batches that came until now, also those that were asked for."""
         progress = _progress(load)
         if progress is None:
             return
