@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from app.core.outcomes import NEVER_CAME, matching
-from app.ops.checks import DISCOVERY_S
 from app.ops.conditions import CONDITIONS, ELSEWHERE
 from tests.redis_servers import require_binary
+from workers.discovery.fleet import STALE_S
 
 ROOT = Path(__file__).parents[1]
 ALERTS = ROOT / "deploy/alerts.yaml"
@@ -250,7 +250,7 @@ def test_the_console_and_the_doctor_go_by_the_same_thresholds() -> None:
         assert float(above[1]) == one.threshold, one.name
         assert one.remedy
     assert f'outcome=~"{matching(*NEVER_CAME)}"' in alerts["KvrouteSlowFirstTokens"]
-    assert alerts["KvrouteDiscoveryStale"].endswith(f"> {DISCOVERY_S:g}")
+    assert alerts["KvrouteDiscoveryStale"].endswith(f"> {STALE_S:g}")
     text = (ROOT / "app/ops/checks.py").read_text()
     assert all(f'"{check}"' in text for check in ELSEWHERE.values())
     # What only Prometheus can see of a replica or an engine is told there by its own log.

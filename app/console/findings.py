@@ -31,7 +31,6 @@ def statuses(view: View) -> list[WorkerStatus]:
             blocks={},
             cache_usage=measured.metrics.gpu_cache_usage_perc,
             hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
-            discovery_age_s=measured.metrics.discovery_age_s,
         )
         for inc, info, load, measured in zip(
             view.incarnations, view.infos, view.loads, view.measured, strict=True

@@ -35,11 +35,11 @@ def fitting(info: WorkerInfo) -> WorkerInfo:
         if item.kind == tuple[str, ...]:
             kept[item.name] = _within(value)
             if num := len(value) - len(kept[item.name]):
-                findings.append(f"{item.wire}: {num} of {len(value)} are left out: {WITHIN}")
+                findings.append(f"{num} of {len(value)} {item.wire} are left out: {WITHIN}")
         elif item.kind in (int, float):
             kept[item.name] = min(max(item.least, value), MAX_COUNT)
             if kept[item.name] != value:
-                findings.append(f"{item.wire}: {value} counts as {kept[item.name]}")
+                findings.append(f"{item.wire} of {value} counts as {kept[item.name]}: its limit")
     return replace(info, **kept | {"findings": _within(findings)})
 
 

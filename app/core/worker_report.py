@@ -216,11 +216,6 @@ class ForwardPassMetrics:
     kv_idle_before_evict_s: float = said(
         "how long recently evicted blocks had gone unused; 0: none was evicted", 0.0
     )
-    discovery_age_s: float | None = said(
-        "for so long its agent has not been told which engines there are, of which it finds some",
-        None,
-        answer="",
-    )
     late_s: float = said(
         "for so long its engine keeps others waiting, for a sign of life or a token",
         0.0,

@@ -41,8 +41,6 @@ SLOW_S = 0.005
 CLOCK_S = 5.0
 FRESH_S = 2.0
 NEARLY_FULL = 0.9
-DISCOVERY_S = 90.0
-"""Agents look more often, and a watch that is dead is noticed after 70 s."""
 MAX_EVENTS, TRAFFIC_MS = 100, 900_000
 """That are looked through."""
 LOST_MS = 600_000
@@ -203,14 +201,6 @@ def of_workers(
             f"{counted(unique_blocks, 'block')} in the index",
             "are its KV events on? Check with --engine-url",
         )
-    yield _all_of(
-        live,
-        "discovery",
-        lambda w: (w.discovery_age_s or 0.0) > DISCOVERY_S,
-        lambda w: f"its agent was last told {w.discovery_age_s:.0f} s ago which engines there are",
-        "agents know which engines there are",
-        "does the name server, Kubernetes or the file fail? The agents' logs say how; engines stay",
-    )
 
 
 def agents(away_s: Mapping[str, float | None]) -> Check:
@@ -244,8 +234,8 @@ def findings(infos: Iterable[WorkerInfo]) -> Iterator[Check]:
         for finding in info.findings:
             workers_of.setdefault(finding, []).append(str(info.key))
     for finding, keys in workers_of.items():
-        text = f"{finding} ({cut(', '.join(keys))})"
-        yield Check("findings", False, text, f"see {page('limits.md')}")
+        what, _, remedy = finding.partition(": ")
+        yield Check("findings", False, f"{cut(', '.join(keys))}: {what}", remedy)
 
 
 def below_exact(infos: Iterable[WorkerInfo]) -> Iterator[Check]:

@@ -265,7 +265,7 @@ ELSEWHERE = {
     "KvrouteNoWorkers": "workers",
     "KvrouteWorkerStale": "metrics",
     "KvrouteAgentHearsNothing": "events",
-    "KvrouteDiscoveryStale": "discovery",
+    "KvrouteDiscoveryStale": "findings",
     "KvrouteAgentsAway": "agents",
     "KvrouteWorkerTainted": "tainted workers",
     "KvrouteReplicaDown": "replicas",

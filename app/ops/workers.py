@@ -34,8 +34,8 @@ LATEST_MS = 1e15
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
-    its newest entry in the metrics stream, which gpu, cache_usage, hit_rate (0-1) and
-    discovery_age_s are of. away_s: for how long its agent has been away; None: it is not."""
+    its newest entry in the metrics stream, which gpu, cache_usage and hit_rate (0-1)
+    are of. away_s: for how long its agent has been away; None: it is not."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -50,7 +50,6 @@ class WorkerStatus:
     tainted: bool = False
     cache_usage: float = 0.0
     hit_rate: float = 0.0
-    discovery_age_s: float | None = None
 
     @property
     def state(self) -> str:
@@ -133,7 +132,6 @@ async def with_blocks(
                 tainted=inc in tainted,
                 cache_usage=measured.gpu_cache_usage_perc,
                 hit_rate=measured.gpu_prefix_cache_hit_rate,
-                discovery_age_s=measured.discovery_age_s,
             )
         )
     return counted

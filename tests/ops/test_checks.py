@@ -11,7 +11,7 @@ from app.core.loads import Load
 from app.core.trust import Trust
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import NO_READINGS
-from app.ops.checks import below_exact, predicted
+from app.ops.checks import below_exact, findings, predicted
 from app.ops.workers import WorkerStatus
 from app.policy.locality import Best, Locality
 from app.policy.record import DecisionRecord
@@ -78,4 +78,16 @@ def test_workers_below_exact_are_named_with_what_would_change_that() -> None:
         ("approximate workers", None, f"w1:0, w3:0: {why}", ""),
         ("events", False, "w4:0: nothing is heard, so that it is approximate", "look"),
         ("load_only workers", None, "w5:0: it caches no prefixes", ""),
+    ]
+
+
+def test_what_is_wrong_is_told_once_with_all_workers_that_say_so_and_what_to_do() -> None:
+    both, one = "10 of 74 engines have no agent: start another", "1 of 257 adapters are left out: x"
+    infos = [worker_info("w1", findings=(both, one)), worker_info("w2", findings=(both,))]
+    told = [
+        (check.ok, check.found, check.remedy) for check in findings([*infos, worker_info("w3")])
+    ]
+    assert told == [
+        (False, "w1:0, w2:0: 10 of 74 engines have no agent", "start another"),
+        (False, "w1:0: 1 of 257 adapters are left out", "x"),
     ]

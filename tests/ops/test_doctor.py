@@ -87,7 +87,6 @@ def test_nothing_is_wrong_with_workers_that_are_alike(url: str, raw: Redis) -> N
         "model names",
         "metrics",
         "blocks",
-        "discovery",
         "cache hits",
         "routers",
     ]
@@ -195,17 +194,6 @@ def test_old_metrics_and_a_cache_in_use_of_which_no_block_is_known_are_told(
     found = examined(url)
     assert bad(found) == {"blocks"}
     assert "w1:0: 50% of its cache in use" in found["blocks"]["found"]
-
-
-def test_an_agent_that_no_longer_hears_which_engines_there_are_is_told(
-    url: str, raw: Redis
-) -> None:
-    measured(raw, discovery_age_s="90")
-    assert not bad(examined(url))
-    measured(raw, discovery_age_s="91")
-    found = examined(url)
-    assert bad(found) == {"discovery"}
-    assert "w1:0: its agent was last told 91 s ago" in found["discovery"]["found"]
 
 
 def test_workers_whose_agents_are_away_are_told_and_take_requests(url: str, raw: Redis) -> None:

@@ -87,8 +87,6 @@ class EngineFollower:
         """What routers had reserved on each rank before that, and after."""
         self.speeds: dict[int, EngineSpeed] = {}
         """Outlive the engine, which as a rule comes back as it was."""
-        self.discovery_age_s: Callable[[], float | None] = lambda: None
-        """How long ago it was last heard which engines there are; None: this one was given."""
         self.findings: Callable[[], tuple[str, ...]] = tuple
         """What is wrong with how it was found."""
         self._state: State = "unavailable"
@@ -414,7 +412,6 @@ class EngineFollower:
             self._reserved.get(rank, [None]),
             max_requests=self._settings.max_requests,
             total_blocks=served.info.kv_total_blocks,
-            discovery_age_s=self.discovery_age_s(),
             late_s=self._healths[rank].verdict(now).late_s,
             read_s_ago=now - self.read_s,
         )

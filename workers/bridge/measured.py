@@ -15,12 +15,11 @@ def measured(
     *,
     max_requests: int,
     total_blocks: int,
-    discovery_age_s: float | None,
     late_s: float,
     read_s_ago: float,
 ) -> ForwardPassMetrics:
     """reserved: by routers, before that load was read, and after. total_blocks: that it registers.
-    discovery_age_s, late_s: as in ForwardPassMetrics."""
+    late_s: as in ForwardPassMetrics."""
     metrics = ForwardPassMetrics(
         request_active_slots=load.running,
         request_total_slots=max_requests,
@@ -30,7 +29,6 @@ def measured(
         gpu_cache_usage_perc=load.kv_usage,
         gpu_prefix_cache_hit_rate=load.hit_rate or 0.0,
         kv_idle_before_evict_s=load.idle_before_evict_s or 0.0,
-        discovery_age_s=discovery_age_s,
         late_s=late_s,
         read_s_ago=read_s_ago,
         mean_prefill_tokens=speed.mean_prefill_tokens,

@@ -25,6 +25,12 @@ log = logging.getLogger(__name__)
 
 RENEWALS = 3
 """Of the claims, within a lease."""
+STALE_S = 90.0
+"""Sources are looked at more often, and a watch that is dead is noticed after 70 s."""
+STALE = (
+    f"for over {STALE_S:g} s an agent was not told which engines there are: does the name server, "
+    "Kubernetes or the file fail? Its log says how; engines stay"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +109,18 @@ class Fleet:
 
     def findings(self) -> tuple[str, ...]:
         """What is wrong with what the source tells, and how many engines have no agent."""
-        free = sorted(self.claims.free)
-        text = f"{len(free)} of {len(self.engines or ())} engines have no agent: each takes "
-        text += f"{MAX_ENGINES}: start another with the same flags, for {cut(', '.join(free))}"
-        return (*([text] if free else []), *self._wrong)
+        found = [
+            f"an engine is as it was, as what is told of it is wrong: {why}" for why in self._wrong
+        ]
+        if free := sorted(self.claims.free):
+            few = f"{len(free)} of {len(self.engines or ())} engines have no agent"
+            names = cut(", ".join(free))
+            found.insert(
+                0, f"{few}: start another with the same flags, as each takes {MAX_ENGINES}: {names}"
+            )
+        if self.age_s() > STALE_S:
+            found.append(STALE)
+        return tuple(cut(text, MAX_NAME) for text in found)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -139,7 +153,7 @@ class Fleet:
 
     def _tell(self, members: Members) -> None:
         engines = dict(members.engines)
-        self._wrong = tuple(cut(why, MAX_NAME) for why in members.wrong.values())
+        self._wrong = tuple(members.wrong.values())
         self._heard_s = asyncio.get_running_loop().time()
         if not engines and self.engines != engines:
             log.warning("no engine is found; those that were stay")
@@ -180,7 +194,7 @@ class Fleet:
     async def _join(self, tasks: asyncio.TaskGroup, key: str, engine: Engine) -> None:
         log.info("%s at %s joins", engine.settings.worker_id, engine.settings.engine_url)
         follower = self._begin(engine.settings)
-        follower.discovery_age_s, follower.findings = self.age_s, self.findings
+        follower.findings = self.findings
         self._followed[key] = Following(engine, follower)
         self._running[key] = tasks.create_task(self._follow(key))
 

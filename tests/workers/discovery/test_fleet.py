@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -13,12 +12,10 @@ from redis.asyncio import Redis
 from app.core.limits import MAX_ENGINES
 from app.local.redis_server import EmbeddedRedis
 from app.ops.checks import findings as of_findings
-from app.ops.workers import everyone
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.redis_servers import stopped
 from tests.workers.discovery.fleets import (
-    KEYS,
     LONG_S,
     Told,
     engine,
@@ -27,6 +24,7 @@ from tests.workers.discovery.fleets import (
     running,
     until_live,
 )
+from workers.discovery import fleet as discovery
 from workers.discovery.absences import ANSWERS
 from workers.discovery.engine import Engines
 from workers.discovery.fleet import Fleet, Plan, plan
@@ -233,26 +231,21 @@ async def test_an_agent_that_finds_no_engine_says_so_once(
         assert caplog.text.count("no engine is found") == 2
 
 
-async def test_an_agent_says_how_long_it_has_not_been_told_of_engines(
-    redis: Redis, tmp_path: Path
+async def test_an_agent_says_that_it_has_not_been_told_of_engines_for_long(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Told()
-    client: Any = redis
-    async with engines(1) as (a,), running(redis, tmp_path, source):
+    async with engines(1) as (a,), running(redis, tmp_path, source, lease_s=0.3):
         source.tell({"1": engine("a", a.url)})
-        await until_live(redis, "a")
 
-        async def age_s() -> float:
-            [worker] = await everyone(client, KEYS)
-            return worker.discovery_age_s or 0.0
+        async def findings() -> tuple[str, ...]:
+            return (await until_live(redis, "a"))["a"].findings
 
-        await eventually(age_s, lambda seen: seen > 0.3)
-
-        async def age_when_told_s() -> float:
-            source.tell(source.engines)
-            return await age_s()
-
-        await eventually(age_when_told_s, lambda seen: 0.0 < seen < 0.3)
+        assert await findings() == ()
+        monkeypatch.setattr(discovery, "STALE_S", 0.0)
+        await eventually(findings, lambda seen: seen == (discovery.STALE,))
+        monkeypatch.setattr(discovery, "STALE_S", 90.0)
+        await eventually(findings, lambda seen: seen == ())
 
 
 async def shared(one: Fleet, other: Fleet, number: int) -> None:
@@ -291,13 +284,16 @@ async def test_engines_beyond_what_a_process_takes_are_told_until_another_takes_
         await eventually(lambda: asyncio.sleep(0, full.followers.keys() == some.keys()))
         assert full.findings() == ()
         source.tell({"a": some["a"], **dead})
-        text = f"10 of {MAX_ENGINES + 10} engines have no agent: each takes {MAX_ENGINES}: start "
+        text = f"10 of {MAX_ENGINES + 10} engines have no agent: start another with the same flags"
 
         async def findings() -> tuple[str, ...]:
             """As doctor says them."""
-            return tuple(check.found for check in of_findings((await live(redis)).values()))
+            checks = of_findings((await live(redis)).values())
+            return tuple(f"{check.found}: {check.remedy}" for check in checks)
 
-        await eventually(findings, lambda seen: len(seen) == 1 and seen[0].startswith(text))
+        await eventually(
+            findings, lambda seen: len(seen) == 1 and seen[0].startswith(f"a:0: {text}")
+        )
         assert caplog.text.count(text) == 1
         async with running(redis, tmp_path / "2", source, lease_s=1.0):
             await eventually(findings, lambda seen: seen == ())
