@@ -31,13 +31,14 @@ from rich.console import Console
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from app.http.server import collect_seldom
 from loadtest.command import distinct, option
 from loadtest.harness import bench, grid
 from workers.kv.copies import Copies
 from workers.kv.disk import PART_BYTES, SlotFile
 from workers.kv.disk_records import DiskBlock
+from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
 from workers.kv.memory import KVShape, MemoryPool, host_pool
 
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
@@ -85,7 +86,9 @@ class Bench:
         self.source_ids, self.scattered = (_in_runs(1, num_blocks, rng) for _ in range(2))
         self.runs = [_in_runs(RUN, num_blocks, rng) for _ in range(2)]
         self.packed = list(range(num_blocks))
-        self.on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(num_blocks)]
+        self.on_disk = [
+            DiskBlock(0, BlockIdentity(n.to_bytes(IDENTITY_BYTES)), None) for n in range(num_blocks)
+        ]
 
     def measure(self, source: Tier, target: Tier, rounds: int) -> dict[str, Any]:
         """GB/s of the plain copy, and the other copies' rates relative to it in the same round."""

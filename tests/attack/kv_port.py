@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from tests.fakes.engine import RESET
+from workers.kv.identity import IDENTITY_BYTES
 from workers.kv.transfer.tcp import (
     MAX_BLOCKS,
     MAX_FRAME_BYTES,
@@ -156,7 +157,7 @@ def _framed(body: bytes, length: int | None = None) -> bytes:
 
 
 def _asking(transfer_id: str, key: str, blocks: int = 1) -> bytes:
-    return wanted_frame(BlocksRequest(transfer_id, range(blocks), KIND), key)
+    return wanted_frame(BlocksRequest(transfer_id, [bytes(IDENTITY_BYTES)] * blocks, KIND), key)
 
 
 def _with(**fields: object) -> bytes:

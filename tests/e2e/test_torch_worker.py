@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_redis
 from tests.workers.engines.torch.checkpoints import library, reference
 
+TWINS = json.loads((Path(__file__).parents[1] / "data" / "twin_blocks.json").read_text())
+MODEL = "tiny"
 CHUNK = 32
 PROMPT_TOKENS = 200
 REUSED = 192
@@ -35,7 +38,7 @@ def torch_cluster(folder: Path, num_workers: int, kv_transfer: str = "") -> Clus
         router=RouterSettings(policy="blocks", log_level="error"),
         worker=WorkerSettings(
             engine="torch",
-            model="tiny",
+            model=MODEL,
             device="cpu",
             threads=1,
             prefill_chunk=CHUNK,
@@ -71,9 +74,12 @@ async def ask(probe: Probe, tokens: bytes) -> tuple[str, list[int], dict[str, in
     return choice["worker_id"], answer["choices"][0]["token_ids"], cached
 
 
-async def complete(probe: Probe, url: str, tokens: bytes, **transfer: Any) -> dict[str, Any]:
-    """What one worker answers; transfer: the members of kv_transfer_params."""
+async def complete(
+    probe: Probe, url: str, tokens: bytes, cache_salt: str = "", **transfer: Any
+) -> dict[str, Any]:
+    """What a worker answers, or with "" a router; transfer: the members of kv_transfer_params."""
     fields = {"prompt": np.frombuffer(tokens, "<u4").tolist(), "max_tokens": 4, "temperature": 0}
+    fields |= {"model": MODEL, "cache_salt": cache_salt or None, "return_token_ids": True}
     if transfer:
         fields["kv_transfer_params"] = transfer
     response = await probe.http.post(f"{url}/v1/completions", json=fields)
@@ -118,6 +124,51 @@ async def test_a_prompt_goes_back_to_who_computed_it_and_another_process_goes_on
         cluster.workers[0].process.wait()
         alone = await complete(probe, target, prompt(4), **kept["kv_transfer_params"])
         assert told(alone) == (told(kept)[0], 0)
+
+
+async def test_a_prompt_with_the_hashes_of_another_and_another_salt_get_nothing_of_it(
+    tmp_path: Path, open_probe: OpenProbe
+) -> None:
+    given, twin = (
+        np.array([*TWINS[name], *range(16, PROMPT_TOKENS)], "<u4").tobytes()
+        for name in ("block", "twin")
+    )
+    with torch_cluster(tmp_path, num_workers=2, kv_transfer="kvroute") as cluster:
+        probe = open_probe(cluster)
+        source, target = (member.url for member in cluster.workers)
+
+        async def answer(url: str, tokens: bytes, salt: str) -> tuple[list[int], int]:
+            return told(await complete(probe, url, tokens, salt))
+
+        # What each comes to where nothing of any other is held.
+        (of_given, _), (of_twin, _) = [await answer(target, one, "own") for one in (given, twin)]
+        assert of_given != of_twin, "the control: their first blocks tell"
+        for tokens, salt, expected in (
+            (given, "", (of_given, 0)),
+            (given, "", (of_given, REUSED)),
+            (twin, "", (of_twin, 0)),
+            (twin, "", (of_twin, REUSED)),
+            (given, "red", (of_given, 0)),
+            (given, "red", (of_given, REUSED)),
+            (given, "blue", (of_given, 0)),
+        ):
+            # What others have asked is found at once, or never; what one has asked, once told of.
+            asked = partial(answer, "", tokens, salt)
+            assert (
+                await (eventually(asked, expected.__eq__) if expected[1] else asked()) == expected
+            )
+
+        await answer(source, given, "a")
+        for tokens, salt, expected in (
+            (twin, "a", (of_twin, 0)),
+            (given, "b", (of_given, 0)),
+            (given, "a", (of_given, REUSED)),
+        ):
+            held = await complete(
+                probe, source, given, "a", do_remote_decode=True, cached_only=True
+            )
+            came = await complete(probe, target, tokens, salt, **held["kv_transfer_params"])
+            assert told(came) == expected, (tokens[:4], salt)
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from typing import Protocol
 
 from app.core.errors import NotEnoughBlocks
 from app.core.events import CacheEvent
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
+from workers.kv.identity import BlockIdentity
 from workers.kv.manager import BlockManager
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
@@ -106,7 +107,7 @@ class BlockCache:
             for pool in (*self._loading.values(), *self._storing.values()):
                 await asyncio.to_thread(pool.shutdown)
 
-    async def admit(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+    async def admit(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
         """Slots for a request; the first `num_matched` hold leading blocks of `prefix`.
 
         Waits until there is room and blocks are loaded; what cannot be loaded has to be computed.
@@ -125,7 +126,7 @@ class BlockCache:
                 self.settle(table)
                 return table
 
-    async def begin(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+    async def begin(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
         """The same, while blocks may still be on their way: see `arrival` of the table's loads.
         Once these have ended, `settle` it."""
         table = await self._prepare(prefix, num_blocks)
@@ -143,12 +144,12 @@ class BlockCache:
             finally:
                 self._go_on()
 
-    def register(self, table: BlockTable, blocks: Sequence[SequenceHash]) -> None:
+    def register(self, table: BlockTable, blocks: Sequence[BlockIdentity]) -> None:
         """See BlockManager.register: the table's slots may change."""
         self.manager.register(table, blocks)
         self._go_on()
 
-    def share(self, table: BlockTable, prefix: Sequence[SequenceHash]) -> int:
+    def share(self, table: BlockTable, prefix: Sequence[BlockIdentity]) -> int:
         """See BlockManager.share: the table's slots may change."""
         count = self.manager.share(table, prefix)
         if count:
@@ -160,7 +161,7 @@ class BlockCache:
         self.manager.release(table)
         self._go_on()
 
-    def prefetch(self, chain: Sequence[SequenceHash]) -> int:
+    def prefetch(self, chain: Sequence[BlockIdentity]) -> int:
         """For a request that still waits: start loading into free slots; see BlockManager."""
         count = self.manager.prefetch(chain)
         self._go_on()
@@ -171,7 +172,7 @@ class BlockCache:
         self.manager.reset()
         self._go_on()
 
-    async def _prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+    async def _prepare(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
         device = self.manager.tiers[Tier.DEVICE]
         waiting = object()
         try:

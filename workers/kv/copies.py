@@ -15,6 +15,7 @@ from app.core.types import Tier
 from workers.kv.copiers import STAGED_BYTES, PoolCopier
 from workers.kv.disk import Blocks, SlotFile
 from workers.kv.disk_records import DiskBlock
+from workers.kv.identity import hash_of
 from workers.kv.layer_loads import LayerLoads, put_rows
 from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, checked_map
 from workers.kv.slots import Move
@@ -170,7 +171,7 @@ class Copies:
         for n, error in islice(failed.items(), 1):
             log.warning(
                 "block %016x was not stored in disk slot %d: %s (%d of %d blocks were not)",
-                on_disk[n].block,
+                hash_of(on_disk[n].block),
                 slots[n],
                 error,
                 len(failed),

@@ -39,6 +39,7 @@ from workers.kv.disk_records import (
     write_at,
 )
 from workers.kv.disk_threads import DiskThreads
+from workers.kv.identity import hash_of
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class SlotFile:
             if why is not None:
                 n, slot = int(there[nth]), int(slots[nth])
                 self._index.forget(slot, records[n])
-                block = int(records["block"][n])
+                block = hash_of(records["block"][n].tobytes())
                 lost[n] = BlockLost(f"disk slot {slot}, block {block:016x}: {why}")
         return lost
 
@@ -210,7 +211,8 @@ class SlotFile:
         )
         if index.is_foreign:
             log.warning(
-                "disk tier %s: the files are of another model or size; starting empty", folder
+                "disk tier %s: the files are of another model, size or version; starting empty",
+                folder,
             )
             index.path.unlink()
             os.ftruncate(self._blocks, 0)

@@ -12,6 +12,7 @@ from xxhash import xxh3_64
 
 from app.core.errors import BlockLost
 from workers.kv.disk_records import VOID, DiskIndex, Ids, Records, read_at
+from workers.kv.identity import hash_of
 
 Share = Callable[[Callable[[range], list[None]], Sequence[range]], list[None]]
 """Has threads call the function with each of the ranges."""
@@ -83,9 +84,8 @@ class DiskPieces:
         checksums = self._records["checksum"].tolist()
         for n, content in enumerate(self._hashes):
             if n not in self._lost and content.intdigest() != checksums[n]:
-                self._lost[n] = (
-                    f"block {int(self._records['block'][n]):016x}: the checksum is wrong"
-                )
+                block = hash_of(self._records["block"][n].tobytes())
+                self._lost[n] = f"block {block:016x}: the checksum is wrong"
         for n in self._lost.keys() - self._stale:
             self.index.forget(int(self.slots[n]), self._records[n])
         return {n: BlockLost(f"disk slot {self.slots[n]}: {why}") for n, why in self._lost.items()}

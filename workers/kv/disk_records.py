@@ -1,6 +1,6 @@
 """Which block each slot of the disk tier holds: records in memory, and the same in a file.
 
-The file starts with a page that says what the tier is for, followed by a 64-byte record for each
+The file starts with a page that says what the tier is for, followed by a 128-byte record for each
 slot, each with a hash of its own.
 """
 
@@ -18,19 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from app.core.types import SequenceHash
+from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
 
 PAGE_BYTES = 4096
 """Slots begin at multiples of it, as direct I/O would require."""
-_MAGIC = b"kvroute disk tier 1\n"
+_MAGIC = b"kvroute disk tier 2\n"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # magic, block size in bytes, number of slots, fingerprint, boot id
 _HEADER = struct.Struct("<32sQQQ64s")
+_IDENTITY = f"V{IDENTITY_BYTES}"
 _RECORD = np.dtype(
     [
         ("state", "<u8"),
-        ("block", "<u8"),
-        ("parent", "<u8"),
+        ("block", _IDENTITY),
+        ("parent", _IDENTITY),
         ("generation", "<u8"),
         ("checksum", "<u8"),
         ("unused", "<u8", 2),
@@ -57,8 +58,8 @@ class DiskBlock(NamedTuple):
     """What a slot holds, or is to hold. generation: the slot's then; see workers/kv/slots.py."""
 
     generation: int
-    block: SequenceHash
-    parent: SequenceHash | None
+    block: BlockIdentity
+    parent: BlockIdentity | None
 
 
 class DiskIndex:
@@ -189,10 +190,10 @@ def _cut(slots: Ids, apart: NDArray[np.bool_]) -> list[slice]:
 
 def _packed(slots: Ids, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> Records:
     records = np.zeros(len(slots), _RECORD)
-    generations, hashes, parents = zip(*blocks, strict=True) if blocks else ((), (), ())
+    generations, identities, parents = zip(*blocks, strict=True) if blocks else ((), (), ())
     records["state"] = [_ROOT if parent is None else _CHILD for parent in parents]
-    records["block"] = hashes
-    records["parent"] = [parent or 0 for parent in parents]
+    records["block"] = np.array(identities, _IDENTITY)
+    records["parent"] = np.array([parent or b"" for parent in parents], _IDENTITY)
     records["generation"] = generations
     records["checksum"] = checksums
     records["seal"] = _seals(slots, records)

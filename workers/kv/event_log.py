@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from app.core.events import CacheEvent, Cleared, Removed, Stored
-from app.core.types import Tier
+from app.core.types import SequenceHash, Tier
+from workers.kv.identity import hash_of
 from workers.kv.slots import Slot, block_of
 
 
@@ -14,12 +16,15 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
+        self._num_slots: Counter[tuple[Tier, SequenceHash]] = Counter()
+        """Published with that hash: different blocks may have it."""
 
     def publish(self, tier: Tier, slots: Iterable[Slot]) -> None:
         """These blocks can be found: one event for each contiguous part of a chain."""
         run: list[Slot] = []
         for slot in slots:
             slot.published = True
+            self._num_slots[tier, hash_of(block_of(slot))] += 1
             if run and slot.parent != run[-1].block:
                 self._events.append(_stored(run, tier))
                 run = []
@@ -32,12 +37,17 @@ class EventLog:
         blocks = []
         for slot in slots:
             slot.published = False
-            blocks.append(block_of(slot))
+            block = hash_of(block_of(slot))
+            self._num_slots[tier, block] -= 1
+            if not self._num_slots[tier, block]:
+                del self._num_slots[tier, block]
+                blocks.append(block)
         if blocks:
             self._events.append(Removed(tuple(blocks), tier))
 
     def clear(self) -> None:
         """All blocks are gone."""
+        self._num_slots.clear()
         self._events.append(Cleared())
 
     def take(self) -> list[CacheEvent]:
@@ -47,4 +57,6 @@ class EventLog:
 
 
 def _stored(run: Sequence[Slot], tier: Tier) -> Stored:
-    return Stored(tuple(map(block_of, run)), run[0].parent, tier)
+    parent = run[0].parent
+    blocks = tuple(hash_of(block_of(slot)) for slot in run)
+    return Stored(blocks, None if parent is None else hash_of(parent), tier)

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from app.core.cache_stats import IdleBeforeEvict
 from app.core.errors import NotEnoughBlocks
 from app.core.events import CacheEvent
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from workers.kv.event_log import EventLog
+from workers.kv.identity import BlockIdentity
 from workers.kv.moves import Moves
 from workers.kv.policies import AdmissionPolicy, WritePolicy
 from workers.kv.slots import Move, Slot, Slots, block_of
@@ -76,7 +77,7 @@ class BlockManager:
         self._tables: set[BlockTable] = set()
         self._events = EventLog()
         self._moves = Moves(self.tiers, self._events, max_storing)
-        self._uses_before: OrderedDict[SequenceHash, int] = OrderedDict()
+        self._uses_before: OrderedDict[BlockIdentity, int] = OrderedDict()
         """Uses of the last blocks that went, for as many blocks as the device has slots."""
         self._idle = IdleBeforeEvict(now)
 
@@ -87,11 +88,11 @@ class BlockManager:
 
     # Requests
 
-    def match(self, chain: Sequence[SequenceHash]) -> list[Tier]:
+    def match(self, chain: Sequence[BlockIdentity]) -> list[Tier]:
         """The fastest tier of each leading block of `chain` that is there and worth loading."""
         return [tier for tier, _ in self._find(chain)]
 
-    def prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+    def prepare(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
         """`num_blocks` slots for a request whose prompt begins with `prefix`.
 
         Leading blocks on the device are shared. Those in slower tiers get slots and planned loads
@@ -136,7 +137,7 @@ class BlockManager:
         self._tables.add(table)
         return table
 
-    def register(self, table: BlockTable, blocks: Iterable[SequenceHash]) -> None:
+    def register(self, table: BlockTable, blocks: Iterable[BlockIdentity]) -> None:
         """The next slots of the table are full, with these blocks: let others find them.
 
         Where a block already has a slot, the table gets that slot in place of its own.
@@ -159,7 +160,7 @@ class BlockManager:
         if self._write is WritePolicy.THROUGH:
             self._plan_store(Tier.DEVICE, fresh)
 
-    def share(self, table: BlockTable, prefix: Sequence[SequenceHash]) -> int:
+    def share(self, table: BlockTable, prefix: Sequence[BlockIdentity]) -> int:
         """Share what others have filled of `prefix`, beyond the table's chain, since it was
         prepared.
 
@@ -220,7 +221,7 @@ class BlockManager:
             self._device.release(slot)
         table.slots.clear()
 
-    def prefetch(self, chain: Sequence[SequenceHash]) -> int:
+    def prefetch(self, chain: Sequence[BlockIdentity]) -> int:
         """Plan loads of `chain`'s leading blocks into free slots; returns how many."""
         wanted: dict[Tier, list[Slot]] = {}
         room = self._device.num_free
@@ -297,7 +298,7 @@ class BlockManager:
     # All of it
 
     def adopt(
-        self, tier: Tier, blocks: Iterable[tuple[int, int, SequenceHash, SequenceHash | None]]
+        self, tier: Tier, blocks: Iterable[tuple[int, int, BlockIdentity, BlockIdentity | None]]
     ) -> None:
         """Call first of all: take in a tier's blocks from an earlier life; see Slots.adopt."""
         slots = self.tiers[tier]
@@ -345,7 +346,7 @@ class BlockManager:
                 )
         assert len(self._uses_before) <= self._device.num_slots
 
-    def _find(self, chain: Iterable[SequenceHash]) -> list[tuple[Tier, Slot]]:
+    def _find(self, chain: Iterable[BlockIdentity]) -> list[tuple[Tier, Slot]]:
         """Where each leading block is, in the fastest tier that has it."""
         places = []
         tiers = [

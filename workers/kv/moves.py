@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from workers.kv.event_log import EventLog
+from workers.kv.identity import BlockIdentity
 from workers.kv.slots import Move, Slot, Slots, block_of
 
 
@@ -24,7 +25,7 @@ class Moves:
         self._events = events
         self._max_storing = max_storing
         self._planned: list[Move] = []
-        self._storing: dict[Tier, set[SequenceHash]] = {tier: set() for tier in tiers}
+        self._storing: dict[Tier, set[BlockIdentity]] = {tier: set() for tier in tiers}
         """By the tier that they are being stored to."""
 
     def room_below(self, tier: Tier) -> int:
@@ -34,7 +35,7 @@ class Moves:
             return 0
         return min(self._tiers[target].num_free, self._max_storing - len(self._storing[target]))
 
-    def is_storing(self, block: SequenceHash, target: Tier) -> bool:
+    def is_storing(self, block: BlockIdentity, target: Tier) -> bool:
         return block in self._storing[target]
 
     def load(self, source: Tier, sources: list[Slot], targets: list[Slot]) -> None:

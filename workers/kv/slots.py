@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from app.core.errors import NotEnoughBlocks
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from workers.kv.arrival import Arrival
 from workers.kv.free_runs import FreeRuns
+from workers.kv.identity import BlockIdentity
 
 
 class Slot:
@@ -45,9 +46,9 @@ class Slot:
         self._empty()
 
     def _empty(self) -> None:
-        self.block: SequenceHash | None = None
+        self.block: BlockIdentity | None = None
         """None while nobody else may find it."""
-        self.parent: SequenceHash | None = None
+        self.parent: BlockIdentity | None = None
         self.filling: Move | None = None
         """The move that is still filling the slot; whoever finds the slot waits for that move."""
         self.leaving = 0
@@ -65,7 +66,7 @@ class Slot:
         self._empty()
 
 
-def block_of(slot: Slot) -> SequenceHash:
+def block_of(slot: Slot) -> BlockIdentity:
     """The block of a slot that others can find."""
     assert slot.block is not None, f"slot {slot.block_id} has no block"
     return slot.block
@@ -82,7 +83,7 @@ class Move:
     target: Tier
     sources: list[Slot]
     targets: list[Slot]
-    blocks: list[SequenceHash]
+    blocks: list[BlockIdentity]
     generations: list[int] = field(init=False)
     """Generations of the sources when the move was planned."""
     arrival: Arrival = field(init=False)
@@ -121,7 +122,7 @@ class Slots:
         self._slots = [Slot(n) for n in range(num_slots)]
         self._free = FreeRuns()
         self._free.add(0, num_slots - 1)
-        self._by_block: dict[SequenceHash, Slot] = {}
+        self._by_block: dict[BlockIdentity, Slot] = {}
         self._idle: OrderedDict[int, Slot] = OrderedDict()
         """Those that `choose` may take, from least to most recently used."""
         self._num_choices = 0
@@ -140,7 +141,7 @@ class Slots:
     def num_leaving(self) -> int:
         return self._num_leaving
 
-    def find(self, block: SequenceHash) -> Slot | None:
+    def find(self, block: BlockIdentity) -> Slot | None:
         return self._by_block.get(block)
 
     def take(self, num: int) -> list[Slot]:
@@ -152,7 +153,7 @@ class Slots:
             slot.references = 1
         return taken
 
-    def adopt(self, blocks: Iterable[tuple[int, int, SequenceHash, SequenceHash | None]]) -> None:
+    def adopt(self, blocks: Iterable[tuple[int, int, BlockIdentity, BlockIdentity | None]]) -> None:
         """Take in the blocks that are already in the slots of a new tier.
 
         blocks: of each such slot its number, its generation, its block and that block's parent.
@@ -188,11 +189,11 @@ class Slots:
             if parent is not None and not hanging[slot.parent]:
                 tails.append(parent)
 
-    def register(self, slot: Slot, block: SequenceHash, parent: SequenceHash | None) -> None:
+    def register(self, slot: Slot, block: BlockIdentity, parent: BlockIdentity | None) -> None:
         """Let others find a slot that was taken. No other slot may hold that block."""
         assert slot.references, f"slot {slot.block_id} is not taken"
         assert slot.block is None, f"slot {slot.block_id} has a block"
-        assert block not in self._by_block, f"{block:016x} has a slot"
+        assert block not in self._by_block, f"{block.hex()} has a slot"
         slot.block, slot.parent = block, parent
         self._by_block[block] = slot
 

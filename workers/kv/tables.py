@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
+from workers.kv.identity import BlockIdentity
 from workers.kv.slots import Move, Slot
 
 
@@ -18,7 +19,7 @@ class BlockTable:
 
     slots: list[Slot]
     tiers: list[Tier]
-    chain: list[SequenceHash]
+    chain: list[BlockIdentity]
     loads: list[Move]
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
+from workers.kv.identity import BlockIdentity
 from workers.kv.policies import AdmissionPolicy, WritePolicy
 
 
@@ -13,8 +14,8 @@ from workers.kv.policies import AdmissionPolicy, WritePolicy
 class Cell:
     """A slot that is not free."""
 
-    block: SequenceHash | None = None
-    parent: SequenceHash | None = None
+    block: BlockIdentity | None = None
+    parent: BlockIdentity | None = None
     references: int = 1
     uses: int = 0
     filling: Copy | None = None
@@ -28,7 +29,7 @@ class Copy:
     source: Tier
     target: Tier
     cells: list[tuple[Cell, Cell]]
-    blocks: list[SequenceHash]
+    blocks: list[BlockIdentity]
 
 
 @dataclass(eq=False)
@@ -41,7 +42,7 @@ class ModelEviction:
 class Table:
     cells: list[Cell]
     num_matched: int
-    chain: list[SequenceHash]
+    chain: list[BlockIdentity]
 
 
 class BlockModel:
@@ -62,7 +63,7 @@ class BlockModel:
         self._max_storing = max_storing
         self._reuse_multiple = reuse_multiple
         self._tick = 0
-        self._ghosts: list[tuple[SequenceHash, int]] = []
+        self._ghosts: list[tuple[BlockIdentity, int]] = []
 
     # State that tests compare
 
@@ -74,12 +75,12 @@ class BlockModel:
         idle = filter(self._unused, self.cells[tier])
         return sorted(idle, key=lambda cell: cell.idle_since)
 
-    def published(self, tier: Tier) -> set[SequenceHash]:
+    def published(self, tier: Tier) -> set[BlockIdentity]:
         return {
             cell.block for cell in self.cells[tier] if cell.published and cell.block is not None
         }
 
-    def find(self, chain: Sequence[SequenceHash]) -> list[tuple[Tier, Cell]]:
+    def find(self, chain: Sequence[BlockIdentity]) -> list[tuple[Tier, Cell]]:
         holders = {
             cell.block: (tier, cell)
             for tier in sorted(self.cells, reverse=True)
@@ -95,7 +96,7 @@ class BlockModel:
 
     # Operations
 
-    def prepare(self, prefix: Sequence[SequenceHash], num_blocks: int) -> Table | None:
+    def prepare(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> Table | None:
         """None if too few slots are free."""
         found = self.find(prefix)
         found = found[: len(found) // self._reuse_multiple * self._reuse_multiple]
@@ -118,7 +119,7 @@ class BlockModel:
         cells += [self._take(Tier.DEVICE) for _ in range(num_blocks - len(cells))]
         return Table(cells, len(found), list(prefix[: len(found)]))
 
-    def register(self, table: Table, blocks: Iterable[SequenceHash]) -> None:
+    def register(self, table: Table, blocks: Iterable[BlockIdentity]) -> None:
         fresh = []
         for block in blocks:
             at = len(table.chain)
@@ -141,7 +142,7 @@ class BlockModel:
         if self._write is WritePolicy.THROUGH:
             self._store(Tier.DEVICE, fresh)
 
-    def share(self, table: Table, prefix: Sequence[SequenceHash]) -> int:
+    def share(self, table: Table, prefix: Sequence[BlockIdentity]) -> int:
         at = end = len(table.chain)
         device = {cell.block for cell in self.cells[Tier.DEVICE] if cell.filling is None}
         while end < len(prefix) and prefix[end] in device:
@@ -174,7 +175,7 @@ class BlockModel:
         for cell in reversed(table.cells):
             self._release(Tier.DEVICE, cell)
 
-    def prefetch(self, chain: Sequence[SequenceHash]) -> int:
+    def prefetch(self, chain: Sequence[BlockIdentity]) -> int:
         wanted = [(source, cell) for source, cell in self.find(chain) if source > Tier.DEVICE]
         wanted = wanted[: self.num_free(Tier.DEVICE)]
         for _, cell in wanted:

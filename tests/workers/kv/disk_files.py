@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 
 from app.core.errors import BlockLost
-from app.core.types import SequenceHash
+from tests.workers.kv.words import named
 from workers.kv import disk_records
 from workers.kv.disk import SlotFile
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
+from workers.kv.identity import hash_of
 
 BLOCK_BYTES = 10_000
 """Two pages and part of a third: a slot takes three."""
 SLOT_BYTES = 3 * PAGE_BYTES
 NUM_SLOTS = 8
-A, B, C = SequenceHash(0xA), SequenceHash(0xB), SequenceHash(0xC)
+A, B, C = 0xA, 0xB, 0xC
+"""Numbers of blocks; see `named`."""
 
 
 @contextmanager
@@ -62,11 +64,12 @@ def write(
     file: SlotFile,
     slot: int,
     generation: int,
-    block: SequenceHash,
-    parent: SequenceHash | None,
+    block: int,
+    parent: int | None,
     data: memoryview,
 ) -> None:
-    for error in write_all(file, [slot], [DiskBlock(generation, block, parent)], [data]).values():
+    held = DiskBlock(generation, named(block), None if parent is None else named(parent))
+    for error in write_all(file, [slot], [held], [data]).values():
         raise error
 
 
@@ -79,7 +82,7 @@ def read(file: SlotFile, slot: int, generation: int) -> bytes:
 
 def write_roots(file: SlotFile, slots: Sequence[int], generation: int = 1) -> dict[int, OSError]:
     """Write into each slot the block of the same number, in one batch."""
-    blocks = [DiskBlock(generation, SequenceHash(slot), None) for slot in slots]
+    blocks = [DiskBlock(generation, named(slot), None) for slot in slots]
     return write_all(file, slots, blocks, [content(slot, file.block_bytes) for slot in slots])
 
 
@@ -91,8 +94,8 @@ def read_roots(
     return into, {n: str(error) for n, error in lost.items()}
 
 
-def listed(file: SlotFile) -> dict[int, SequenceHash]:
-    return {slot: record.block for slot, record in file.records()}
+def listed(file: SlotFile) -> dict[int, int]:
+    return {slot: hash_of(record.block) for slot, record in file.records()}
 
 
 def generations(file: SlotFile) -> dict[int, int]:

@@ -24,9 +24,11 @@ from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent
 from tests.workers.kv.cache_model import FakePublisher
+from tests.workers.kv.words import named
 from workers.kv.cache import LOAD_THREADS, BlockCache, EventSink
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
+from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.policies import WritePolicy
@@ -75,7 +77,7 @@ class Worker:
             assert self.may_store.wait(60)
         return self.transfers.carry_out(move)
 
-    async def compute(self, chain: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+    async def compute(self, chain: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
         """Admit a request, check the blocks that it reuses, and compute the rest."""
         table = await self.cache.admit(chain, num_blocks)
         self.check(table)
@@ -84,7 +86,7 @@ class Worker:
         self.cache.register(table, chain[table.num_matched :])
         return table
 
-    async def compute_and_release(self, chain: Sequence[SequenceHash]) -> None:
+    async def compute_and_release(self, chain: Sequence[BlockIdentity]) -> None:
         self.cache.release(await self.compute(chain, len(chain)))
 
     def check(self, table: BlockTable) -> None:
@@ -105,13 +107,13 @@ class Worker:
         self.manager.check()
 
 
-def word(block: SequenceHash) -> int:
-    return block - (1 << 63)
+def word(block: BlockIdentity) -> int:
+    return hash_of(block) - (1 << 63)
 
 
-def chain_of(seed: int, length: int, stem: Sequence[SequenceHash] = ()) -> list[SequenceHash]:
+def chain_of(seed: int, length: int, stem: Sequence[BlockIdentity] = ()) -> list[BlockIdentity]:
     rng = random.Random(seed)
-    grown = [SequenceHash(rng.getrandbits(64)) for _ in range(length - len(stem))]
+    grown = [named(rng.getrandbits(64)) for _ in range(length - len(stem))]
     return [*stem, *grown]
 
 
@@ -158,7 +160,9 @@ async def test_spare_slots_stay_free_and_evicted_blocks_are_loaded_back(tmp_path
         assert {tier for chain in chains for tier in worker.manager.match(chain)} == set(Tier)
         for chain in chains:
             held = worker.manager.match(chain)
-            assert [min(publisher.shown.tiers_of(block)) for block in chain[: len(held)]] == held
+            assert [
+                min(publisher.shown.tiers_of(hash_of(block))) for block in chain[: len(held)]
+            ] == held
             await worker.compute_and_release(chain)
             await worker.until_quiet()
         assert worker.manager.counts.loaded > 0
@@ -372,7 +376,7 @@ async def test_blocks_of_an_earlier_life_are_published_before_the_first_request(
     tmp_path: Path,
 ) -> None:
     manager, publisher = BlockManager(NUM_SLOTS, now=lambda: 0.0), FakePublisher()
-    manager.adopt(DISK, [(0, 1, SequenceHash(7), None)])
+    manager.adopt(DISK, [(0, 1, named(7), None)])
     async with running(tmp_path, publisher, manager):
         assert publisher.shown.tiers_of(SequenceHash(7)) == {DISK}
 
@@ -384,7 +388,7 @@ async def test_computed_blocks_are_published_at_once_and_room_is_made_once_they_
     async with running(tmp_path, publisher) as worker:
         chain, device = chain_of(1, 24), worker.manager.tiers[DEVICE]
         table = await worker.compute(chain, 24)
-        assert publisher.shown.scan(chain) == TierOverlap(device=24)
+        assert publisher.shown.scan([*map(hash_of, chain)]) == TierOverlap(device=24)
         await asyncio.sleep(0)  # there is nothing to free yet
         worker.cache.release(table)
         await worker.until_quiet()
@@ -432,7 +436,7 @@ async def test_blocks_whose_copy_raises_are_computed(
 @asynccontextmanager
 async def running_with_a_copy_under_way(folder: Path) -> AsyncIterator[Worker]:
     """As long as there is one, requests without room wait; it takes no room on the device."""
-    block, manager = SequenceHash(7), BlockManager(NUM_SLOTS, now=lambda: 0.0)
+    block, manager = named(7), BlockManager(NUM_SLOTS, now=lambda: 0.0)
     manager.adopt(HOST, [(0, 1, block, None)])
     manager.tiers[HOST].all()[0].uses = 1  # else it would not be worth storing
     async with running(folder, FakePublisher(), manager) as worker:
@@ -561,7 +565,7 @@ async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that
             best = [0] * len(chains)
             windows[id(best)] = best
             before()
-            (found, *_), _ = await match(scripts, KEYS, [chains[seed]], 1)
+            (found, *_), _ = await match(scripts, KEYS, [[*map(hash_of, chains[seed])]], 1)
             before()
             del windows[id(best)]
             for overlap in (found or {}).values():

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from tests.workers.kv.full_disk import no_room_beyond
 from tests.workers.kv.pools import NUM_BLOCKS, ODD, SMALL, WIDE, pool_of
+from tests.workers.kv.words import named
 from workers.kv import copies
 from workers.kv.arrival import Event
 from workers.kv.copiers import PoolCopier
@@ -24,6 +25,7 @@ from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
 from workers.kv.disk_pieces import DiskPieces
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
+from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.slots import Move
@@ -40,12 +42,12 @@ class Tiers:
         self.disk = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots)
         self.transfers = Copies(self.pools, self.disk)
         self.manager = BlockManager(dict.fromkeys(Tier, num_slots), now=lambda: 0.0)
-        self.content: dict[SequenceHash, Tensor] = {}
+        self.content: dict[BlockIdentity, Tensor] = {}
 
     def close(self) -> None:
         self.disk.close()
 
-    def compute(self, blocks: Sequence[SequenceHash]) -> None:
+    def compute(self, blocks: Sequence[BlockIdentity]) -> None:
         """Fill those of the blocks that are not on the device, and release all of them."""
         table = self.manager.prepare(blocks, len(blocks))
         for block, slot in list(zip(blocks, table.slots, strict=True))[table.num_matched :]:
@@ -72,7 +74,7 @@ class Tiers:
             self.manager.check()
         return done
 
-    def load(self, blocks: Sequence[SequenceHash]) -> int:
+    def load(self, blocks: Sequence[BlockIdentity]) -> int:
         """Load a request's blocks and check them; returns how many leading ones arrived."""
         table = self.manager.prepare(blocks, len(blocks))
         self.copy()
@@ -90,7 +92,7 @@ class Tiers:
         for slot in move.sources:
             self.manager.tiers[move.source].forget(slot)
 
-    def spoil(self, block: SequenceHash) -> None:
+    def spoil(self, block: BlockIdentity) -> None:
         """Flip a bit of the block on disk."""
         slot = self.manager.tiers[DISK].find(block)
         assert slot is not None
@@ -101,7 +103,7 @@ class Tiers:
             file.write(bytes([byte ^ 4]))
 
 
-BLOCKS = [SequenceHash(100 + n) for n in range(6)]
+BLOCKS = [named(100 + n) for n in range(6)]
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def test_blocks_are_copied_between_any_two_tiers(
     with closing(Tiers(tmp_path, shape)) as tiers:
         copy = tiers.transfers.copy_blocks
         first, between, last = [7, 2, 9, 4, 0], [3, 11, 0, 5, 6], [1, 2, 4, 8, 10]
-        on_disk = [DiskBlock(n, SequenceHash(n), None) for n in range(5)]
+        on_disk = [DiskBlock(n, named(n), None) for n in range(5)]
         memory = HOST if DISK in (source, target) and DEVICE not in (source, target) else DEVICE
         other = HOST if memory is DEVICE else DEVICE
         expected = tiers.pools[memory].words[first].clone()
@@ -185,7 +187,7 @@ def test_blocks_evicted_down_to_disk_are_loaded_back_unchanged(tiers: Tiers) -> 
 
 def test_reused_slots_hold_their_new_blocks(tmp_path: Path) -> None:
     with closing(Tiers(tmp_path, SMALL, len(BLOCKS))) as tiers:
-        for blocks in (BLOCKS, [SequenceHash(200 + n) for n in range(6)]):
+        for blocks in (BLOCKS, [named(200 + n) for n in range(6)]):
             # The disk has no room for the second set, so its slots are reused less often.
             tiers.compute(blocks)
             tiers.evict(DEVICE)
@@ -217,7 +219,7 @@ def test_a_block_evicted_from_disk_and_stored_again_is_found_by_the_next_process
     tmp_path: Path,
 ) -> None:
     with closing(Tiers(tmp_path)) as before:
-        others = [SequenceHash(200 + n) for n in range(6)]
+        others = [named(200 + n) for n in range(6)]
         for blocks in (BLOCKS, others, BLOCKS):
             before.compute(blocks)
             before.evict(DEVICE)
@@ -302,12 +304,12 @@ def test_blocks_count_as_copied_up_to_the_first_bad_one_in_request_order(
         monkeypatch.setattr(copies, name, bytes_at_once)
     with closing(Tiers(tmp_path, shape)) as tiers:
         copy = tiers.transfers.copy_blocks
-        on_disk = [DiskBlock(n, SequenceHash(n), None) for n in range(5)]
+        on_disk = [DiskBlock(n, named(n), None) for n in range(5)]
         slot_bytes = -(-shape.block_bytes // PAGE_BYTES) * PAGE_BYTES
         with no_room_beyond(7 * slot_bytes):
             assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 2
         assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 5
-        held = {slot: record.block for slot, record in tiers.disk.records()}
+        held = {slot: hash_of(record.block) for slot, record in tiers.disk.records()}
         assert held == {6: 0, 2: 1, 9: 2, 1: 3, 0: 4}
         with (tmp_path / "blocks").open("r+b") as file:
             file.seek(slot_bytes)
@@ -390,13 +392,13 @@ def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tier
     # Only a bug elsewhere can do this: the manager holds sources while they are read.
     victim = load.sources[2]
     memory = np.zeros(1, f"V{WIDE.block_bytes}")
-    other = DiskBlock(victim.generation + 1, SequenceHash(7), None)
+    other = DiskBlock(victim.generation + 1, named(7), None)
     assert tiers.disk.write(np.array([victim.block_id]), [other], memory, np.zeros(1, int)) == {}
     done = tiers.transfers.carry_out(load)
     assert done == 2
     tiers.manager.finish(load, done)
     assert table.num_whole == 2
-    assert {r.block for _, r in tiers.disk.records()} >= {7}
+    assert named(7) in {r.block for _, r in tiers.disk.records()}
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
@@ -439,7 +441,7 @@ def test_device_blocks_are_stored_on_disk_and_loaded_back(tmp_path: Path) -> Non
     size = device.shape.block_bytes
     with closing(SlotFile(tmp_path, block_bytes=size, num_slots=NUM_BLOCKS)) as disk:
         copies = Copies({DEVICE: device}, disk)
-        on_disk = [DiskBlock(0, SequenceHash(n), None) for n in range(3)]
+        on_disk = [DiskBlock(0, named(n), None) for n in range(3)]
         torch.cuda.synchronize()
         assert copies.copy_blocks(DEVICE, DISK, [5, 1, 2], [0, 7, 3], on_disk) == 3
         assert copies.copy_blocks(DISK, DEVICE, [0, 7, 3], [8, 9, 10], on_disk) == 3

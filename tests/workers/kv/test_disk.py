@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from app.core.errors import BlockLost, ConfigError
-from app.core.types import SequenceHash
 from tests.workers.kv.disk_files import (
     BLOCK_BYTES,
     NUM_SLOTS,
@@ -37,13 +36,15 @@ from tests.workers.kv.disk_files import (
     write_roots,
 )
 from tests.workers.kv.full_disk import no_room_beyond
+from tests.workers.kv.words import named
 from workers.kv import disk, disk_threads
 from workers.kv.disk import SlotFile
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
+from workers.kv.identity import BlockIdentity, hash_of
 
 
 def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: Path) -> None:
-    folder, zero = tmp_path / "of" / "a worker", SequenceHash(0)
+    folder, zero = tmp_path / "of" / "a worker", 0
     with opened(folder) as file:
         write(file, 3, 1, A, None, content(A))
         write(file, 5, 1, B, A, content(B))
@@ -53,7 +54,7 @@ def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: 
     with opened(folder) as file:
         records = dict(file.records())
         assert listed(file) == {3: A, 5: B, 6: C}
-        assert [records[slot].parent for slot in (3, 5, 6)] == [None, A, zero]
+        assert [records[slot].parent for slot in (3, 5, 6)] == [None, named(A), named(zero)]
         assert read(file, 3, 1) == content(A)
         assert read(file, 5, 1) == content(B)
 
@@ -459,16 +460,16 @@ def keep_writing(folder: Path, seed: int, reports: Connection) -> None:
     file = SlotFile(folder, block_bytes=KILLED_BLOCK_BYTES, num_slots=KILLED_SLOTS)
     while True:
         slots = sorted(rng.sample(range(KILLED_SLOTS), rng.randrange(1, KILLED_SLOTS)))
-        blocks = [DiskBlock(1, SequenceHash(rng.getrandbits(64)), None) for _ in slots]
+        blocks = [DiskBlock(1, named(rng.getrandbits(64)), None) for _ in slots]
         data = [memoryview(killed_content(what.block)) for what in blocks]
-        batch = {slot: int(what.block) for slot, what in zip(slots, blocks, strict=True)}
+        batch = {slot: hash_of(what.block) for slot, what in zip(slots, blocks, strict=True)}
         reports.send(("begin", batch))
         write_all(file, slots, blocks, data)
         reports.send(("done", batch))
 
 
-def killed_content(block: SequenceHash) -> bytes:
-    return block.to_bytes(8, "little") * (KILLED_BLOCK_BYTES // 8)
+def killed_content(block: BlockIdentity) -> bytes:
+    return block[-8:] * (KILLED_BLOCK_BYTES // 8)
 
 
 def killed_writer(folder: Path, turn: int) -> Iterator[tuple[str, dict[int, int]]]:
@@ -508,7 +509,7 @@ def test_a_process_killed_in_mid_write_loses_no_blocks_outside_its_current_batch
         with closing(
             SlotFile(tmp_path, block_bytes=KILLED_BLOCK_BYTES, num_slots=KILLED_SLOTS)
         ) as file:
-            found = {slot: int(block) for slot, block in listed(file).items()}
+            found = listed(file)
             for slot, record in file.records():
                 assert read(file, slot, record.generation) == killed_content(record.block)
         for slot, block in begun.items():

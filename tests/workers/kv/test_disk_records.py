@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from app.core.errors import ConfigError
-from app.core.types import SequenceHash
 from tests.workers.kv.disk_files import (
     BLOCK_BYTES,
     NUM_SLOTS,
@@ -33,6 +32,7 @@ from tests.workers.kv.disk_files import (
     write_roots,
 )
 from tests.workers.kv.full_disk import no_room_beyond
+from tests.workers.kv.words import named
 from workers.kv import disk_records
 from workers.kv.disk import SlotFile
 from workers.kv.disk_records import PAGE_BYTES, RECORD_BYTES, DiskBlock
@@ -47,6 +47,17 @@ def test_only_one_process_at_a_time_can_open_the_files(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
+def test_blocks_of_the_format_before_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_records, "_MAGIC", b"kvroute disk tier 1\n")
+        with opened(tmp_path) as file:
+            write(file, 1, 1, A, None, content(A))
+    with opened(tmp_path) as file:
+        assert listed(file) == {}
+
+
 @pytest.mark.parametrize(
     "others", [{"fingerprint": 8}, {"num_slots": NUM_SLOTS + 1}, {"block_bytes": BLOCK_BYTES - 1}]
 )
@@ -57,7 +68,7 @@ def test_files_of_another_model_or_size_are_recreated(
         write(file, 1, 1, A, None, content(A))
     with opened(tmp_path, **others) as file:
         assert listed(file) == {}
-        assert "of another model or size" in caplog.text
+        assert "of another model, size or version" in caplog.text
         assert (tmp_path / "blocks").stat().st_blocks == 0
     with opened(tmp_path) as file:
         assert listed(file) == {}
@@ -116,11 +127,11 @@ def test_a_corrupt_record_loses_only_its_block(offset: int, tmp_path: Path) -> N
 def test_a_truncated_index_still_lists_its_remaining_records(size: int, tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         for slot in range(NUM_SLOTS):
-            write(file, slot, 1, SequenceHash(slot), None, content(slot))
+            write(file, slot, 1, slot, None, content(slot))
     os.truncate(tmp_path / "index", size)
     with opened(tmp_path) as file:
         whole = max(0, size - PAGE_BYTES) // RECORD_BYTES
-        assert listed(file) == {slot: SequenceHash(slot) for slot in range(whole)}
+        assert listed(file) == {slot: slot for slot in range(whole)}
 
 
 def test_a_record_that_is_not_its_slots_own_is_ignored(tmp_path: Path) -> None:
@@ -130,7 +141,7 @@ def test_a_record_that_is_not_its_slots_own_is_ignored(tmp_path: Path) -> None:
     at = PAGE_BYTES + 2 * RECORD_BYTES
     index[at + RECORD_BYTES : at + 2 * RECORD_BYTES] = index[at : at + RECORD_BYTES]
     index += disk_records._packed(
-        np.array([NUM_SLOTS]), [DiskBlock(1, B, None)], [0]
+        np.array([NUM_SLOTS]), [DiskBlock(1, named(B), None)], [0]
     ).tobytes()  # there is none
     (tmp_path / "index").write_bytes(index)
     with opened(tmp_path) as file:
@@ -192,7 +203,8 @@ def test_a_batch_without_room_for_a_block_or_for_the_records_stores_nothing(
     tmp_path: Path,
 ) -> None:
     size = PAGE_BYTES
-    blocks, rows = [DiskBlock(1, b, None) for b in (A, B)], [content(b, size) for b in (A, B)]
+    blocks = [DiskBlock(1, named(b), None) for b in (A, B)]
+    rows = [content(b, size) for b in (A, B)]
     with closing(SlotFile(tmp_path, block_bytes=size, num_slots=2)) as file:
         assert (tmp_path / "blocks").stat().st_size == 2 * size
         with no_room_beyond(size):

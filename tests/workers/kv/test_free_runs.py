@@ -4,8 +4,10 @@ import random
 from collections import deque
 from itertools import groupby, pairwise
 
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
+from tests.workers.kv.words import named
 from workers.kv.free_runs import MAX_STALE, FreeRuns
+from workers.kv.identity import BlockIdentity
 from workers.kv.manager import BlockManager
 from workers.kv.tables import BlockTable
 
@@ -88,7 +90,7 @@ def test_blocks_still_move_in_runs_after_long_use() -> None:
             manager.withdraw(eviction)
             manager.reclaim(eviction)
 
-    chains: list[list[SequenceHash]] = [[] for _ in range(60)]
+    chains: list[list[BlockIdentity]] = [[] for _ in range(60)]
     running: deque[BlockTable] = deque()
     for n in range(1_500):
         if n == 1_000:
@@ -96,7 +98,7 @@ def test_blocks_still_move_in_runs_after_long_use() -> None:
         chain = rng.choice(chains)
         if len(chain) > 60:
             chain.clear()
-        chain += map(SequenceHash, range(n * 100, n * 100 + rng.randrange(2, 20)))
+        chain += map(named, range(n * 100, n * 100 + rng.randrange(2, 20)))
         if len(running) == 8:
             manager.release(running.popleft())
         for tier in (Tier.HOST, Tier.DEVICE):

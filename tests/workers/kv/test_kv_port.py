@@ -15,9 +15,10 @@ from tests.attack import kv_port
 from tests.attack.kv_port import KvPort
 from tests.eventually import eventually
 from tests.workers.kv.pairs import KIND, WORD, Pair, answer_of, pair
-from tests.workers.kv.words import chain
+from tests.workers.kv.words import block, chain
+from workers.kv.identity import IDENTITY_BYTES
 from workers.kv.transfer import server
-from workers.kv.transfer.tcp import MAX_BLOCKS, BlocksRequest, proof_of, wanted_frame
+from workers.kv.transfer.tcp import MAX_BLOCKS, VERSION, BlocksRequest, proof_of, wanted_frame
 
 LONG_S = 600.0
 """So that no deadline but the one that is tested ends anything."""
@@ -59,10 +60,10 @@ async def test_who_is_refused_hears_why_however_much_it_has_sent() -> None:
     async with pair(key=KEY) as workers:
         for num_blocks in (1, 1000, 100_000):
             asked = wanted_frame(
-                BlocksRequest(workers.transfer_id, range(num_blocks), KIND), "outer"
+                BlocksRequest(workers.transfer_id, [block("A")] * num_blocks, KIND), "outer"
             )
             assert b"proof" in await answer_of(
-                workers.port, asked[4:], len(asked) - 4 - 8 * num_blocks
+                workers.port, asked[4:], len(asked) - 4 - IDENTITY_BYTES * num_blocks
             )
         await answered(workers, "refused", 3)
 
@@ -77,7 +78,7 @@ async def test_without_the_key_nobody_declines_for_others() -> None:
 async def test_a_proof_is_of_use_for_one_id_alone() -> None:
     async with pair(key=KEY) as workers:
         asked = {
-            "version": 2,
+            "version": VERSION,
             "transfer_id": workers.transfer_id,
             "num_blocks": 1,
             "kind": KIND,
@@ -148,7 +149,9 @@ async def test_who_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest.Mon
 async def test_no_blocks_are_read_of_who_names_nothing_that_is_kept() -> None:
     async with pair() as workers, connected(workers.port) as writer:
         # None of the blocks follow: an answer comes without them.
-        writer.write(wanted_frame(BlocksRequest("another", range(MAX_BLOCKS), KIND), "")[:200])
+        writer.write(
+            wanted_frame(BlocksRequest("another", [block("A")] * MAX_BLOCKS, KIND), "")[:200]
+        )
         await answered(workers, "refused")
 
 
@@ -161,7 +164,13 @@ async def test_a_block_that_is_asked_for_twice_travels_once() -> None:
 
 async def test_more_blocks_than_a_prompt_has_are_refused() -> None:
     async with pair() as workers:
-        asked = {"version": 2, "transfer_id": "x", "num_blocks": 2**63, "kind": {}, "proof": ""}
+        asked = {
+            "version": VERSION,
+            "transfer_id": "x",
+            "num_blocks": 2**63,
+            "kind": {},
+            "proof": "",
+        }
         assert b"asks for no blocks" in await answer_of(workers.port, orjson.dumps(asked))
 
 
@@ -179,7 +188,7 @@ async def test_what_strangers_send_takes_one_short_line(caplog: pytest.LogCaptur
     async with pair() as workers:
         for number in range(30):
             kind = {"model": "\x1b[2J\n" * 300 + str(number)}
-            asked = {"version": 2, "transfer_id": "x" * 64, "num_blocks": 1, "kind": kind}
+            asked = {"version": VERSION, "transfer_id": "x" * 64, "num_blocks": 1, "kind": kind}
             await answer_of(workers.port, orjson.dumps(asked | {"proof": ""}))
         await answered(workers, "refused", 30)
         [line] = lines(caplog)

@@ -8,7 +8,6 @@ import pytest
 
 from app.core.errors import NotEnoughBlocks
 from app.core.events import Cleared, Removed, Stored
-from app.core.types import SequenceHash
 from tests.workers.kv.words import (
     DEVICE,
     DISK,
@@ -22,8 +21,10 @@ from tests.workers.kv.words import (
     evict,
     finish_all,
     free,
+    hashes,
     idle,
     manager_of,
+    named,
 )
 from workers.kv.manager import BlockManager
 from workers.kv.policies import AdmissionPolicy
@@ -82,7 +83,7 @@ def test_a_block_that_two_requests_computed_is_kept_once() -> None:
     assert second.block_ids[2] != first.block_ids[2]
     assert free(manager) == 8 - 2 - 1 - 1
     manager.check()
-    assert manager.take_events() == [Stored(tuple(chain("AB")), None)]
+    assert manager.take_events() == [Stored(hashes("AB"), None)]
 
 
 def test_slots_that_were_never_filled_are_reused_first() -> None:
@@ -106,8 +107,8 @@ def test_the_tier_below_evicts_in_the_same_order() -> None:
     ]
     finish_all(manager)
     assert manager.take_events() == [
-        Stored(tuple(chain("XY")), None, HOST),
-        Stored(tuple(chain("ABC")), None, HOST),
+        Stored(hashes("XY"), None, HOST),
+        Stored(hashes("ABC"), None, HOST),
     ]
     from_host = manager.evict(HOST, 5)
     assert [s.block for s in from_host.leaving] == [s.block for s in from_device.leaving]
@@ -185,11 +186,11 @@ def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back() -> None
     assert manager.match(chain("ABC")) == [DEVICE] * 3
     assert manager.take_events() == []
     manager.withdraw(eviction)
-    assert manager.take_events() == [Removed(tuple(chain("ABC")[::-1]))]
+    assert manager.take_events() == [Removed(hashes("ABC")[::-1])]
     table = manager.prepare(chain("AB"), 2)
     assert manager.take_events() == [
-        Stored((block("A"),), None),
-        Stored((block("AB"),), block("A")),
+        Stored(hashes("A"), None),
+        Stored(hashes("AB")[1:], hashes("A")[0]),
     ]
     assert manager.reclaim(eviction) == 1
     manager.check()
@@ -249,7 +250,7 @@ def test_adopted_blocks_are_found_and_announced() -> None:
     manager.adopt(DISK, [(2, 5, block("A"), None), (0, 7, block("AB"), block("A"))])
     manager.check()
     assert manager.match(chain("AB")) == [DISK] * 2
-    assert manager.take_events() == [Stored(tuple(chain("AB")), None, DISK)]
+    assert manager.take_events() == [Stored(hashes("AB"), None, DISK)]
     assert free(manager, DISK) == 2
     table = manager.prepare(chain("AB"), 2)
     assert [slot.block_id for slot in table.loads[0].sources] == [2, 0]
@@ -310,7 +311,7 @@ def test_a_manager_needs_slots_on_the_device() -> None:
 
 def workload(num_blocks: int) -> Callable[[], None]:
     """Every operation on `num_blocks` blocks, in each of three tiers."""
-    blocks = [SequenceHash(n + 1) for n in range(num_blocks)]
+    blocks = [named(n + 1) for n in range(num_blocks)]
     manager = manager_of(num_blocks, num_blocks, num_blocks, max_storing=num_blocks)
 
     def work() -> None:

@@ -10,24 +10,28 @@ from dataclasses import dataclass
 import pytest
 
 from app.core.errors import NotEnoughBlocks
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from tests.workers.kv.block_model import BlockModel, Copy, ModelEviction, Table
 from tests.workers.kv.cache_model import CacheModel
+from tests.workers.kv.words import named
+from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.manager import BlockManager
 from workers.kv.policies import AdmissionPolicy, WritePolicy
-from workers.kv.slots import Move
+from workers.kv.slots import Move, block_of
 from workers.kv.tables import BlockTable, Eviction
 
 NUM_STEPS = 2_500
 MAX_LENGTH = 9
 
 
-def some_chains(rng: random.Random) -> list[list[SequenceHash]]:
+def some_chains(rng: random.Random) -> list[list[BlockIdentity]]:
     """Prompts that diverge from one another early and late."""
-    chains: list[list[SequenceHash]] = []
+    chains: list[list[BlockIdentity]] = []
     for n in range(8):
         stem = rng.choice(chains)[: rng.randrange(MAX_LENGTH)] if chains else []
-        grown = [SequenceHash(100 * (n + 1) + i) for i in range(len(stem), MAX_LENGTH)]
+        # Two chains each have the same sequence hashes.
+        numbers = [100 * (n // 2 + 1) + i for i in range(len(stem), MAX_LENGTH)]
+        grown = [named(number, twin=n % 2) for number in numbers]
         chains.append([*stem, *grown])
     return chains
 
@@ -36,7 +40,7 @@ def some_chains(rng: random.Random) -> list[list[SequenceHash]]:
 class Request:
     """chain: the blocks that it will fill, if it runs for long enough."""
 
-    chain: list[SequenceHash]
+    chain: list[BlockIdentity]
     real: BlockTable
     plain: Table
 
@@ -205,14 +209,14 @@ class Run:
             assert slots.num_idle == len(self.model.idle(tier))
             assert slots.num_leaving == sum(cell.eviction is not None for cell in cells)
             assert {slot.block for slot in slots.registered()} == {c.block for c in cells} - {None}
-            published = {
-                c.block for c in cells if c.block and tier in self.published.tiers_of(c.block)
-            }
-            assert published == self.model.published(tier)
+            held = {hash_of(c.block) for c in cells if c.block}
+            published = {block for block in held if tier in self.published.tiers_of(block)}
+            assert published == set(map(hash_of, self.model.published(tier)))
         for chain in self.chains:
             assert self.manager.match(chain) == [tier for tier, _ in self.model.find(chain)]
-            for tier in self.published.tiers_of(chain[-1]):
-                assert self.manager.tiers[tier].find(chain[-1]) is not None
+            for tier in self.published.tiers_of(hash_of(chain[-1])):
+                held = {hash_of(block_of(slot)) for slot in self.manager.tiers[tier].registered()}
+                assert hash_of(chain[-1]) in held
 
     def end(self) -> None:
         """Release all requests and finish all copies: after that, no slot is in use."""

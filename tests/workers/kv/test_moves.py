@@ -19,6 +19,7 @@ from tests.workers.kv.words import (
     evict,
     finish_all,
     free,
+    hashes,
     idle,
     manager_of,
 )
@@ -32,7 +33,7 @@ def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there() -> 
     evict(manager, DEVICE, 3)
     assert manager.match(chain("ABCD")) == [DEVICE, HOST, HOST, HOST]
     stored, *rest = manager.take_events()
-    assert rest[-1] == Removed(tuple(chain("ABCD")[:0:-1]))
+    assert rest[-1] == Removed(hashes("ABCD")[:0:-1])
     assert isinstance(stored, Stored)
     assert stored.tier is HOST
 
@@ -47,7 +48,7 @@ def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there() -> 
     manager.check()
     assert table.is_ready
     assert table.num_whole == 4
-    assert manager.take_events() == [Stored(tuple(chain("ABCD")[1:]), block("A"))]
+    assert manager.take_events() == [Stored(hashes("ABCD")[1:], hashes("A")[0])]
     assert manager.counts.loaded == manager.counts.stored == 3
 
 
@@ -113,7 +114,7 @@ def test_after_a_failed_load_all_requests_sharing_it_compute_from_the_last_good_
     assert first.block_ids[0] == second.block_ids[0]
     assert set(first.block_ids[1:]).isdisjoint(second.block_ids[1:])
     # The block that could not be read is dropped; those after it are still in host memory.
-    assert manager.take_events() == [Stored((block("A"),), None), Removed((block("AB"),), HOST)]
+    assert manager.take_events() == [Stored(hashes("A"), None), Removed(hashes("AB")[1:], HOST)]
     assert manager.match(chain("ABCD")) == [DEVICE]
     manager.register(first, chain("ABCD")[1:2])
     assert manager.match(chain("ABCD")) == [DEVICE, DEVICE, HOST, HOST]

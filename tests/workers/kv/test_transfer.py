@@ -29,9 +29,9 @@ from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.transfer import layer_groups, tcp
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.receiver import BlockReceiver
-from workers.kv.transfer.tcp import MAX_FRAME_BYTES, Source, TransferError
+from workers.kv.transfer.tcp import MAX_FRAME_BYTES, VERSION, Source, TransferError
 
-ASKED = {"version": 2, "transfer_id": "x", "num_blocks": 1, "kind": {}, "proof": ""}
+ASKED = {"version": VERSION, "transfer_id": "x", "num_blocks": 1, "kind": {}, "proof": ""}
 
 
 @pytest.mark.parametrize("shape", [SMALL, WIDE, ODD], ids=["small", "wide", "odd"])
@@ -215,8 +215,8 @@ async def test_workers_that_compute_other_bits_refuse_each_other(
 
 async def test_a_target_of_another_version_is_told_of_it() -> None:
     async with pair() as workers:
-        body = b'{"version": 1}'
-        assert b"version: 2 here, 1 there" in await answer_of(workers.port, body)
+        body = b'{"version": 2}'
+        assert b"version: 3 here, 2 there" in await answer_of(workers.port, body)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from app.core.types import SequenceHash, Tier
+from workers.kv.identity import IDENTITY_BYTES, BlockIdentity, hash_of
 from workers.kv.manager import BlockManager
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable, Eviction
@@ -24,13 +25,23 @@ class Clock:
         return self.now_s
 
 
-def chain(word: str) -> list[SequenceHash]:
+def named(number: int, twin: int = 0) -> BlockIdentity:
+    """A block whose sequence hash is `number`. twin: tells those apart that have the same."""
+    return BlockIdentity(bytes([twin]) + number.to_bytes(IDENTITY_BYTES - 1))
+
+
+def chain(word: str) -> list[BlockIdentity]:
     """The blocks of `word`: for `ABC`, those of A, AB and ABC."""
-    return [SequenceHash(int.from_bytes(word[: n + 1].encode())) for n in range(len(word))]
+    return [named(int.from_bytes(word[: n + 1].encode())) for n in range(len(word))]
 
 
-def block(word: str) -> SequenceHash:
+def block(word: str) -> BlockIdentity:
     return chain(word)[-1]
+
+
+def hashes(word: str) -> tuple[SequenceHash, ...]:
+    """Of the blocks of `word`, as events have them."""
+    return tuple(map(hash_of, chain(word)))
 
 
 def manager_of(

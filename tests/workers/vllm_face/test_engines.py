@@ -20,7 +20,9 @@ from tests.workers.vllm_face.mirror import Held, Mirror, Published, mirrored, pu
 from workers.bridge.events.stream import Fresh
 from workers.engines.base import CompletionRequest, Engine, Generation
 from workers.engines.sim.runner import EngineRunner
+from workers.kv.identity import hash_of
 from workers.kv.manager import BlockManager
+from workers.kv.slots import block_of
 
 SIZE = 4
 DEVICE, HOST, DISK = Tier
@@ -49,7 +51,7 @@ def held_by_sim(runner: EngineRunner) -> Held:
 def held_by_torch(manager: BlockManager) -> Held:
     held: Held = {tier: set() for tier in Tier}
     for tier, slots in manager.tiers.items():
-        held[tier] = {s.block for s in slots.registered() if s.published and s.block is not None}
+        held[tier] = {hash_of(block_of(s)) for s in slots.registered() if s.published}
     return held
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from app.core.types import SequenceHash, new_id
 from app.simulation.engine import SimEngine
 from app.simulation.link import Sending
+from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
 from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.server import TransferServer
@@ -91,7 +92,7 @@ class SimTransfer:
     async def _fetched(self, source: Source, blocks: Sequence[SequenceHash]) -> int:
         """Raises TransferError, OSError and TimeoutError."""
         with closing(await connected(source)) as sock:
-            wanted = BlocksRequest(source.transfer_id, blocks, self._link.kind)
+            wanted = BlocksRequest(source.transfer_id, [*map(_identity, blocks)], self._link.kind)
             await send(sock, wanted_frame(wanted, self._link.key))
             offered = await read_offered(sock, len(blocks))
             state = bytearray(UNDERWAY)
@@ -104,10 +105,10 @@ class SimTransfer:
         await decline(source, self._link.key)
 
     async def _offer(
-        self, sock: socket.socket, held: _Held, wanted: Sequence[SequenceHash]
+        self, sock: socket.socket, held: _Held, wanted: Sequence[BlockIdentity]
     ) -> None:
         """See TransferServer."""
-        kept = set(held.slots)
+        kept = set(map(_identity, held.slots))
         num_blocks = 0
         for block in wanted:
             if block not in kept:
@@ -123,3 +124,8 @@ class SimTransfer:
             await send(sock, UNDERWAY)
             await asyncio.sleep(min(left_s, BEAT_S))
         await send(sock, ARRIVED)
+
+
+def _identity(block: SequenceHash) -> BlockIdentity:
+    """A simulated block has no content that could be another one's."""
+    return BlockIdentity(block.to_bytes(IDENTITY_BYTES))

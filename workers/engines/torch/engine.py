@@ -31,10 +31,11 @@ from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.forward import ForwardPasses
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.prefills import Prefills
-from workers.engines.torch.sequence import Chunk, TokenSequence, blocks_of, step_of
+from workers.engines.torch.sequence import Chunk, TokenSequence, step_of
 from workers.engines.torch.transfer import BlockTransfer
 from workers.engines.torch.waiting import WaitingRequests
 from workers.kv.cache import BlockCache, EventSink
+from workers.kv.identity import hash_of, identities_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
 from workers.kv.slots import Move
@@ -158,7 +159,8 @@ class TorchEngine:
         self._sequences[request.request_id] = sequence
         self._waiting.add(sequence)
         if self.watcher is not None:
-            self.watcher.arrived(request.request_id, sequence.blocks, request.prompt)
+            blocks = [*map(hash_of, sequence.blocks)]
+            self.watcher.arrived(request.request_id, blocks, request.prompt)
         if self.running:
             self._waiting.prefetch()
         return sequence.generation
@@ -169,7 +171,7 @@ class TorchEngine:
             raise EngineStoppedError("the worker is stopping")
         if self._transfer is None or not self.running:
             return None
-        return await self._transfer.keep_held(blocks_of(prompt, self.block_size, salt), lease_s)
+        return await self._transfer.keep_held(identities_of(prompt, self.block_size, salt), lease_s)
 
     def metrics(self) -> ForwardPassMetrics:
         device = self._manager.tiers[Tier.DEVICE]

@@ -10,13 +10,13 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from app.core.errors import InvalidRequest
-from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from app.simulation.steps import Finished, PromptTooLargeError, Step
 from workers.engines.base import CompletionRequest, Generation
 from workers.engines.torch.llama_config import LlamaConfig
 from workers.engines.torch.sampling import Sampler
 from workers.kv.arrival import Arrival
+from workers.kv.identity import BlockIdentity, identities_of
 from workers.kv.tables import BlockTable
 
 
@@ -28,8 +28,8 @@ class TokenSequence:
     tokens: list[int]
     num_prompt: int
     block_size: int
-    blocks: list[SequenceHash]
-    """Hashes of the prompt's full blocks."""
+    blocks: list[BlockIdentity]
+    """The prompt's full ones."""
     num_blocks: int
     """Device slots for the prompt and everything that may be generated."""
     sampler: Sampler
@@ -76,7 +76,7 @@ class TokenSequence:
             ids.tolist(),
             len(ids),
             block_size,
-            blocks_of(request.prompt, block_size, request.salt),
+            identities_of(request.prompt, block_size, request.salt),
             num_blocks,
             Sampler(request.sampling),
         )
@@ -86,7 +86,7 @@ class TokenSequence:
         return self.tokens[self.num_prompt + start : self.num_prompt + stop]
 
     @property
-    def fetched(self) -> Sequence[SequenceHash]:
+    def fetched(self) -> Sequence[BlockIdentity]:
         """Blocks that are on their way to it."""
         start = self.prefilled // self.block_size
         return self.blocks[start : start + self.arrival.num_blocks] if self.arrival else ()
@@ -109,7 +109,7 @@ class TokenSequence:
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
-    def reusable(self, chunk_tokens: int) -> Sequence[SequenceHash]:
+    def reusable(self, chunk_tokens: int) -> Sequence[BlockIdentity]:
         """The blocks of the prompt's whole chunks; its last token is computed in any case."""
         chunks = (self.num_prompt - 1) // chunk_tokens
         return self.blocks[: chunks * chunk_tokens // self.block_size]
@@ -148,12 +148,6 @@ class Chunk(NamedTuple):
     @property
     def is_last(self) -> bool:
         return self.stop == self.sequence.num_prompt
-
-
-def blocks_of(prompt: bytes, block_size: int, salt: str) -> list[SequenceHash]:
-    """Hashes of a prompt's full blocks."""
-    seed = seed_for(cache_namespace=salt)
-    return compute_sequence_hashes(compute_local_hashes(prompt, block_size, seed=seed))
 
 
 def step_of(

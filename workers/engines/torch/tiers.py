@@ -12,12 +12,13 @@ import torch
 
 from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
-from app.core.types import SequenceHash, Tier, WorkerKey
+from app.core.types import Tier, WorkerKey
 from workers.engines.torch.chunks import chunk_of
 from workers.engines.torch.fingerprint import fingerprint_of
 from workers.engines.torch.llama import Llama
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
+from workers.kv.identity import BlockIdentity
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool, host_pool
 from workers.kv.policies import AdmissionPolicy, WritePolicy
@@ -145,7 +146,7 @@ def _slot_file(
 
 def _stored(
     disks: Sequence[SlotFile],
-) -> Iterator[tuple[int, int, SequenceHash, SequenceHash | None]]:
+) -> Iterator[tuple[int, int, BlockIdentity, BlockIdentity | None]]:
     """What the ranks' disks hold alike: a worker may have been killed while one was ahead."""
     first, *others = (dict(disk.records()) for disk in disks)
     for slot, record in first.items():

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from app.core.errors import NotEnoughBlocks
-from app.core.types import SequenceHash
 from workers.kv.arrival import Arrival
 from workers.kv.cache import BlockCache
+from workers.kv.identity import BlockIdentity
 from workers.kv.memory import MemoryPool
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.kv_lease import LeasedBlocks
@@ -79,7 +79,7 @@ class BlockTransfer:
         """Keep a request's full blocks until they are fetched, or the lease ends."""
         return self._kept_as(self._cache.manager.keep(table), lease_s)
 
-    async def keep_held(self, chain: Sequence[SequenceHash], lease_s: float) -> Source | None:
+    async def keep_held(self, chain: Sequence[BlockIdentity], lease_s: float) -> Source | None:
         """The same of what any tier holds of a prompt, without a place in the queue."""
         num_held = len(self._cache.manager.match(chain))
         kept = None
@@ -99,7 +99,7 @@ class BlockTransfer:
     def fetch(
         self,
         source: Source,
-        blocks: Sequence[SequenceHash],
+        blocks: Sequence[BlockIdentity],
         block_ids: Sequence[int],
         on_change: Callable[[], None],
     ) -> Arrival:

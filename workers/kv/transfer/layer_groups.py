@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from app.core.types import SequenceHash
 from workers.kv.arrival import Arrival, Event
 from workers.kv.copiers import copy_bytes, copy_gathered
+from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.memory import Ids, KVShape, MemoryPool, as_numbers
 from workers.kv.streams import new_stream
 
@@ -133,12 +133,12 @@ def content(packed: Tensor) -> memoryview:
     return packed.numpy().data.cast("B")
 
 
-def checksums(packed: Tensor, blocks: Sequence[SequenceHash], group: int) -> NDArray[np.uint64]:
+def checksums(packed: Tensor, blocks: Sequence[BlockIdentity], group: int) -> NDArray[np.uint64]:
     """Of each block's part: they differ between blocks and groups even if the contents do not."""
     rows = packed.numpy()
     return np.array(
         [
-            xxh3_64_intdigest(row, seed=(block + group) & _U64)
+            xxh3_64_intdigest(row, seed=(hash_of(block) + group) & _U64)
             for row, block in zip(rows, blocks, strict=True)
         ],
         "<u8",

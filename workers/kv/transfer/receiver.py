@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.core.types import SequenceHash
 from workers.kv.arrival import Arrival, Event
+from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.memory import Ids
 from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
 from workers.kv.transfer.tcp import (
@@ -54,7 +54,7 @@ class BlockReceiver:
     async def fetch(
         self,
         source: Source,
-        blocks: Sequence[SequenceHash],
+        blocks: Sequence[BlockIdentity],
         block_ids: Sequence[int],
         arrival: Arrival,
     ) -> None:
@@ -110,7 +110,7 @@ class BlockReceiver:
         self,
         received: _Received,
         group: int,
-        blocks: Sequence[SequenceHash],
+        blocks: Sequence[BlockIdentity],
         block_ids: Ids,
         arrival: Arrival,
         written: list[Event],
@@ -126,7 +126,7 @@ class BlockReceiver:
         num_good, event = await asyncio.to_thread(take)
         written.append(event)
         if num_good < len(blocks):
-            log.warning("block %016x arrived with a wrong checksum", blocks[num_good])
+            log.warning("block %016x arrived with a wrong checksum", hash_of(blocks[num_good]))
         arrival.limit(num_good)
         self.groups.arrived(group, arrival, event)
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from app.core.types import SequenceHash
+from workers.kv.identity import BlockIdentity
 from workers.kv.memory import Ids
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
@@ -34,7 +34,7 @@ class BlockSender:
         self._threads = ThreadPoolExecutor(MAX_SENDING, thread_name_prefix="kv-sender")
 
     async def offer(
-        self, sock: socket.socket, table: BlockTable, wanted: Sequence[SequenceHash]
+        self, sock: socket.socket, table: BlockTable, wanted: Sequence[BlockIdentity]
     ) -> None:
         """See TransferServer."""
         blocks, block_ids = _held(table, wanted)
@@ -51,7 +51,7 @@ class BlockSender:
             reading.cancel()
 
     async def _read(
-        self, group: int, blocks: Sequence[SequenceHash], block_ids: Ids
+        self, group: int, blocks: Sequence[BlockIdentity], block_ids: Ids
     ) -> tuple[memoryview, memoryview]:
         """The checksums of a group, and its contents."""
 
@@ -67,7 +67,9 @@ def _send(sock: socket.socket, parts: Sequence[memoryview]) -> None:
         send_all(sock, part)
 
 
-def _held(table: BlockTable, wanted: Sequence[SequenceHash]) -> tuple[Sequence[SequenceHash], Ids]:
+def _held(
+    table: BlockTable, wanted: Sequence[BlockIdentity]
+) -> tuple[Sequence[BlockIdentity], Ids]:
     """Leading ones of the wanted blocks that the table holds, and their slots.
 
     Raises TransferError if there is none.

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from app.core.errors import Crowded
-from app.core.types import SequenceHash
 from app.http.turns import Turns
+from workers.kv.identity import BlockIdentity
 from workers.kv.transfer.complaints import Complaints
 from workers.kv.transfer.kv_lease import LeasedBlocks
 from workers.kv.transfer.link import Link
@@ -46,7 +46,7 @@ MAX_TRANSFERS = 64
 TURN_S = 0.75 * STALL_S
 """How long they wait: a target that hears nothing for STALL_S is gone."""
 K = TypeVar("K")
-Offer = Callable[[socket.socket, K, Sequence[SequenceHash]], Awaitable[None]]
+Offer = Callable[[socket.socket, K, Sequence[BlockIdentity]], Awaitable[None]]
 
 
 class TransferServer(Generic[K]):

@@ -1,7 +1,7 @@
 """What two workers say to each other while KV travels between them, over TCP.
 
     target ── Challenge ──────────────► source     as a frame of JSON: u32 length, then the object
-           ── blocks ─────────────►            one u64 each
+           ── blocks ─────────────►            the identity of each
            ◄───────────── BlocksOffer ──           as a frame
            ◄─ checksums, contents ──           once for each group of layers, first layers first
 
@@ -33,15 +33,15 @@ import numpy as np
 import orjson
 
 from app.core.errors import cut
-from app.core.types import SequenceHash
+from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 4096
 MAX_BLOCKS = 150_000
-"""Of a prompt of two million tokens; they take 1.2 MB."""
+"""Of a prompt of two million tokens; they take 6 MB."""
 MAX_ID = 64
 """Characters."""
 STALL_S = 2.0
@@ -77,7 +77,7 @@ class BlocksRequest:
     """Blocks that were handed on under an id. kind: what has to be equal on both sides, by name."""
 
     transfer_id: str
-    blocks: Sequence[SequenceHash]
+    blocks: Sequence[BlockIdentity]
     kind: Mapping[str, str]
 
 
@@ -118,7 +118,7 @@ def wanted_frame(wanted: BlocksRequest, key: str) -> bytes:
         "kind": wanted.kind,
         "proof": proof_of(key, wanted.transfer_id).decode() if key else "",
     }
-    return _frame(fields) + np.array(wanted.blocks, "<u8").tobytes()
+    return _frame(fields) + b"".join(wanted.blocks)
 
 
 def offered_frame(offered: BlocksOffer) -> bytes:
@@ -146,11 +146,11 @@ async def read_asked(sock: socket.socket) -> Challenge:
     raise TransferError("a frame that asks for no blocks")
 
 
-async def read_blocks(sock: socket.socket, num_blocks: int) -> list[SequenceHash]:
+async def read_blocks(sock: socket.socket, num_blocks: int) -> list[BlockIdentity]:
     """Those that were asked for. Raises OSError and TimeoutError."""
-    blocks = np.empty(num_blocks, "<u8")
+    blocks = np.empty(num_blocks, f"V{IDENTITY_BYTES}")
     await receive(sock, blocks.data.cast("B"))
-    wanted: list[SequenceHash] = blocks.tolist()
+    wanted: list[BlockIdentity] = blocks.tolist()
     return wanted
 
 
@@ -222,7 +222,7 @@ async def send_last(sock: socket.socket, data: bytes) -> None:
     await send(sock, data)
     sock.shutdown(socket.SHUT_WR)
     async with asyncio.timeout(STALL_S):
-        for _ in range(0, 8 * MAX_BLOCKS, DROPPED_BYTES):
+        for _ in range(0, IDENTITY_BYTES * MAX_BLOCKS, DROPPED_BYTES):
             if not await loop.sock_recv(sock, DROPPED_BYTES):
                 return
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from app.core.errors import InvalidRequest
-from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
+from app.core.hashing import token_bytes
 from app.core.types import SequenceHash, Tier
 from app.core.worker_report import DEFAULT_SPEED
 from app.simulation.steps import Finished, PromptTooLargeError
@@ -39,6 +39,7 @@ from workers.engines.torch.tiers import carried_out
 from workers.kv.cache import EventSink
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
+from workers.kv.identity import BlockIdentity, hash_of, identities_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
 from workers.kv.policies import WritePolicy
@@ -207,8 +208,13 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [rng.randrange(MODEL.config.vocab_size) for _ in range(length)]
 
 
-def blocks_of(prompt: Sequence[int]) -> list[SequenceHash]:
-    return compute_sequence_hashes(compute_local_hashes(list(prompt), BLOCK_SIZE))
+def blocks_of(prompt: Sequence[int], salt: str = "") -> list[BlockIdentity]:
+    return identities_of(token_bytes(list(prompt)), BLOCK_SIZE, salt)
+
+
+def hashes_of(prompt: Sequence[int]) -> list[SequenceHash]:
+    """Of its blocks, as the index knows them."""
+    return [*map(hash_of, blocks_of(prompt))]
 
 
 def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
@@ -292,7 +298,7 @@ async def test_blocks_of_a_partial_chunk_at_a_prompts_end_are_not_published(
     async with running(tmp_path / "after") as served:
         # The seventh block is computed in a chunk of five tokens, so its bits may differ.
         await served.ask(prompt[:29])
-        assert served.fake_publisher.shown.scan(blocks_of(prompt)).total == 6
+        assert served.fake_publisher.shown.scan(hashes_of(prompt)).total == 6
         await served.ask(prompt)
 
     assert torch.equal(served.spy.logits[-1], expected)
@@ -316,7 +322,7 @@ async def test_requests_running_together_get_the_output_each_gets_alone(tmp_path
         await served.settle()
         device = served.manager.tiers[DEVICE]
         assert device.num_free + device.num_idle == device.num_slots
-        assert served.fake_publisher.shown.scan(blocks_of(stem)).total == 4
+        assert served.fake_publisher.shown.scan(hashes_of(stem)).total == 4
 
     assert [tokens for tokens, _ in outputs] == [alone(prompt, 5) for prompt in prompts]
     assert sum(finished.cached_tokens for _, finished in outputs) > 0
@@ -635,10 +641,10 @@ async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
             await served.ask(prompt)
         await served.evict(DEVICE)
         spy.may_end.clear()  # or the crowd may leave before anybody looks
-        cache, asked = served.engine._cache, Counter[SequenceHash]()
+        cache, asked = served.engine._cache, Counter[BlockIdentity]()
         prefetch = cache.prefetch
 
-        def counted(chain: Sequence[SequenceHash]) -> int:
+        def counted(chain: Sequence[BlockIdentity]) -> int:
             asked.update(chain[:1])
             return prefetch(chain)
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from tests.workers.engines.torch.test_engine import (
     MODEL,
     Served,
@@ -30,6 +30,7 @@ from tests.workers.engines.torch.test_engine import (
 )
 from tests.workers.engines.torch.test_soak import soak
 from tests.workers.kv.late_stream import LateEvent, LateStream
+from tests.workers.kv.words import named
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.kv import copiers, copies, layer_loads, memory
 from workers.kv.copiers import PoolCopier
@@ -222,8 +223,8 @@ def test_a_load_that_fails_has_written_all_that_it_began(monkeypatch: pytest.Mon
     is_slow.set()
     slots = [Slot(0), Slot(1)]
     for slot in slots:
-        slot.block = SequenceHash(slot.block_id)
-    move = Move(HOST, DEVICE, slots, slots, [SequenceHash(0), SequenceHash(1)])
+        slot.block = named(slot.block_id)
+    move = Move(HOST, DEVICE, slots, slots, [named(0), named(1)])
     with pytest.raises(RuntimeError, match="the link is gone"):
         loads.carry_out(move, 2)
     assert (device.words[:, loads.groups[0]] == 3).all()

@@ -16,14 +16,15 @@ import torch
 from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
-from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
+from app.core.hashing import token_bytes
 from app.core.settings.worker import WorkerSettings
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from app.local.redis_server import EmbeddedRedis
 from app.simulation.steps import Finished
 from tests.eventually import eventually
 from tests.workers.engines.torch.checkpoints import reference
 from tests.workers.kv.cache_model import FakePublisher
+from tests.workers.kv.words import named
 from workers.engines.base import CompletionRequest, Engine
 from workers.engines.hosting import host
 from workers.engines.torch.engine import TorchEngine
@@ -31,6 +32,7 @@ from workers.engines.torch.fingerprint import fingerprint_of, identity_of
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.tiers import rank_device
 from workers.kv.disk_records import _RECORD, PAGE_BYTES
+from workers.kv.identity import hash_of, identities_of
 from workers.kv.memory import KVShape
 from workers.kv.transfer.tcp import Source
 from workers.main import serve
@@ -200,7 +202,7 @@ async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
         assert engine.metrics().request_total_slots == 5
         # One in eight slots is kept free.
         table = engine._manager.prepare([], 64)
-        engine._manager.register(table, [SequenceHash(n) for n in range(64)])
+        engine._manager.register(table, [named(n) for n in range(64)])
         engine._cache.release(table)
 
         async def num_free() -> int:
@@ -269,7 +271,7 @@ async def test_each_rank_has_a_disk_of_its_own_and_only_what_all_hold_comes_back
     tmp_path: Path,
 ) -> None:
     prompt = [n % 251 for n in range(600)]
-    chain = compute_sequence_hashes(compute_local_hashes(prompt[:512], 16))
+    chain = identities_of(token_bytes(prompt[:512]), 16)
     settings = replace(
         SETTINGS,
         tp_size=2,
@@ -281,7 +283,7 @@ async def test_each_rank_has_a_disk_of_its_own_and_only_what_all_hold_comes_back
         await finished(engine, prompt)
 
         async def tiers() -> set[Tier]:
-            return publisher.shown.tiers_of(chain[-1])
+            return publisher.shown.tiers_of(hash_of(chain[-1]))
 
         await eventually(tiers, lambda held: held == set(Tier))
     async with serving(settings) as (engine, _):
@@ -290,7 +292,7 @@ async def test_each_rank_has_a_disk_of_its_own_and_only_what_all_hold_comes_back
     index = tmp_path / "w0:0" / "rank-1" / "index"
     content = bytearray(index.read_bytes())
     records = np.frombuffer(content, _RECORD, offset=PAGE_BYTES)
-    records[np.isin(records["block"], np.array(chain[16:], np.uint64))] = np.zeros(1, _RECORD)
+    records[[block in chain[16:] for block in records["block"].tolist()]] = np.zeros(1, _RECORD)
     index.write_bytes(content)
     async with serving(settings) as (engine, _):
         assert (await finished(engine, prompt)).disk_tokens == 256
@@ -316,8 +318,8 @@ async def test_chunk_write_policy_and_disk_settings_take_effect_across_restarts(
         assert (await finished(engine, [*prompt[:20], *[50] * 10])).cached_tokens == 16
 
         async def tiers() -> set[Tier]:
-            block = compute_sequence_hashes(compute_local_hashes(prompt[:40], 4))[-1]
-            return publisher.shown.tiers_of(block)
+            block = identities_of(token_bytes(prompt[:40]), 4)[-1]
+            return publisher.shown.tiers_of(hash_of(block))
 
         await eventually(tiers, lambda held: held == set(Tier))
     async with serving(settings) as (engine, _):

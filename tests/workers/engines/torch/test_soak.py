@@ -36,15 +36,17 @@ from tests.workers.engines.torch.test_engine import (
     MODEL,
     Served,
     Spy,
-    blocks_of,
+    hashes_of,
     output_of,
     prompt_of,
     running,
 )
 from tests.workers.kv.cache_model import CacheModel
 from workers.agent.agent import Agent
+from workers.kv.identity import hash_of
 from workers.kv.memory import MemoryPool
 from workers.kv.policies import WritePolicy
+from workers.kv.slots import block_of
 
 KEYS = Keyspace("soak")
 SOAK_S = float(os.environ.get("KVROUTE_SOAK_S", "300"))
@@ -146,10 +148,8 @@ async def check_idle(
     held = CacheModel()
     for tier, slots in served.manager.tiers.items():
         assert slots.num_free + slots.num_idle == slots.num_slots
-        held.take(
-            Stored(tuple(s.block for s in slots.registered() if s.block is not None), None, tier)
-        )
-    chains = [blocks_of(prompt) for prompt in prompts]
+        held.take(Stored(tuple(hash_of(block_of(s)) for s in slots.registered()), None, tier))
+    chains = [hashes_of(prompt) for prompt in prompts]
     found, _ = await match(scripts, KEYS, chains, 1)
     assert agent.incarnation is not None
     shown = [(of_chain or {}).get(agent.incarnation, TierOverlap()) for of_chain in found]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from app.core.hashing import token_bytes
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED
 from app.http.server import listen
 from tests.eventually import eventually
@@ -26,6 +26,7 @@ from tests.workers.engines.torch.test_engine import (
     Spy,
     alone,
     blocks_of,
+    hashes_of,
     output_of,
     prompt_of,
     running,
@@ -35,6 +36,7 @@ from workers.engines.base import EngineStoppedError
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import SIZES, Llama
 from workers.kv import memory
+from workers.kv.identity import BlockIdentity
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.link import Link
 from workers.kv.transfer.tcp import BlocksOffer, Source, offered_frame
@@ -124,7 +126,7 @@ async def test_logits_after_a_split_are_those_of_one_worker_alone(
     assert torch.equal(target.spy.logits[-1], logits)
     assert target.spy.computed == len(PROMPT) - WHOLE
     assert (finished.cached_tokens, finished.host_tokens) == (WHOLE, 0)
-    assert target.fake_publisher.shown.scan(blocks_of(PROMPT)).total == WHOLE // BLOCK_SIZE
+    assert target.fake_publisher.shown.scan(hashes_of(PROMPT)).total == WHOLE // BLOCK_SIZE
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -236,7 +238,7 @@ async def test_a_request_gets_the_slots_of_a_prefix_that_took_too_long_to_load(
         cache = source.engine._cache
         admit, is_held = cache.admit, asyncio.Event()
 
-        async def slow(prefix: Sequence[SequenceHash], num_blocks: int) -> BlockTable:
+        async def slow(prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
             table = await admit(prefix, num_blocks)
             is_held.set()
             try:
@@ -309,7 +311,7 @@ async def test_what_does_not_arrive_whole_is_computed(
     assert tokens == alone(PROMPT, 6)
     assert torch.equal(logits, source.spy.logits[-1])
     assert finished.cached_tokens == num_fetched
-    assert target.fake_publisher.shown.scan(blocks_of(PROMPT)).total == WHOLE // BLOCK_SIZE
+    assert target.fake_publisher.shown.scan(hashes_of(PROMPT)).total == WHOLE // BLOCK_SIZE
 
 
 async def kept_by_now(served: Served) -> int:
