@@ -55,6 +55,26 @@ def check(body: JsonBody) -> None:
                 raise InvalidRequest(cut(name), f"may only be set by a router, got {_shown(text)}")
         elif name in _INSIDE:
             _check_inside(name, bytes(member))
+    # As it stands, or with letters escaped.
+    if b"uuid" in body.text or rb"\u006" in body.text or rb"\u007" in body.text:
+        for name, value in body.fields.items():
+            if _names_media(value):
+                raise InvalidRequest(name, "uuid of a part may only be set by a router")
+
+
+def _names_media(value: object) -> bool:
+    """Whether a part of a message has a `uuid`. vLLM knows an image, and all KV behind it, by that
+    alone: a client that names another one's gets what that one has sent."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict) and isinstance(parts := value.get("content"), list):
+            left += parts
+            if any(isinstance(part, dict) and part.get("uuid") is not None for part in parts):
+                return True
+    return False
 
 
 def _shown(text: bytes) -> str:

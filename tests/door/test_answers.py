@@ -189,6 +189,8 @@ async def test_an_unknown_model_is_404_and_one_without_workers_503(
 
 async def test_what_a_client_may_not_say_is_named(door: httpx.AsyncClient) -> None:
     transfer = {"prompt_token_ids": [1]}
+    part = {"type": "image_url", "image_url": None, "uuid": "of another client"}
+    named = [{"role": "user", "content": [part]}]
     for body, param in (
         (b"{", "body"),
         (b"[]", "body"),
@@ -197,10 +199,15 @@ async def test_what_a_client_may_not_say_is_named(door: httpx.AsyncClient) -> No
         (orjson.dumps(chat("x", input_ids=[1])), "input_ids"),
         (orjson.dumps(chat("x", stream="yes")), "stream"),
         (orjson.dumps(chat("x", cache_salt=7)), "cache_salt"),
+        (orjson.dumps(chat("x", messages=named)), "messages"),
+        (orjson.dumps(chat("x", messages=named)).replace(b"uuid", rb"u\u0075id"), "messages"),
+        (orjson.dumps(chat("x", messages=[{"role": "user", "content": named}])), "messages"),
     ):
         answer = await door.post("/v1/chat/completions", content=body)
         assert answer.status_code == 400, body
         assert answer.json()["error"]["param"] == param, body
+    answer = await door.post("/v1/chat/completions", json=chat('"uuid"', metadata={"uuid": "x"}))
+    assert answer.status_code == 200, answer.text
 
 
 async def test_salts_share_nothing(door: httpx.AsyncClient) -> None:
