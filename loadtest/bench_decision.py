@@ -181,6 +181,9 @@ def _one(results: dict[str, Any]) -> Table:
         "of the bare endpoint's": "{ratio}",
         "p50, ms": "{p50_ms:.2f}",
         "p99, ms": "{p99_ms:.2f}",
+        "Redis: µs": "{redis_us:.0f}",
+        "commands": "{commands:.0f}",
+        "bytes": "{bytes:,.0f}",
     }
     return grid(["", "at once"], columns, rows, title="One replica")
 
@@ -202,6 +205,8 @@ def _curve(results: dict[str, Any]) -> Table:
         "CPU, µs": "{cpu_us:.0f}",
         "Redis, µs": "{redis_us:.0f}",
         "scripts, µs": "{scripts_us:.0f}",
+        "commands": "{commands:.0f}",
+        "bytes": "{bytes:,.0f}",
         "busy: replicas": "{servers_busy:.2f}",
         "client": "{client_busy:.2f}",
         "Redis": "{redis_busy:.2f}",
@@ -233,7 +238,8 @@ main = bench(
     option(
         "--tokens",
         NUM_TOKENS,
-        "Of each prompt, of which a worker holds the first half.",
+        "Of each prompt, of which a worker holds the first half: from 8192 on, it lacks a prompt "
+        "that is told of while it is in flight.",
         kind=click.IntRange(min=2 * BLOCK_SIZE),
     ),
     redis=True,

@@ -106,7 +106,9 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, port: int) -> Connection:
-        async for attempt in stamina.retry_context(on=ConnectionRefusedError, timeout=30):
+        async for attempt in stamina.retry_context(
+            on=ConnectionRefusedError, attempts=None, timeout=120
+        ):
             with attempt:
                 loop = asyncio.get_running_loop()
                 _, connection = await loop.create_connection(cls, LOOPBACK, port)
@@ -155,7 +157,7 @@ async def until_open(port: int) -> None:
 async def until_serving(port: int, shape: Shape) -> None:
     """A door lists models only once it has heard of its workers."""
     one = replace(shape, bodies=shape.bodies[:1])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while True:
             connection = await Connection.open(port)
             try:
@@ -169,13 +171,16 @@ async def until_serving(port: int, shape: Shape) -> None:
 @dataclass(frozen=True)
 class Load:
     """What a run of requests took: seconds for each and for all; CPU seconds of the servers, of
-    Redis and of the client; and the seconds that Redis spent in scripts."""
+    Redis and of the client; the seconds that Redis spent in scripts; the commands that it ran, those
+    of scripts included; and the bytes that it read and wrote."""
 
     latencies: list[float]
     wall_s: float
     servers_s: float
     redis_s: float
     scripts_s: float
+    commands: float
+    bytes: float
     client_s: float
 
 
@@ -200,11 +205,14 @@ async def load(
 
         async def used() -> list[float]:
             cpu, calls = await redis.info("cpu"), await redis.info("commandstats")
+            stats = await redis.info("stats")
             return [
                 time.perf_counter(),
                 sum(cpu_s(server.pid) for server in servers),
                 cpu["used_cpu_user"] + cpu["used_cpu_sys"],
                 calls.get("cmdstat_evalsha", {"usec": 0})["usec"] / 1e6,
+                sum(one["calls"] for one in calls.values()),
+                stats["total_net_input_bytes"] + stats["total_net_output_bytes"],
                 time.process_time(),
             ]
 
@@ -238,6 +246,8 @@ def figures(loads: Sequence[Load]) -> dict[str, float]:
         "p99_ms": middle(lambda made: float(np.percentile(made.latencies, 99)) * 1000),
         "redis_us": middle(lambda made: made.redis_s / len(made.latencies) * 1e6),
         "scripts_us": middle(lambda made: made.scripts_s / len(made.latencies) * 1e6),
+        "commands": middle(lambda made: made.commands / len(made.latencies)),
+        "bytes": middle(lambda made: made.bytes / len(made.latencies)),
         "servers_busy": middle(lambda made: made.servers_s / made.wall_s),
         "redis_busy": middle(lambda made: made.redis_s / made.wall_s),
         "client_busy": middle(lambda made: made.client_s / made.wall_s),

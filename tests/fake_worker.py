@@ -18,6 +18,7 @@ from app.core import metrics_entry
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.loads import Load, Reservation, Wish
+from app.core.trust import TOP, Rung
 from app.core.types import Incarnation, Tier, WorkerKey
 from app.core.worker_report import (
     DEFAULT_SPEED,
@@ -234,6 +235,7 @@ def fake_agent(
     lease_ttl_s: float = 20.0,
     index_blocks: int = 1024,
     shards: int = 1,
+    rung: Rung = TOP,
     **given: Any,
 ) -> Agent:
     """The agent, not started, of a worker whose engine is idle and does what the test says.
@@ -247,6 +249,7 @@ def fake_agent(
         worker_info(name, block_size=block_size, kv_total_blocks=kv_total_blocks, **given),
         AgentSettings(lease_ttl_s, index_blocks, shards),
         lambda: (measured, DEFAULT_SPEED),
+        judge=lambda: rung,
     )
 
 

@@ -243,6 +243,14 @@ KEYSPACE = (
         "trimmed",
     ),
     Key(
+        "computing:<hash>",
+        "hash",
+        "attempt → `<inc> <until, ms, Redis clock> <hash>...`: the worker that computes a long "
+        "prompt in flight, and some blocks of it, from the one that the key names on",
+        ("compute",),
+        "its first token or its end is reported, or `--prediction-ttl-s` after the last",
+    ),
+    Key(
         "planner",
         "hash",
         "`holder`, `token` and `until_ms` (by the Redis clock) of the planner that leads; its "

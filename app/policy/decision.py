@@ -78,14 +78,12 @@ class RouteRequest:
     """Leading blocks that were asked before, as its first decision found; None: there was none."""
 
 
-LONG = "+"
-"""Ends the attempts of long prompts."""
+_ALIKE = "+"
 
 
-def is_long(attempt: str) -> bool:
-    """Whether a prediction may have been made for an attempt, though its worker publishes what it
-    holds."""
-    return attempt.endswith(LONG)
+def alike_of(attempt: str) -> str:
+    """Query.alike of an attempt."""
+    return attempt.partition(_ALIKE)[2]
 
 
 @dataclass(slots=True)
@@ -102,7 +100,7 @@ class Query:
     published: Overlaps | None = None
     """Those that workers have published, without what they are predicted to hold; None: all."""
     computing: Sequence[Incarnation] = ()
-    """Those who publish what they hold, and compute more of the prompt for a request in flight."""
+    """Workers that publish what they hold, and compute more of the prompt for another request."""
     held: Overlaps = field(default_factory=Overlaps)
     """As far as workers hold them."""
     bound: dict[Incarnation, int] = field(default_factory=dict)
@@ -119,13 +117,17 @@ class Query:
     """This one included."""
     waited_ms: int = 0
     """How long the request waited for a worker that could take it."""
+    alike: str = ""
+    """Names the prompts in flight that begin as a long one does: see app/state/in_flight.py. "": it
+    is short, or enough of these are known of."""
     nonce: str = ""
     """Tells tries with the same tag apart: those of a request that a balancer sends again."""
 
     @property
     def attempt(self) -> str:
         """The name of the try: see Reservation."""
-        return f"{self.began_ms or 0}-{self.tag}{self.nonce}{LONG * self.is_long}"
+        alike = f"{_ALIKE}{self.alike}" if self.alike else ""
+        return f"{self.began_ms or 0}-{self.tag}{self.nonce}{alike}"
 
     @property
     def is_long(self) -> bool:

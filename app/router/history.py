@@ -18,14 +18,13 @@ from app.core.keys import Keyspace
 from app.core.outcomes import Ending
 from app.core.pace import Pace
 from app.core.text_trail import marks_of
-from app.core.trust import Trust
 from app.core.types import Incarnation, SequenceHash, request_id_of
 from app.http.supervisor import supervised
-from app.policy.decision import LONG, Query, RouteRequest, is_long
+from app.policy.decision import Query, RouteRequest, alike_of
 from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.policy.plan import Plan
 from app.router.replica import Replica
-from app.state import decisions, endings, predictions, sessions
+from app.state import decisions, endings, in_flight, predictions, sessions
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -94,16 +93,42 @@ class History:
     def predicted(
         self, queries: list[Query], shards: int
     ) -> dict[int, Call[dict[Incarnation, int]]]:
-        """For queries by their place, where anything may be foreseen: the leading blocks that
-        workers will hold."""
-        predicts = self.predicts
+        """For queries by their place: the leading blocks that workers which publish nothing will
+        hold. None while all workers publish."""
+        if not self.predicts:
+            return {}
+        chains = [query.request.chain for query in queries]
         return {
-            place: predictions.predicted(
-                self._shard_of(query.request.chain, shards), query.request.chain, self.predictions
-            )
-            for place, query in enumerate(queries)
-            if predicts or query.is_long
+            place: predictions.predicted(self._shard_of(chain, shards), chain, self.predictions)
+            for place, chain in enumerate(chains)
         }
+
+    def computing(self, queries: list[Query]) -> dict[int, Call[dict[bytes, bytes]]]:
+        """For long prompts by their place: what is in flight of those that begin alike."""
+        calls = {}
+        for place, query in enumerate(queries):
+            query.alike = ""
+            if query.is_long and self._long_blocks:
+                query.alike = in_flight.alike(query.request.chain, self._long_blocks)
+            if query.alike:
+                calls[place] = in_flight.computing(self._replica.keyspace, query.alike)
+        return calls
+
+    def note_computing(
+        self, query: Query, fields: dict[bytes, bytes], now_ms: int
+    ) -> dict[Incarnation, int]:
+        """The leading blocks of the prompt that each incarnation computes. fields: what `computing`
+        read."""
+        found = in_flight.parsed(fields, query.request.chain, self._long_blocks, now_ms)
+        if found.over:
+            self._write(in_flight.computed(self._replica.keyspace, query.alike, found.over))
+        if found.num >= in_flight.MOST:
+            query.alike = ""
+        return found.blocks
+
+    @property
+    def _long_blocks(self) -> int:
+        return IN_FLIGHT_TOKENS // (self._replica.fleet.block_size or IN_FLIGHT_TOKENS + 1)
 
     def add(self, plan: Plan, shards: int) -> None:
         """Write down that a request was routed as planned."""
@@ -111,22 +136,18 @@ class History:
         guessed = plan.view.guessed
         # Of a split, events tell once it has arrived; without them, nothing else tells.
         holder = incarnation if incarnation in guessed else plan.holder
-        attempt, is_guessed = plan.wish.reservation.attempt, holder in guessed
-        is_in_flight = is_long(attempt) and plan.lacking_tokens >= IN_FLIGHT_TOKENS
-        is_in_flight &= plan.view.trusts.get(holder) is not Trust.LOAD_ONLY
-        if request.chain and (is_guessed or is_in_flight):
-            shard = self._shard_of(request.chain, shards)
+        attempt, keyspace = plan.wish.reservation.attempt, self._replica.keyspace
+        if request.chain and holder in guessed:
+            shard, ttl_ms = self._shard_of(request.chain, shards), self._reservation_ttl_ms
             self._write(
-                predictions.predict(
-                    shard,
-                    holder,
-                    request.chain,
-                    self.predictions,
-                    _of_guessed(attempt) if is_guessed else attempt,
-                    self._reservation_ttl_ms,
-                )
+                predictions.predict(shard, holder, request.chain, self.predictions, attempt, ttl_ms)
             )
-        keyspace, ttl_ms = self._replica.keyspace, self._session_ttl_ms
+        elif (alike := alike_of(attempt)) and plan.lacking_tokens >= IN_FLIGHT_TOKENS:
+            ttl_ms = round(1000 * self.predictions.lifetime_s)
+            about = (holder, request.chain, self._long_blocks, plan.view.now_ms + ttl_ms, ttl_ms)
+            for call in in_flight.compute(keyspace, alike, attempt, *about):
+                self._write(call)
+        ttl_ms = self._session_ttl_ms
         names = [request.session] if request.session else []
         if request.is_blind:
             names += marks_of(request.trail)
@@ -136,26 +157,23 @@ class History:
             self._write(sessions.remember(keyspace, name, incarnation, ttl_ms))
 
     def confirm(self, attempt: str) -> None:
-        """Write down that the first token of a request is out. What it was predicted for is held
-        now, and where workers publish what they hold, that says more."""
+        """Write down that the first token of a request is out. What was predicted for it is held
+        now; where workers publish what they hold, that says more than what is in flight."""
         if self.predicts:
             for shard in self._shards:
-                self._write(
-                    predictions.confirm_predicted(shard, _of_guessed(attempt), self.predictions)
-                )
-        if is_long(attempt):
-            self._take_back(attempt)
+                self._write(predictions.confirm_predicted(shard, attempt, self.predictions))
+        self._take_back(attempt)
 
     def withdraw(self, attempt: str) -> None:
         """Take back what was predicted for a request that ended before its first token."""
         if self.predicts:
-            self._take_back(_of_guessed(attempt))
-        if is_long(attempt):
-            self._take_back(attempt)
+            for shard in self._shards:
+                self._write(predictions.withdraw_predicted(shard, attempt))
+        self._take_back(attempt)
 
-    def _take_back(self, name: str) -> None:
-        for shard in self._shards:
-            self._write(predictions.withdraw_predicted(shard, name))
+    def _take_back(self, attempt: str) -> None:
+        if alike := alike_of(attempt):
+            self._write(in_flight.computed(self._replica.keyspace, alike, [attempt]))
 
     def record(self, plan: Plan) -> None:
         """Have a decision recorded."""
@@ -229,9 +247,3 @@ class History:
     def _shard_of(self, chain: list[SequenceHash], shards: int) -> Keyspace:
         shard = shard_of(chain[0], shards) if chain else 0
         return self._replica.keyspace.of_shard(shard)
-
-
-def _of_guessed(attempt: str) -> str:
-    """The name of its prediction, where its worker does not publish what it holds; else its own. An
-    attempt alone does not say which of the two its worker is."""
-    return attempt.removesuffix(LONG)

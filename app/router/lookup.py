@@ -65,6 +65,7 @@ class LookUp:
             shards = fleet.shards or (await runner.one(self._loads)).shards or 1
             recall = self._history.recall(queries)
             predicting = self._history.predicted(queries, shards)
+            computing = self._history.computing(queries)
             with (
                 self._replica.telemetry.seconds_of("look_up").time(),
                 self._reports.riding() as trip,
@@ -79,13 +80,16 @@ class LookUp:
                         reservations.changes(keyspace, self.columns),
                         *recall,
                         *predicting.values(),
+                        *computing.values(),
                     ],
                     boundaries=self._boundaries,
                 )
                 trip.replies = replies[: len(trip.calls)]
             snapshot, *others = replies[len(trip.calls) :]
             recalled = others[: len(recall)]
-            predicted = dict(zip(predicting, others[len(recall) :], strict=True))
+            told = iter(others[len(recall) :])
+            predicted = dict(zip(predicting, told, strict=False))
+            in_flight = dict(zip(computing, told, strict=True))
             if isinstance(snapshot, KvrouteError):
                 raise snapshot
             snapshot = snapshot or await runner.one(self._loads)
@@ -95,8 +99,14 @@ class LookUp:
                 break
         self._replica.telemetry.blind.inc(overlaps.count(None))
         for place, (query, published) in enumerate(zip(queries, overlaps, strict=True)):
-            ahead = predicted.get(place)
-            self._tell(query, view, published, ahead if isinstance(ahead, dict) else {})
+            ahead, fields = predicted.get(place), in_flight.get(place)
+            foreseen = ahead if isinstance(ahead, dict) else {}
+            coming = (
+                self._history.note_computing(query, fields, snapshot.now_ms)
+                if isinstance(fields, dict)
+                else {}
+            )
+            self._tell(query, view, published, foreseen, coming)
         for visits in recalled:
             if isinstance(visits, list):
                 self._history.follow(queries, visits, snapshot.now_ms)
@@ -108,29 +118,29 @@ class LookUp:
         view: View,
         published: Overlaps | None,
         predicted: dict[Incarnation, int],
+        computing: dict[Incarnation, int],
     ) -> None:
-        """Set what the query knows of its prompt. published: as `overlap.match` tells. predicted:
-        blocks that are to come, by those who will hold them."""
-        if not query.is_long:
-            # Of others, those who publish what they hold say more.
-            predicted = {inc: blocks for inc, blocks in predicted.items() if inc in view.guessed}
+        """Set what the query knows of its prompt.
+
+        published: as `overlap.match` tells. predicted: blocks that workers which publish nothing
+        will hold; computing: those that the others compute.
+        """
         chain, held_by = query.request.chain, self._taught.held
         predicted = {
-            inc: held_by(inc, chain, blocks, view) if inc in view.guessed else blocks
+            inc: held_by(inc, chain, blocks, view)
             for inc, blocks in predicted.items()
+            if inc in view.guessed
         }
+        computing = {inc: n for inc, n in computing.items() if inc not in view.guessed}
         query.is_short = published is None or isinstance(published, overlap.LowerBound)
         overlaps = Overlaps() if published is None else published
-        query.published = overlaps if predicted else None
+        query.published = overlaps if predicted or computing else None
         query.computing = [
-            inc
-            for inc, blocks in predicted.items()
-            if inc not in view.guessed and blocks > overlaps.get(inc, NO_OVERLAP).total
+            inc for inc, n in computing.items() if n > overlaps.get(inc, NO_OVERLAP).total
         ]
-        if predicted:
-            overlaps = with_predicted(overlaps, predicted)
-        is_predicted = not view.guessed >= predicted.keys()
-        query.trust = _trust(published, query.is_short, is_predicted)
+        if predicted or computing:
+            overlaps = with_predicted(overlaps, predicted | computing)
+        query.trust = _trust(published, query.is_short, bool(computing))
         held = self._recent.held(query.request.chain, overlaps, time.monotonic())
         query.bound = {
             inc: blocks - overlaps.get(inc, NO_OVERLAP).total for inc, blocks in held.items()

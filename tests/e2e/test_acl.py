@@ -18,6 +18,8 @@ from redis.retry import Retry
 from app.cli import main
 from app.core.keys import KEYSPACE
 from app.core.settings.router import RouterSettings
+from app.core.trust import Rung, Trust
+from app.core.types import SequenceHash
 from app.local.redis_server import LOOPBACK, EmbeddedRedis
 from app.policy.decision import RouteRequest
 from app.policy.in_flight import IN_FLIGHT_TOKENS
@@ -105,9 +107,13 @@ OUTSIDE_SCRIPTS = {
     "worker": {"hgetall", "xadd", "zrangebyscore"},
     "router": {
         "exec",
+        "hdel",
+        "hgetall",
         "hlen",
         "hmget",
+        "hset",
         "multi",
+        "pexpire",
         "readonly",
         "scan",
         "unlink",
@@ -341,26 +347,43 @@ async def test_a_routers_console_is_refused_nothing(
 async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
     settings = RouterSettings(namespace=KEYS.namespace, prediction_ttl_s=1.0, reservation_ttl_s=1.0)
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
-        agent = fake_agent(
-            *(ScriptRunner(as_worker, timeout_s=10.0), KEYS, "w0"),
-            lease_ttl_s=WHOLE_TEST_S,
-            index_blocks=INDEX_BLOCKS,
-            shards=SHARDS,
-            kv_total_blocks=IN_FLIGHT_TOKENS,
-        )
-        await agent.start()
+        agents = [
+            fake_agent(
+                *(ScriptRunner(as_worker, timeout_s=10.0), KEYS, name),
+                lease_ttl_s=WHOLE_TEST_S,
+                index_blocks=INDEX_BLOCKS,
+                shards=SHARDS,
+                kv_total_blocks=IN_FLIGHT_TOKENS,
+                rung=Rung(trust),
+            )
+            for name, trust in (("w0", Trust.APPROXIMATE), ("w1", Trust.EXACT))
+        ]
+        for agent in agents:
+            await agent.start()
         fleet = Fleet(redis, KEYS, 10.0)
         router = Router(ScriptRunner(redis, 10.0), KEYS, settings, fleet, Telemetry())
-        running = [asyncio.ensure_future(agent.run()), asyncio.ensure_future(router.run())]
-        # So long a prompt counts as on its way until it is there.
-        request = RouteRequest("r1", CHAINS[0], IN_FLIGHT_TOKENS, "latency")
-        assert (await router.route(request)).reserved
+        running = [asyncio.ensure_future(one.run()) for one in (*agents, router)]
+        await router.refresh()
+        chain = [SequenceHash(n) for n in range(1, IN_FLIGHT_TOKENS + 1)]
+
+        async def told_of(worker: str, other: str, keys: str) -> None:
+            async def found() -> list[bytes]:
+                names: list[bytes] = guarded.admin.keys(keys)
+                return names
+
+            without = frozenset({other})
+            asks = RouteRequest(worker, chain, IN_FLIGHT_TOKENS, "latency", exclude=without)
+            assert (await router.route(asks)).reserved
+            await eventually(found)
+
+        await told_of("w1", "w0", "*:computing:*")
+        assert await router.release("w1")
+        await told_of("w0", "w1", "*:predicted:*")
 
         async def predicted() -> list[bytes]:
             found: list[bytes] = guarded.admin.keys("*:predicted:*")
             return found
 
-        await eventually(predicted)
         # Pruning visits all buckets within 32 s.
         await eventually(predicted, lambda keys: not keys, within_s=60.0)
         for task in running:

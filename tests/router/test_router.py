@@ -41,6 +41,7 @@ from app.router.decider import MAX_BATCH, MAX_QUEUED, MAX_TRIES
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
+from app.state import in_flight
 from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.round_trip import Node
@@ -1153,6 +1154,7 @@ class TestPredictions:
         prompt = list(range(IN_FLIGHT_TOKENS + 4 * 8))
         await workers.publish("w1", prompt[: 4 * 8])
         async with running(one_redis_server.url) as replica:
+            await replica.refresh()
             first = await replica.route(request("r1", "latency", prompt=prompt))
             assert (first.worker.key.worker_id, first.overlap) == ("w1", TierOverlap(device=8))
 
@@ -1177,6 +1179,29 @@ class TestPredictions:
                 await replica.release("r1")
             await eventually(foreseen, lambda blocks: blocks == 8)
 
+    async def test_of_prompts_that_begin_alike_no_more_are_told_than_a_look_up_reads(
+        self,
+        one_redis_server: EmbeddedRedis,
+        workers: FakeWorkers,
+        redis: Redis,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(in_flight, "MOST", 2)
+        await workers.register("w1", max_requests=64)
+        prompt = list(range(IN_FLIGHT_TOKENS))
+
+        async def told() -> list[bytes]:
+            [key] = [key async for key in redis.scan_iter(match=KEYS["computing:"] + "*")]
+            return await redis.hkeys(key)
+
+        async with running(one_redis_server.url) as replica:
+            await replica.refresh()
+            for n in range(4):
+                await replica.route(request(f"r{n}", "latency", prompt=[*prompt, *[n] * 5000]))
+                await eventually(told, lambda found, n=n: len(found) == min(n + 1, 2))
+            await replica.prefill_complete("r0")
+            await eventually(told, lambda found: len(found) == 1)
+
     @pytest.mark.parametrize("splits", [False, True])
     async def test_what_a_worker_will_soon_have_computed_is_not_foreseen(
         self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, splits: bool
@@ -1189,6 +1214,7 @@ class TestPredictions:
         held = prompt[: IN_FLIGHT_TOKENS + 4]
         await workers.publish("w1", held)
         async with running(one_redis_server.url, strict_roles=splits) as replica:
+            await replica.refresh()
 
             async def overlap(prompt: list[int]) -> int:
                 asked = request("look", "latency", prompt=prompt, reserve=False, explain=True)
@@ -1208,6 +1234,7 @@ class TestPredictions:
         await workers.register("d", role=Role.DECODE, kv_transfer="nixl")
         prompt = list(range(IN_FLIGHT_TOKENS))
         async with running(one_redis_server.url, strict_roles=True) as replica:
+            await replica.refresh()
             first = await replica.route(request("r1", "latency", prompt=prompt))
             assert first.source is not None
 
