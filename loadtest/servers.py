@@ -171,8 +171,8 @@ async def until_serving(port: int, shape: Shape) -> None:
 @dataclass(frozen=True)
 class Load:
     """What a run of requests took: seconds for each and for all; CPU seconds of the servers, of
-    Redis and of the client; the seconds that Redis spent in scripts; the commands that it ran, those
-    of scripts included; and the bytes that it read and wrote."""
+    Redis and of the client; the seconds that Redis spent in scripts; the commands that Redis ran,
+    also in scripts; and the bytes that Redis read and wrote."""
 
     latencies: list[float]
     wall_s: float
