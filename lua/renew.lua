@@ -4,6 +4,9 @@
 -- worker is left. Likewise if its agent takes its engine to be ill, as far as lib/may_lapse allows: what
 -- all agents see at once is as a rule no illness of engines.
 --
+-- One engine is one worker: under a second id it is told of the first, as long as that one is routed to
+-- and its agent is there.
+--
 -- What Redis has lost of the worker since, or of the namespace, comes back with the heartbeat.
 --
 -- KEYS[1] meta          hash   version, block_size, shards, incarnations, workers_ms
@@ -19,6 +22,7 @@
 -- KEYS[11] failures     hash   inc -> what its failures have come to; worker -> whether it drains
 -- KEYS[12] versions      zset   inc -> version of its last change
 -- KEYS[13] events        stream kind, subject, text
+-- KEYS[14] engines:      strings engine -> the worker that it is
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] inc           int
 -- ARGV[3] nonce         str    as registered
@@ -32,9 +36,11 @@
 -- ARGV[11] drains       0|1    1: as far as its agent knows, the worker is out of service
 -- ARGV[12] ill          str    why its agent takes its engine to be ill; '': it is well
 -- ARGV[13] tainted      0|1    1: as far as its agent knows, its engine is tainted; see `taint`
--- Returns  {n, drains, out, tainted}   renewed; how many incarnations have a lease, at least 1; whether
+-- ARGV[14] engine       str    which its engine is; '': not known
+-- Returns  {n, drains, out, tainted, same}   renewed; how many incarnations have a lease, at least 1; whether
 --                              the worker drains; whether it is out of service as its engine is ill;
---                              whether it is as that is tainted
+--                              whether it is as that is tainted; the other worker that has the
+--                              same engine and is routed to, or ''
 --          {0}                 retired, unknown or replaced, or the index has other shards, or
 --                              the namespace another version: the worker must register again
 -- Cost     O(log workers); a count O(requests of the worker), 4 us each. Writes. Safe to retry.
@@ -44,6 +50,7 @@ local prefills_prefix, failures, versions, events = KEYS[10], KEYS[11], KEYS[12]
 local worker, inc, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local info, block_size, shards = ARGV[5], ARGV[6], ARGV[7]
 local staged, thorough, version, ill = ARGV[8] == '1', ARGV[9] == '1', ARGV[10], ARGV[12]
+local engine = ARGV[14]
 -- @include clock
 -- @include number
 -- @include meta
@@ -64,6 +71,8 @@ local staged, thorough, version, ill = ARGV[8] == '1', ARGV[9] == '1', ARGV[10],
 -- @include tainted
 -- @include despite_full
 -- @include event
+
+local ENGINE_KEPT_MS = 60000
 
 despite_full(meta)
 local now = now_ms()
@@ -115,6 +124,16 @@ end
 if note_heard(inc) then
   note_event('back', worker)
 end
+local same = ''
+if engine ~= '' and not staged then
+  local other = redis.call('GET', KEYS[14] .. engine)
+  local inc_of_other = other and serving(other)
+  if other ~= worker and is_alive(inc_of_other, now) and not away(inc_of_other) then
+    same = other
+  else
+    redis.call('SET', KEYS[14] .. engine, worker, 'PX', ENGINE_KEPT_MS)
+  end
+end
 return {
-  redis.call('ZCARD', leases), drains and 1 or 0, is_out and 1 or 0, tainted and 1 or 0
+  redis.call('ZCARD', leases), drains and 1 or 0, is_out and 1 or 0, tainted and 1 or 0, same
 }

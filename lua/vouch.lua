@@ -14,12 +14,13 @@
 -- KEYS[5] failures      hash   inc -> what its failures have come to; away:<inc> -> how long its agent
 --                              has been away; worker -> whether it drains
 -- KEYS[6] events        stream kind, subject, text
+-- KEYS[7] engines:      strings engine -> the worker that it is
 -- ARGV[1] most_ms       int    for how long an agent may be away
 -- ARGV[2...] inc        int    whose engines answer
 -- Returns  {vouched, ...}      for each, in order: 1; or 0: not, or there was no need to
 -- Cost     O(incarnations * log workers). Writes. Safe to retry.
 local workers, current, leases, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local failures, events = KEYS[5], KEYS[6]
+local failures, events, engines_prefix = KEYS[5], KEYS[6], KEYS[7]
 local most_ms = tonumber(ARGV[1])
 -- @include clock
 -- @include number
@@ -59,6 +60,12 @@ local function try(inc, f)
   keep_failures(inc, f, now)
 end
 
+-- Whether its engine has come to be another worker, whose agent is there.
+local function is_another(info)
+  local worker = redis.call('GET', engines_prefix .. tostring(info.engine_id))
+  return worker and worker ~= info.worker
+end
+
 local function vouch(inc)
   local info = info_of(inc)
   local lease_ms = tonumber(redis.call('ZSCORE', leases, inc) or '')
@@ -67,7 +74,7 @@ local function vouch(inc)
   local is_away = lease_ms and since_ms and lease_ms <= until_ms -- else it has renewed since
   if not lease_ms or not ttl_ms or type(info.worker) ~= 'string'
     or is_held(inc, info, lease_ms, ttl_ms, is_away) or redis.call('HGET', current, info.worker) ~= inc
-    or redis.call('HEXISTS', load, inc) == 0 then
+    or redis.call('HEXISTS', load, inc) == 0 or is_another(info) then
     return 0
   end
   if not is_away then

@@ -139,6 +139,13 @@ KEYSPACE = (
         "answered, undone, begun anew or retired",
     ),
     Key(
+        "engines:<engine>",
+        "string",
+        "the `<worker_id>:<dp_rank>` that an engine is: under another one it gets no requests",
+        ("renew",),
+        "not renewed for a minute",
+    ),
+    Key(
         "reservations",
         "hash",
         "reservation → `<inc>`. A reservation is named like its request; if another request had "

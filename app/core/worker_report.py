@@ -121,6 +121,13 @@ class WorkerInfo:
         answer="",
         text="",
     )
+    engine_id: str = said(
+        "which rank of which engine it is: another worker of the same one gets no requests; empty: "
+        "not known",
+        "",
+        answer="",
+        text="",
+    )
     kv_fingerprint: tuple[str, ...] = said(
         "what must be equal for its KV to be right in another engine, each as name=value, ? where "
         "its engine does not tell; empty: none of it is known",

@@ -123,12 +123,14 @@ def activate(
 class Renewal(NamedTuple):
     """num_leases: how many incarnations have one; 0: it is not renewed, so register again. drains:
     whether the worker is out of service. is_out: whether it is as its engine is ill. tainted:
-    whether it is as its engine is tainted; see `taint`."""
+    whether it is as its engine is tainted; see `taint`. same: that another worker, which is routed
+    to, has the same engine; "": none has."""
 
     num_leases: int
     drains: bool = False
     is_out: bool = False
     tainted: bool = False
+    same: str = ""
 
     def __bool__(self) -> bool:
         return self.num_leases > 0
@@ -155,8 +157,12 @@ def renew(
     another number of shards, or the namespace another version.
     """
 
-    def parse(reply: list[int]) -> Renewal:
-        return Renewal(reply[0], *map(bool, reply[1:]))
+    def parse(reply: list[Any]) -> Renewal:
+        if len(reply) == 1:
+            return Renewal(0)
+        other = reply[4].decode()
+        same = f"has the same engine as worker {other}, which gets the requests" if other else ""
+        return Renewal(reply[0], bool(reply[1]), bool(reply[2]), bool(reply[3]), same)
 
     return call(
         "renew",
@@ -174,6 +180,7 @@ def renew(
         int(drains),
         info.ill,
         int(tainted),
+        info.engine_id,
         parse=parse,
     )
 

@@ -59,6 +59,7 @@ WORKER = WorkerInfo(
     tp_size=4,
     kv_lease_s=120.0,
     engine_life="1751.250+1f",
+    engine_id="a1b2",
     kv_fingerprint=("block=16", "handshake=?"),
     kv_compatible="a",
     revision="r7",
@@ -79,6 +80,7 @@ WORKER_TEXT = (
     b'"findings":["7 of 74 engines have no agent"],'
     b'"role":"decode","kv_transfer":"nixl","tp_size":4,'
     b'"kv_lease_s":120.0,"engine_life":"1751.250+1f",'
+    b'"engine_id":"a1b2",'
     b'"kv_fingerprint":["block=16","handshake=?"],"kv_compatible":"a","revision":"r7",'
     b'"kv_hosts":["10.0.0.7"],"bootstrap_port":8998,'
     b'"host_total_blocks":50000,'
@@ -187,6 +189,7 @@ SHOWN = {
     "tp_size": ("tp_size", ""),
     "kv_lease_s": ("kv_lease_s", ""),
     "engine_life": ("", ""),
+    "engine_id": ("", ""),
     "kv_fingerprint": ("", ""),
     "kv_compatible": ("", ""),
     "revision": ("", ""),
@@ -297,6 +300,7 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
         "tp_size": 1,
         "kv_lease_s": 0.0,
         "engine_life": "",
+        "engine_id": "",
         "kv_fingerprint": (),
         "kv_compatible": "",
         "revision": "",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import orjson
 import pytest
 
 from app.core import registration
@@ -423,3 +424,29 @@ async def test_operators_are_told_once_that_an_engine_is_ill(space: Namespace) -
     assert [event for event in told if event[b"kind"] == b"ill"] == [
         {b"kind": b"ill", b"subject": b"a:0", b"text": b"does not answer"}
     ]
+
+
+async def test_one_engine_is_one_worker_as_long_as_that_one_is_routed_to(space: Namespace) -> None:
+    async def same(worker: str, inc: Incarnation, engine: str = "e", nonce: str = "") -> str:
+        told = replace(info(worker), engine_id=engine)
+        call = leases.renew(space.keys, told, inc, nonce or f"nonce-{worker}", ttl_ms=LONG_MS)
+        return (await space.do(call)).same
+
+    a, b = await space.worker("a"), await space.worker("b")
+    assert await same("a", a) == ""
+    assert await same("b", b) == "has the same engine as worker a:0, which gets the requests"
+    assert await same("a", a) == ""
+    assert await same("b", b, "another") == ""  # it was started anew
+    assert await same("b", b, "") == await same("a", a, "") == ""
+    assert await same("b", b) != ""
+    # The first one is looked after by routers alone: who has an agent is the worker.
+    await space.redis.zadd(space.key("leases"), {str(a): await space.now_ms() + 500})
+    assert await space.do(leases.vouch(space.keys, [a], most_ms=LONG_MS)) == [True]
+    assert await same("b", b) == ""
+    told = orjson.dumps(orjson.loads(await space.get("workers", a) or "") | {"engine_id": "e"})
+    await space.redis.hset(space.key("workers"), str(a), told)
+    await space.redis.zadd(space.key("leases"), {str(a): await space.now_ms() + 500})
+    assert await space.do(leases.vouch(space.keys, [a], most_ms=LONG_MS)) == [False]
+    assert await same("a", a) != ""
+    await space.retire("b", b)
+    assert await same("a", a) == ""

@@ -103,6 +103,8 @@ class Agent:
         May be set, and Redis knows a heartbeat later."""
         self.findings: Callable[[], tuple[str, ...]] = tuple
         """What is wrong, besides what is left out of `info`."""
+        self.same = ""
+        """That another worker has its engine, and gets the requests; "": its engine is its own."""
         self.is_out = False
         """Whether it gets none, as Redis last said."""
         self.refused = ""
@@ -274,6 +276,9 @@ class Agent:
                 continue
             if renewed[0].num_leases:
                 self._drains, self.is_out = renewed[0].drains, renewed[0].is_out
+                if self.same != renewed[0].same:
+                    self.same = renewed[0].same
+                    log.error("%s %s", self.info.key, self.same or "has an engine of its own")
                 self._tainted_in = life if renewed[0].tainted else None
             else:
                 self._publisher.interrupt(IncarnationLost(f"incarnation {leased[0]} lapsed"))
@@ -304,7 +309,9 @@ class Agent:
         if rung != self._rung:
             log.warning("%s: %s: %s", self.info.key, rung.trust, rung.trust_cause or "all is known")
         self._rung = rung
-        return replace(self.info, ill=self.ill, findings=self.findings(), **rung._asdict())
+        return replace(
+            self.info, ill=self.ill or self.same, findings=self.findings(), **rung._asdict()
+        )
 
     def _retire(self, inc: Incarnation) -> Call[bool]:
         return leases.retire(self._keyspace, self.info.key, inc, self._nonce)

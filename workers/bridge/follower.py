@@ -45,6 +45,8 @@ READ_S = 5.0
 """A reading of its load that takes longer is missed."""
 LOOK_AGAIN_S = 10.0
 """How often it is asked for its models, and for its adapters while it has none."""
+ASKED_AGAIN = 6
+"""Times, before one of several engines that are behind one address is taken to be gone."""
 UNFIT_S = 30.0
 """The longest pause until an engine that cannot be followed is looked at again."""
 CAPACITY_WORKERS = 16
@@ -116,14 +118,13 @@ class EngineFollower:
             return self._state
         if any(rank.agent.refused for rank in self.ranks):
             return "refused"
-        return "ill" if any(rank.agent.ill for rank in self.ranks) else "serving"
+        return "ill" if any(rank.agent.ill or rank.agent.same for rank in self.ranks) else "serving"
 
     @property
     def why(self) -> str:
         """What is wrong; "": nothing that is known."""
-        said = [
-            told for rank in self.ranks for told in (rank.agent.refused, rank.agent.ill) if told
-        ]
+        agents = [rank.agent for rank in self.ranks]
+        said = [told for one in agents for told in (one.refused, one.ill, one.same) if told]
         return said[0] if said else self._unfit
 
     def lateness(self) -> dict[int, float]:
@@ -176,7 +177,7 @@ class EngineFollower:
         """What the engine is, and tokens per block of the index. Raises EngineUnfit."""
         try:
             self.facts = await until_it_works(
-                partial(discover, self._session, self._engine.url, self._overrides),
+                self._discovered,
                 EngineUnavailable,
                 "waiting for the engine",
                 wait_s=0.25,
@@ -271,7 +272,8 @@ class EngineFollower:
             after = await self._reserved_now()
             self._reserved = {rank: [load, after.get(rank)] for rank, load in before.items()}
             self._note(reading.loads, asked_s)
-            if reading.started_s is not None and reading.started_s != facts.started_s:
+            is_other = reading.started_s not in (None, facts.started_s)
+            if is_other and not await self._answers_still(facts):
                 log.warning("the engine was started again")
                 return
             if any(load.sleeps for load in self.loads.values()):
@@ -305,6 +307,21 @@ class EngineFollower:
         per_pair_s = speed.prefill_s_per_token2 * tokens / 2
         return tokens * (speed.prefill_s_per_token + per_pair_s)
 
+    async def _discovered(self) -> EngineFacts:
+        """By a connection of its own: if several engines are behind one address, all is of one."""
+        async with aiohttp.ClientSession(headers=self._session.headers) as session:
+            return await discover(session, self._engine.url, self._overrides)
+
+    async def _answers_still(self, facts: EngineFacts) -> bool:
+        """Whether the process that `facts` are of answers still, beside another at its address."""
+        for _ in range(ASKED_AGAIN if facts.started_s is not None else 0):
+            with suppress(EngineUnavailable, EngineUnfit):
+                if (await self._discovered()).started_s == facts.started_s:
+                    for rank in self.ranks:
+                        rank.is_shared = True
+                    return True
+        return False
+
     async def _tells_more(self, facts: EngineFacts) -> bool:
         """Whether something that it did not tell of its KV is known now."""
         for rank in self.ranks:
@@ -330,8 +347,7 @@ class EngineFollower:
                 return
             before, changed = changed, None
             try:
-                latest = await discover(self._session, self._engine.url, self._overrides)
-                latest = latest.beside(block_size)
+                latest = (await self._discovered()).beside(block_size)
             except EngineUnavailable:
                 continue
             except EngineUnfit as error:
@@ -341,6 +357,8 @@ class EngineFollower:
                 continue
             self._unfit = ""
             if replace(latest, adapters=facts.adapters, folders=facts.folders) != facts:
+                if latest.started_s != facts.started_s and await self._answers_still(facts):
+                    continue
                 changed = latest
                 if changed == before:
                     log.info("the engine has changed: it registers anew")
@@ -374,6 +392,7 @@ class EngineFollower:
             self.speeds.setdefault(source.rank, EngineSpeed(facts.capacity_tokens, self._profile))
             fingerprint = await self._registrations.fingerprint(self._context, facts, source.rank)
             info = self._registrations.info(facts, source, block_size, probed, hosts, fingerprint)
+            info = replace(info, engine_id=await self._registrations.engine_id(facts, source.rank))
             ranks.append(
                 Rank(
                     self._context,

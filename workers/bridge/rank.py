@@ -74,6 +74,8 @@ class Rank:
         self.info = info
         self.losses = Losses()
         self.joined_late = False
+        self.is_shared = False
+        """Whether other engines answer at its engine's address, too."""
         self.silence = Silence(facts.block_size)
         self._source = source
         self._facts = facts
@@ -114,6 +116,9 @@ class Rank:
     @property
     def rung(self) -> Rung:
         """How much of what the engine caches is known now."""
+        if self.is_shared:
+            cause = "several engines answer at one address: give each an agent and an address"
+            return Rung(Trust.APPROXIMATE, cause)
         if self.stream is None:
             return self._facts.rung
         events, replay = self._source.endpoint, self._source.replay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from urllib.parse import urlsplit
 
 import zmq.asyncio
@@ -12,7 +13,7 @@ from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
 from workers.bridge.http import kv_fingerprint
 from workers.bridge.http.facts import EngineFacts, EventSource
-from workers.bridge.http.kv_hosts import kv_hosts
+from workers.bridge.http.kv_hosts import addresses, kv_hosts
 from workers.bridge.taint import life_of
 
 
@@ -63,6 +64,17 @@ class Registrations:
             engine_life=life_of(facts),
             bootstrap_port=settings.bootstrap_port if settings.kv_transfer == "sglang" else 0,
         )
+
+    async def engine_id(self, facts: EngineFacts, rank: int) -> str:
+        """The same for whoever follows that rank of that process, under whatever name."""
+        place = ""
+        if facts.started_s is None or round(facts.started_s, 2) == facts.started_s:
+            # As others may have started then, too.
+            url = urlsplit(self._settings.address or self._url)
+            at = min(await addresses(url.hostname or ""), default=url.hostname)
+            place = f"{url.scheme}://{at}:{url.port}{url.path}"
+        text = f"{facts.kind} {facts.started_s!r} {place} {rank}"
+        return blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
     async def hosts(self) -> tuple[str, ...]:
         """Under which others fetch its KV."""

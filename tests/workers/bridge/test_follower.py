@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -23,6 +25,8 @@ from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import Trust
 from app.core.types import Incarnation
 from app.core.worker_report import WorkerInfo
+from app.ops.checks import engines as of_engines
+from app.ops.workers import everyone
 from app.router.fleet import Fleet
 from app.state import reservations
 from app.state.scripts import ScriptRunner
@@ -113,34 +117,35 @@ class Followed:
 
 
 @asynccontextmanager
-async def followed(
-    redis: Redis, folder: Path, *, until: State = "serving", faults: Faults = WELL, **changes: Any
-) -> AsyncIterator[Followed]:
-    async with (
-        fake_engine(token_s=0.01, max_model_len=100) as engine,
-        aiohttp.ClientSession() as http,
-    ):
-        engine.faults = faults
-        settings = EngineAgentSettings(
-            engine_url=engine.url,
-            worker_id="e",
-            lease_ttl_s=changes.pop("lease_ttl_s", 0.6),
-            **changes,
-        )
-        runner = ScriptRunner(redis, 5.0)
-        context = zmq.asyncio.Context.instance()
+async def following_at(
+    redis: Redis, folder: Path, engine_url: str, worker_id: str = "e", **changes: Any
+) -> AsyncIterator[EngineFollower]:
+    lease = {"lease_ttl_s": 0.6}
+    settings = EngineAgentSettings(engine_url=engine_url, worker_id=worker_id, **lease | changes)
+    async with aiohttp.ClientSession() as http:
+        runner, context = ScriptRunner(redis, 5.0), zmq.asyncio.Context.instance()
         follower = EngineFollower(settings, KEYS, runner, http, context, NO_OVERRIDES, folder)
         running = asyncio.ensure_future(follower.run())
         try:
+            yield follower
+        finally:
+            assert not running.done(), running.exception()
+            running.cancel()
+            await asyncio.wait([running])
+
+
+@asynccontextmanager
+async def followed(
+    redis: Redis, folder: Path, *, until: State = "serving", faults: Faults = WELL, **changes: Any
+) -> AsyncIterator[Followed]:
+    async with fake_engine(token_s=0.01, max_model_len=100) as engine:
+        engine.faults = faults
+        async with following_at(redis, folder, engine.url, **changes) as follower:
             seen = Followed(redis, engine, follower)
             await seen.until_state(until)
             if until == "serving":
                 await seen.until("e:0")
             yield seen
-        finally:
-            assert not running.done(), running.exception()
-            running.cancel()
-            await asyncio.wait([running])
 
 
 async def join(redis: Redis) -> None:
@@ -378,3 +383,89 @@ async def test_an_engine_that_says_too_much_is_a_worker_without_the_surplus(
         assert old.infos == new.infos
         assert "ignoring" not in caplog.text
         assert caplog.text.count("are left out") <= bool(finding)
+
+
+@pytest.mark.parametrize("tells", ["to the microsecond", "to 10 ms", "nothing"])
+async def test_an_engine_under_two_ids_gets_its_requests_by_one(
+    redis: Redis, tmp_path: Path, tells: str
+) -> None:
+    """The second id is of another name of its address; another engine began at that moment."""
+    async with fake_engine(token_s=0.01) as one, fake_engine(token_s=0.01) as other:
+        for engine in (one, other) if tells != "to the microsecond" else ():
+            engine.started_s = 1795479223.91
+            if tells == "nothing":
+                engine.says = {path: engine.says[path] for path in ("/v1/models", "/health")}
+        alias = one.url.replace("127.0.0.1", "localhost")
+        async with (
+            following_at(redis, tmp_path, one.url) as first,
+            following_at(redis, tmp_path, other.url, "other"),
+        ):
+            seen = Followed(redis, one, first)
+            await eventually(lambda: redis.keys("*:engines:*"), lambda known: len(known) == 2)
+            async with following_at(redis, tmp_path, alias, "copy") as copy:
+                text = "has the same engine as worker e:0, which gets the requests"
+
+                async def found() -> tuple[bool | None, str]:
+                    told = [status.info for status in await everyone(seen.redis, KEYS)]
+                    check = of_engines(info for info in told if info)
+                    return check.ok, check.found
+
+                await eventually(found, lambda check: check == (False, f"copy:0 {text}"))
+                assert (copy.state, copy.why) == ("ill", text)
+                await seen.until("e:0", "other:0")
+
+
+@asynccontextmanager
+async def service(*engines: FakeEngine) -> AsyncIterator[tuple[str, list[FakeEngine]]]:
+    """A URL of which each connection leads to the next of some engines, and these."""
+    behind, number = list(engines), itertools.count()
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while piece := await reader.read(65536):
+                writer.write(piece)
+        writer.close()
+
+    async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        url = urlsplit(behind[next(number) % len(behind)].url)
+        there, back = await asyncio.open_connection(url.hostname, url.port)
+        await asyncio.gather(pipe(reader, back), pipe(there, writer))
+
+    server = await asyncio.start_server(lead, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", behind
+    finally:
+        server.close()
+
+
+async def test_several_engines_behind_one_address_are_told_and_end_no_worker(
+    redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        fake_engine(token_s=0.01) as a,
+        fake_engine(token_s=0.01) as b,
+        service(a) as (url, behind),
+        following_at(redis, tmp_path, url) as follower,
+    ):
+        seen = Followed(redis, a, follower)
+        await seen.until("e:0")
+        incarnation = await seen.incarnation()
+
+        async def rung() -> tuple[str, str]:
+            told = await seen.registered()
+            return told.trust, told.trust_cause.partition(":")[0]
+
+        await eventually(rung, lambda told: told == ("exact", ""))
+        behind.append(b)
+        shared = ("approximate", "several engines answer at one address")
+        await eventually(rung, lambda told: told == shared)
+        for _ in range(20):
+            await seen.asked("/metrics", 1)
+            assert await seen.live() == ["e:0"]
+        assert await seen.incarnation() == incarnation
+        assert "approximate: several engines answer at one address" in caplog.text
+        # The first one is gone: that is another engine.
+        behind.remove(a)
+        await eventually(seen.incarnation, lambda now: now not in (None, incarnation))
+        await eventually(rung, lambda told: told == ("exact", ""))
+        assert caplog.text.count("several engines") == 1

@@ -45,7 +45,8 @@ class EngineFacts:
     go on with so many tokens as the first one did, as far as is known before events tell.
     announces_copies: see EngineBlocks. tokenizer: the folder or Hugging Face name that the model
     was loaded from; "": it does not say.
-    started_s: when its process started, seconds since 1970; None: it does not say. kv_dtype, and
+    started_s: when its process started, or began to count, seconds since 1970; None: it does not
+    say. kv_dtype, and
     what else it is set to that KV depends on: as it says; "": it does not.
     """
 

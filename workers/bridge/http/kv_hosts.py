@@ -1,4 +1,4 @@
-"""Under which names and addresses others fetch an engine's KV."""
+"""Under which names and addresses others reach an engine, or fetch its KV."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ async def kv_hosts(*hosts: str) -> tuple[str, ...]:
     """The hosts, and the addresses that they have now: an engine may name either."""
     names = {host.lower() for host in hosts if host}
     for host in sorted(names):
-        names |= set(await _addresses(host))
+        names |= set(await addresses(host))
     return tuple(sorted(names)[:MAX_KV_HOSTS])
 
 
-async def _addresses(host: str) -> list[str]:
+async def addresses(host: str) -> list[str]:
+    """None: it has none, or nobody says which."""
     loop = asyncio.get_running_loop()
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(RESOLVE_S):

@@ -17,7 +17,8 @@ from workers.bridge.http.exposition import Sample, SamplePattern
 from workers.bridge.http.facts import EngineKind, EngineLoad, EngineReading
 
 LOADS = "/v1/loads?include=core&format=json"
-STARTED = "process_start_time_seconds"
+STARTED = ("process_start_time_seconds", "vllm:prompt_tokens_created")
+"""The second, when it began to count, is told to the microsecond: no two processes have it."""
 SLEEP = "vllm:engine_sleep_state"
 IDLE = "vllm:kv_block_idle_before_evict_seconds"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
@@ -89,7 +90,7 @@ class LoadReader:
         self._kind = kind
         self._has_loads = kind == "sglang"
         self._names = {name: field for field, names in _NAMES[kind].items() for name in names}
-        self._wanted = SamplePattern((*self._names, SLEEP, STARTED, BY_SOURCE, OUTPUTS))
+        self._wanted = SamplePattern((*self._names, *STARTED, SLEEP, BY_SOURCE, OUTPUTS))
         self._before: dict[int, _Values] = {}
         self._idle_s: dict[int, float] = {}
         self._hits: defaultdict[int, HitRate] = defaultdict(HitRate)
@@ -119,8 +120,8 @@ class LoadReader:
         for sample in samples:
             said = sample.labels.get(label, "0")
             rank = int(said) if said.isdecimal() else 0
-            if sample.name == STARTED:
-                started = sample.value
+            if sample.name in STARTED:
+                started = max(started or 0.0, sample.value)
             elif sample.name == SLEEP:
                 if sample.labels.get("sleep_state") == "awake":
                     sleeps[rank] = not sample.value

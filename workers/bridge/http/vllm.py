@@ -21,6 +21,7 @@ from workers.bridge.http.facts import (
     Overrides,
     silent,
 )
+from workers.bridge.http.load import STARTED
 from workers.bridge.http.models import models_of
 
 EVENTS_FLAG = (
@@ -29,7 +30,6 @@ EVENTS_FLAG = (
 )
 """The ports of ranks count upwards from these."""
 CONFIG = "vllm:cache_config_info"
-STARTED = "process_start_time_seconds"
 RUNNING = "vllm:num_requests_running"
 SPECULATIVE = "vllm:spec_decode_num_drafts_total"
 CONNECTED = "vllm:num_requests_kv_fetch_by_stage"
@@ -37,7 +37,7 @@ CONNECTED = "vllm:num_requests_kv_fetch_by_stage"
 LOOKAHEAD_SINCE = (0, 33)
 """From then on a block's hash covers the tokens after it that a drafter has read, unless there is a
 KV connector."""
-_WANTED = SamplePattern((CONFIG, STARTED, RUNNING, SPECULATIVE, CONNECTED))
+_WANTED = SamplePattern((CONFIG, *STARTED, RUNNING, SPECULATIVE, CONNECTED))
 _RANK = re.compile(r"\d{1,5}", re.ASCII)
 _LOCAL = ("tcp://127.", "tcp://localhost:", "tcp://0.0.0.0:")
 """vLLM binds only what has `*` or `::` in it, and connects to other addresses. It may report one of
@@ -99,7 +99,7 @@ def _read(samples: list[Sample]) -> _Said:
     return _Said(
         values[CONFIG].labels if CONFIG in values else {},
         tuple(sorted(ranks)) or (0,),
-        values[STARTED].value if STARTED in values else None,
+        max((sample.value for sample in samples if sample.name in STARTED), default=None),
         SPECULATIVE in values,
         CONNECTED in values,
     )
