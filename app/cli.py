@@ -307,8 +307,7 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
     WorkerSettings,
     without=(
         *("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
-        *("publish_events", "events_port", "replay_port", "worker_key", "metrics_key"),
-        *("role", "kv_port", "engine"),
+        *("worker_key", "metrics_key", "role", "kv_port", "engine"),
     ),
 )
 @click.option(

@@ -110,7 +110,6 @@ SERVED = frozenset(
         "workers.server.chat_paths",
         "workers.engine_agent",
         "workers.server.paths",
-        "workers.vllm_face.vllm_http",
     }
 )
 
@@ -330,5 +329,4 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
             "self.counters.lag_s = max(0.0, time.time() - batch.ts)",
         ),
         ("workers/server/answer.py", "return int(time.time())"),
-        ("workers/vllm_face/event_socket.py", "payload = encode(time.time(), events, self._rank)"),
     ]

@@ -23,7 +23,7 @@ from aiohttp.test_utils import TestServer
 from app.core.documents import page
 from app.local.redis_server import EmbeddedRedis, free_port
 from loadtest.traces import DEMO_TRACE
-from tests.e2e.engines import Process
+from tests.e2e.engines import Process, engine
 from tests.eventually import eventually
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -244,12 +244,12 @@ async def test_the_extra_of_workers_starts_engines_agents_and_clusters(
     installed = Installed(python, wheel, tmp_path / "worker", "worker")
     redis = f"--redis-url={own_redis_server.url}"
     with (
-        installed.running("worker", "--port=0", "--publish-events=vllm") as engine,
-        installed.running("agent", redis, "--port=0", f"--engine-url={engine.url}"),
+        engine() as beside,
+        installed.running("agent", redis, "--port=0", f"--engine-url={beside.url}"),
         installed.running("router", redis, "--port=0") as router,
     ):
         await chat(router.url)
-        installed.said("doctor", redis, f"--engine-url={engine.url}", "--probe")
+        installed.said("doctor", redis, f"--engine-url={beside.url}", "--probe")
         said = installed.said("worker", "--engine=torch", status=1)
         assert "pip install 'kvroute[torch]'" in said
     await installed.chats_with_a_cluster()

@@ -17,7 +17,6 @@ from app.http import body, held, protocol
 from tests.chart.rendering import golden
 from workers.kv.transfer import server, tcp
 from workers.server import chat_paths
-from workers.vllm_face import event_socket
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/listeners.md").read_text()
@@ -40,7 +39,6 @@ OPENED = {
     "workers/main.py": "worker",
     "workers/engine_agent.py": "agent",
     "workers/kv/transfer/link.py": "worker, KV",
-    "workers/vllm_face/event_socket.py": "worker, events",
 }
 """Modules that open a port, and a row that says of it."""
 DEPLOYED = {6379, 8000, 8080, 8081, 8082, 8083, 9002}
@@ -67,11 +65,6 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"{tcp.WHOLE_S / 60:g} minutes" in ports[-1]
     assert f"bodies of {CONSOLE_BODY_BYTES >> 20} MiB" in console[-1]
     assert f"bodies of {chat_paths.MAX_BODY_BYTES >> 20} MiB" in ROWS["worker"][-1]
-    for name in ("events", "replay"):
-        size = event_socket.MAX_MESSAGE_BYTES >> 10
-        assert f"messages of {size} KiB" in ROWS[f"worker, {name}"][-1]
-    assert f"{event_socket.HWM:,} batches" in ROWS["worker, events"][-1]
-    assert f"last {event_socket.BUFFER_BATCHES:,} batches" in ROWS["worker, replay"][-1]
     assert f"headers in {protocol.HEAD_TIMEOUT_S:g} s" in ROWS["picker, gateways"][-1]
     assert f"a body in {body.BODY_TIMEOUT_S:g} s" in ROWS["picker, gateways"][-1]
     assert f"{protocol.MAX_HEAD_BYTES >> 10} KiB of headers" in PAGE

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, closing
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
 
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
@@ -19,14 +18,14 @@ from app.core.settings.kinds import base_url
 from app.core.settings.worker import WorkerSettings
 from app.core.types import WORKER_ID, Tier, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo, as_fingerprint
-from app.http.server import listen, nothing
+from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised
 from app.state.connect import connected
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.agent.gpu import GpuMonitor
-from workers.engines.base import Engine, HostedEngine
+from workers.engines.base import HostedEngine
 from workers.engines.hosting import host
 from workers.server.transfer import KEEP_S
 from workers.server.writers import ServedEngine
@@ -59,13 +58,10 @@ async def serve(settings: WorkerSettings) -> None:
         # Listen before the worker is registered, so that whoever is routed here can connect.
         listening = opened.enter_context(listen(settings.host, settings.port))
         settings = replace(settings, port=listening.getsockname()[1])
-        if settings.publish_events:
-            await _serve_published(settings, hosted, listening)
-        else:
-            await _serve_with_agent(settings, keyspace, hosted, listening)
+        await _serve_worker(settings, keyspace, hosted, listening)
 
 
-async def _serve_with_agent(
+async def _serve_worker(
     settings: WorkerSettings, keyspace: Keyspace, hosted: HostedEngine, listening: socket.socket
 ) -> None:
     # Only the modules imported so load Starlette.
@@ -101,62 +97,15 @@ async def _serve_with_agent(
                 await asyncio.wait([running_agent])
                 await agent.stop()
 
-            await _serve_engine(app, engine, listening, settings.drain_s, leave)
+            def end() -> None:
+                # Cancelled a second time, the engine would not wait for the step it is in.
+                if not running.cancelling():
+                    running.cancel()
+
+            running = tasks.create_task(engine.run())
+            await serve_http(app, listening, on_stop=leave, on_late=end, drain_s=settings.drain_s)
+            end()
             following.cancel()
-
-
-async def _serve_published(
-    settings: WorkerSettings, hosted: HostedEngine, listening: socket.socket
-) -> None:
-    """Without agent and Redis: whoever wants to know of the engine subscribes to it."""
-    from prometheus_client import CollectorRegistry
-
-    from workers.vllm_face.block_events import BlockEvents
-    from workers.vllm_face.event_socket import EventSocket
-    from workers.vllm_face.publisher import EventPublisher
-    from workers.vllm_face.request_metrics import RequestMetrics
-    from workers.vllm_face.vllm_http import create_vllm_app, labels_of
-
-    registry = CollectorRegistry()
-    requests = RequestMetrics(registry, labels_of(settings, hosted))
-    with closing(
-        EventSocket(
-            settings.host,
-            events_port=settings.events_port,
-            replay_port=settings.replay_port,
-            rank=settings.dp_rank,
-        )
-    ) as events:
-        publisher = EventPublisher(BlockEvents(settings.block_size), events, requests)
-        engine = hosted.start(publisher)
-        engine.watcher = publisher
-        log.info("worker listening on %s", base_url(*listening.getsockname()[:2]))
-        log.info("events on port %d, again on port %d", events.events_port, events.replay_port)
-        app = create_vllm_app(engine, settings, hosted, events, registry)
-        async with asyncio.TaskGroup() as tasks:
-            answering = tasks.create_task(supervised("replays", events.run, FAILURES))
-            await _serve_engine(app, engine, listening, settings.drain_s)
-            answering.cancel()
-
-
-async def _serve_engine(
-    app: Any,
-    engine: Engine,
-    listening: socket.socket,
-    drain_s: float,
-    leave: Callable[[], Awaitable[None]] = nothing,
-) -> None:
-    """Run the engine, and serve it until the process is told to stop. leave: see `serve_http`."""
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(engine.run())
-
-        def end() -> None:
-            # Cancelled a second time, the engine would not wait for the step it is in.
-            if not running.cancelling():
-                running.cancel()
-
-        await serve_http(app, listening, on_stop=leave, on_late=end, drain_s=drain_s)
-        end()
 
 
 async def _run(agent: Agent) -> None:

@@ -70,9 +70,11 @@ class Process:
 
 @contextmanager
 def engine(port: int = 0, **options: object) -> Iterator[Process]:
-    """A simulated engine that shows itself as vLLM. port: 0 takes a free one."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    process = Process("worker", "--publish-events=vllm", "--speedup=100", f"--port={port}", *flags)
+    """The stand-in for engines, which computes at once. port: 0 takes a free one. options: of its
+    command."""
+    chosen = {"port": port, "prefill_s": 0.0, "token_s": 0.0} | options
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
+    process = Process(*flags, module="tests.fakes.engine")
     with process.ending():
         yield process
 

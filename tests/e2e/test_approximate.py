@@ -7,13 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import agent_here, engine
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
+from tests.fakes.engine import fake_engine
+from tests.fakes.said import TEXT
 
 LEASE_S = 60.0
 PROMPT = list(range(100, 180))
@@ -42,7 +42,7 @@ async def test_a_fleet_of_both_kinds_knows_of_each_what_can_be_known(
     one_redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     url = one_redis_server.url
-    with engine() as tells, engine(publish_events="vllm-without-events") as silent:
+    with engine() as tells, engine(publishes=False) as silent:
         async with (
             agent_here(tells.url, url, tmp_path, "exact", lease_ttl_s=LEASE_S),
             agent_here(silent.url, url, tmp_path, "guessed", lease_ttl_s=LEASE_S),
@@ -66,7 +66,7 @@ async def test_a_fleet_of_both_kinds_knows_of_each_what_can_be_known(
             for worker, process in (("exact", tells), ("guessed", silent)):
                 assert (await held(worker))[0] == 0
                 async with httpx.AsyncClient(base_url=process.url) as beside:
-                    await ask(beside, "sim", PROMPT)  # by whom no router knows
+                    await ask(beside, "m", PROMPT)  # by whom no router knows
             await eventually(lambda: held("exact"), lambda seen: seen == (5, "exact"))
             assert await held("guessed") == (0, "approximate")
 
@@ -80,20 +80,10 @@ async def test_a_fleet_of_both_kinds_knows_of_each_what_can_be_known(
 async def test_any_server_of_openais_api_is_a_worker(
     one_redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m", "object": "model", "owned_by": "me"}]})
-
-    async def complete(request: web.Request) -> web.Response:
-        assert isinstance((await request.json())["prompt"], str)
-        usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
-        return web.json_response({"choices": [{"index": 0, "text": "x"}], "usage": usage})
-
-    app = web.Application()
-    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
     redis_url = one_redis_server.url
     async with (
-        TestServer(app) as server,
-        agent_here(str(server.make_url("")), redis_url, tmp_path, "plain", lease_ttl_s=LEASE_S),
+        fake_engine(kind="openai") as engine,
+        agent_here(engine.url, redis_url, tmp_path, "plain", lease_ttl_s=LEASE_S),
         started_replica(redis_url, show_decision=True) as router,
     ):
 
@@ -101,8 +91,9 @@ async def test_any_server_of_openais_api_is_a_worker(
             return await workers_of(router)
 
         workers = await eventually(registered)
-        assert workers["plain"]["engine"] == "openai me"
+        assert workers["plain"]["engine"] == "openai openai"
         assert workers["plain"]["trust"] == "approximate"
         answer = await ask(router, "m", "once upon a time")
-        assert answer.json()["choices"][0]["text"] == "x"
+        assert answer.json()["choices"][0]["text"] == TEXT
+        assert engine.bodies[-1]["prompt"] == "once upon a time"
         assert told(answer)[0] == "plain:0"

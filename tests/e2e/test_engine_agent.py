@@ -50,7 +50,7 @@ async def check(
             return min(await overlap(router, prompt), most)
 
         before = await look()
-        assert await complete(engine, "sim", prompt) == before * BLOCK
+        assert await complete(engine, "m", prompt) == before * BLOCK
         await eventually(look, lambda seen, most=most: seen == most)
 
 
@@ -68,11 +68,11 @@ async def test_overlap_is_what_the_engine_reuses_over_restarts_of_either(
 ) -> None:
     url, prompts = one_redis_server.url, SharedPrompts(1)
     async with started_replica(url) as router:
-        with engine(kv_pool_tokens=4096) as first:
+        with engine(kv_blocks=256) as first:
             port = first.url.rpartition(":")[2]
             async with client_of(first) as http:
                 prompts.next()
-                await complete(http, "sim", prompts.last)
+                await complete(http, "m", prompts.last)
                 for number in (signal.SIGKILL, signal.SIGTERM):
                     with agent(first.url, url, tmp_path) as beside:
                         await until_serving(router, "e:0")
@@ -87,7 +87,7 @@ async def test_overlap_is_what_the_engine_reuses_over_restarts_of_either(
                     await check(router, http, prompts, 15)
                     first.end(signal.SIGKILL)
                     await until_serving(router)
-                    with engine(port=int(port), kv_pool_tokens=4096) as second:
+                    with engine(port=int(port), kv_blocks=256) as second:
                         await until_serving(router, "e:0")
                         async with client_of(second) as again:
                             assert await overlap(router, prompts.next()) == 0
@@ -106,7 +106,7 @@ async def test_an_engine_that_forgets_all_is_believed(
                 async def look() -> int:
                     return await overlap(router, prompt)
 
-                await complete(http, "sim", prompt)
+                await complete(http, "m", prompt)
                 await eventually(look, lambda seen: seen == 5)
                 assert (await http.post("/reset_prefix_cache")).json()["success"]
                 await eventually(look, lambda seen: seen == 0)
@@ -130,7 +130,7 @@ async def test_agents_of_many_engines_know_what_each_holds_and_take_over_from_on
             with Process(*flags, f"--memory-folder={tmp_path / 'dying'}").ending() as dying:
                 await until_serving(router, "a:0", "b:0")
                 async with client_of(a) as http, client_of(dying) as agent_http:
-                    await complete(http, "sim", prompt)
+                    await complete(http, "m", prompt)
                     await until_known(router, prompt, "a")
                     assert await overlap(router, prompt, "b") == 0
                     health = (await agent_http.get("/health")).json()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import zmq.asyncio
 
 from app.http.protocol import MAX_HEAD_BYTES, MAX_URL_BYTES
 from app.local.redis_server import EmbeddedRedis, free_port
@@ -18,7 +16,6 @@ from tests.attack.kv_port import KvPort
 from tests.e2e.engines import Process
 from tests.e2e.test_cells import CONFIG as CELLS
 from tests.e2e.test_haproxy import CONFIG, Replica, haproxy
-from tests.eventually import eventually
 from tests.test_listeners import ROWS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -94,33 +91,6 @@ async def check_worker(redis: EmbeddedRedis, folder: Path) -> None:
         assert attacked.problems == []
 
 
-async def check_events(redis: EmbeddedRedis, folder: Path) -> None:
-    ports = free_port(), free_port()
-    with (
-        running(
-            *("worker", "--publish-events=vllm", "--port=0"),
-            *(f"--events-port={ports[0]}", f"--replay-port={ports[1]}"),
-        ) as engine,
-        zmq.asyncio.Context() as context,
-    ):
-        async with asyncio.timeout(20):
-            with context.socket(zmq.SUB) as heard, context.socket(zmq.DEALER) as asked:
-                heard.subscribe(b"")
-                heard.connect(f"tcp://{HERE}:{ports[0]}")
-                asked.connect(f"tcp://{HERE}:{ports[1]}")
-
-                async def computed() -> int:
-                    async with httpx.AsyncClient(base_url=engine.url) as http:
-                        prompt = {"prompt": list(range(100)), "max_tokens": 1}
-                        assert (await http.post("/v1/completions", json=prompt)).status_code == 200
-                        await http.post("/reset_prefix_cache")
-                    return await heard.poll(200)
-
-                await eventually(computed, bool)
-                await asked.send_multipart([b"", (0).to_bytes(8, "big")])
-                assert len(await asked.recv_multipart()) == 4
-
-
 async def check_agent(redis: EmbeddedRedis, folder: Path) -> None:
     with running(
         *("agent", "--engine-url=http://127.0.0.1:9", f"--redis-url={redis.url}"),
@@ -174,8 +144,6 @@ CHECKS: dict[str, Check] = {
     "router `/console/api/`": check_router,
     "worker": check_worker,
     "worker, KV": check_worker,
-    "worker, events": check_events,
-    "worker, replay": check_events,
     "agent": check_agent,
     "planner": check_planner,
     "balancer": check_balancer,

@@ -55,8 +55,8 @@ def run(said: list[str], path: str) -> dict[str, object]:
 @pytest.mark.slow
 def test_engines_that_run_already_need_one_command() -> None:
     with (
-        engine(model_name="one") as first,
-        engine(model_name="one") as second,
+        engine(model="one") as first,
+        engine(model="one") as second,
         up(f"--engine={first.url}", f"--engine={second.url}") as said,
     ):
         assert len([line for line in said if line.startswith("router ")]) == 1
@@ -69,7 +69,7 @@ def test_engines_that_run_already_need_one_command() -> None:
 @pytest.mark.slow
 def test_an_engine_that_publishes_nothing_is_a_worker_and_the_flag_is_named() -> None:
     with (
-        engine(publish_events="vllm-without-events") as silent,
+        engine(publishes=False) as silent,
         started(f"--engine={silent.url}") as process,
     ):
         assert process.stdout is not None

@@ -625,8 +625,8 @@ async def fake_engine(port: int = 0, **options: Any) -> AsyncIterator[FakeEngine
 @click.option("--port", default=0)
 @click.option("--kind", default="vllm")
 @click.option("--model", default="m", help="Several names of it have commas between them.")
-@click.option("--silent", is_flag=True, help="It publishes no KV events.")
-@click.option("--reset", is_flag=True)
+@click.option("--publishes", default=True)
+@click.option("--reset", default=True)
 @click.option("--prefill-s", default=0.2)
 @click.option("--token-s", default=0.05)
 @click.option("--slots", default=256)
@@ -634,11 +634,11 @@ async def fake_engine(port: int = 0, **options: Any) -> AsyncIterator[FakeEngine
 @click.option("--kv-blocks", default=10_000)
 @click.option("--natural", default=0, help="It then says words, and so many.")
 @click.option("--tokenizer", default="")
-def main(port: int, model: str, silent: bool, **options: Any) -> None:
+def main(port: int, model: str, **options: Any) -> None:
     """Run such an engine until it is ended."""
 
     async def run() -> None:
-        chosen = options | {"models": model.split(","), "publishes": not silent}
+        chosen = options | {"models": model.split(",")}
         chosen["words"] = [f"{word} " for word in WORDS] if options["natural"] else (TEXT,)
         async with fake_engine(port, **chosen) as engine:
             click.echo(f"listening on {engine.url}", err=True)

@@ -278,7 +278,7 @@ async def test_an_engine_that_publishes_nothing_is_named_with_the_flag_that_it_l
 ) -> None:
     url = one_redis_server.url
     with (
-        engine(publish_events="vllm-without-events") as silent,
+        engine(publishes=False) as silent,
         agent(silent.url, url, tmp_path) as beside,
     ):
         await until_healthy(beside)

@@ -189,20 +189,6 @@ class WorkerSettings(MemberSettings):
         "Requests that must have used a block before the torch engine stores it in a slower tier.",
         POSITIVE,
     )
-    publish_events: str = setting(
-        "",
-        "vllm: the engine publishes its KV events and metrics as vLLM does, for `kvroute agent`; "
-        "vllm-without-events: as vLLM that was started without --kv-events-config; empty: the "
-        "worker registers itself in Redis.",
-        OneOf(("", "vllm", "vllm-without-events")),
-        heading="Publishing as vLLM",
-    )
-    events_port: int = setting(
-        0, "Port for published KV events (ZeroMQ); 0 takes a free one.", PORT
-    )
-    replay_port: int = setting(
-        0, "Port to ask for published KV events again (ZeroMQ); 0 takes a free one.", PORT
-    )
     drain_s: float = setting(
         2.0,
         "On SIGTERM, how long a worker waits for the requests routed to it, and then for the "

@@ -1,1 +1,0 @@
-"""Our own engines as vLLM shows itself: its KV events, metrics and HTTP interface."""
