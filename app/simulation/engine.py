@@ -28,8 +28,7 @@ class SimEngine:
     """Submit requests, then call `step` until it returns None.
 
     now: seconds, for when blocks were last used. kv_pool_tokens: overrides the profile's.
-    host_pool_tokens: 0 means no host tier. on_generated: called with each block that output fills,
-    its parent and its tokens; set it at any time.
+    host_pool_tokens: 0 means no host tier.
     """
 
     def __init__(
@@ -42,9 +41,6 @@ class SimEngine:
         host_pool_tokens: int = 0,
     ) -> None:
         pool_tokens = profile.kv_pool_tokens if kv_pool_tokens is None else kv_pool_tokens
-        self.on_generated: (
-            Callable[[SequenceHash, SequenceHash | None, Sequence[int]], None] | None
-        ) = None
         self.profile = profile
         self.block_size = block_size
         self.pool = BlockPool(pool_tokens // block_size, host_pool_tokens // block_size, now)
@@ -229,7 +225,7 @@ class SimEngine:
     def _preempt_youngest(self) -> str:
         sequence = self._running.youngest
         while len(sequence.blocks) < sequence.context_tokens // self.block_size:
-            self._hash_block(sequence)
+            sequence.hash_block(self.block_size)
         self._running.leave(sequence)
         sequence.chain, sequence.num_blocks, sequence.computed = [], 0, 0
         request_id = sequence.request.request_id
@@ -329,13 +325,7 @@ class SimEngine:
         """Register the block that generated tokens have just filled."""
         chain = sequence.chain
         if len(sequence.blocks) == len(chain):
-            self._hash_block(sequence)
+            sequence.hash_block(self.block_size)
         block = sequence.blocks[len(chain)]
         self.pool.register((block,), chain[-1] if chain else None)
         chain.append(block)
-
-    def _hash_block(self, sequence: SimSequence) -> None:
-        parent = sequence.blocks[-1] if sequence.blocks else None
-        tokens = sequence.hash_block(self.block_size)
-        if self.on_generated is not None:
-            self.on_generated(sequence.blocks[-1], parent, tokens)

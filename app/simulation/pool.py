@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from app.core.cache_stats import IdleBeforeEvict
-from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.events import CacheEvent, Removed, Stored
 from app.core.types import SequenceHash, Tier
 
 # Block -> parent and when it was last used, the longest unused first. Not a dict: taking the first
@@ -144,15 +144,6 @@ class BlockPool:
                 del references[block]
                 cached[block] = (chain[i - 1] if i else None), now_s
         self._num_private -= num_private
-
-    def reset(self) -> bool:
-        """Forget all blocks; False, having changed nothing, if requests hold some."""
-        if self.num_used:
-            return False
-        self._cached.clear()
-        self._host.clear()
-        self._events.append(Cleared())
-        return True
 
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call, in order. They are kept until taken."""

@@ -49,8 +49,8 @@ class SimSequence:
         full_at = (len(self.chain) + 1) * block_size - self.request.prompt_tokens + 1
         return min(full_at, self.request.max_tokens)
 
-    def hash_block(self, block_size: int) -> list[int]:
-        """Add the hash of the next block, which its answer has filled. Returns the tokens."""
+    def hash_block(self, block_size: int) -> None:
+        """Add the hash of the next block, which its answer has filled."""
         request = self.request
         start = len(self.blocks) * block_size - request.prompt_tokens
         tokens = request.output_tokens(max(start, 0), start + block_size)
@@ -59,7 +59,6 @@ class SimSequence:
         (local,) = compute_local_hashes(tokens, block_size, seed=request.seed)
         parent = self.blocks[-1] if self.blocks else None
         self.blocks.append(next_sequence_hash(parent, local))
-        return tokens
 
 
 @dataclass(slots=True)

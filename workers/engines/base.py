@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
-from app.simulation.steps import Finished, Step
+from app.simulation.steps import Finished
 from workers.engines.sampling_options import Sampling
 from workers.kv.cache import EventSink
 from workers.kv.transfer.tcp import Source
@@ -110,31 +110,8 @@ class Generation:
             yield Output(token_ids, finished)
 
 
-class Watcher(Protocol):
-    """Is told what an engine does, besides its cache events, and must not block it."""
-
-    def arrived(self, request_id: str, blocks: Sequence[SequenceHash], prompt: bytes) -> None:
-        """A request was submitted. blocks: hashes of its prompt's full blocks."""
-
-    def generated(
-        self, block: SequenceHash, parent: SequenceHash | None, tokens: Sequence[int]
-    ) -> None:
-        """Output has filled this block; the event that stores it comes next."""
-
-    def left(self, request_id: str) -> None:
-        """The request has finished or was cancelled; its id may be used again."""
-
-    def stepped(self, step: Step, seconds: float) -> None:
-        """A step has ended that took this long, and its cache events were taken."""
-
-
 class Engine(Protocol):
-    """An engine that runs on the wall clock.
-
-    watcher: set it before the engine runs.
-    """
-
-    watcher: Watcher | None
+    """An engine that runs on the wall clock."""
 
     @property
     def max_context_tokens(self) -> int:
@@ -166,9 +143,6 @@ class Engine(Protocol):
     def metrics(self) -> ForwardPassMetrics: ...
 
     def speed(self) -> Speed: ...
-
-    def reset_cache(self) -> bool:
-        """Forget all cached blocks; False if requests or copies hold some, and nothing changed."""
 
     def block_events(self) -> Mapping[str, int]:
         """How many KV blocks were evicted, loaded and so on since the start, by event."""
@@ -207,11 +181,9 @@ class HostedEngine:
     close: Callable[[], None] = lambda: None
     tokenizer: Tokenizer | None = None
     gpu: int | None = 0
-    reuse_tokens: int | None = None
-    """Prompts reuse multiples of so many tokens; None: of a block."""
     tokenizer_source: str = ""
     """Folder of the tokenizer and the chat template; "": there is none."""
     invents: bool = False
-    """Its words are made up, so that they can be in any form."""
+    """Its words are made up, and have no end of their own."""
     kv_kind: Mapping[str, str] = field(default_factory=dict)
     """What has to be equal for others to use its KV, by name; empty: it hands none on."""

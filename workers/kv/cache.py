@@ -167,11 +167,6 @@ class BlockCache:
         self._go_on()
         return count
 
-    def reset(self) -> None:
-        """See BlockManager.reset."""
-        self.manager.reset()
-        self._go_on()
-
     async def _prepare(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
         device = self.manager.tiers[Tier.DEVICE]
         waiting = object()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.events import CacheEvent, Removed, Stored
 from app.core.types import SequenceHash, Tier
 from workers.kv.identity import hash_of
 from workers.kv.slots import Slot, block_of
@@ -44,11 +44,6 @@ class EventLog:
                 blocks.append(block)
         if blocks:
             self._events.append(Removed(tuple(blocks), tier))
-
-    def clear(self) -> None:
-        """All blocks are gone."""
-        self._num_slots.clear()
-        self._events.append(Cleared())
 
     def take(self) -> list[CacheEvent]:
         """Changes since the last call, in order."""

@@ -305,19 +305,6 @@ class BlockManager:
         slots.adopt(blocks)
         self._events.publish(tier, slots.registered())
 
-    def reset(self) -> None:
-        """Free all slots. Raises ValueError if there are requests or copies under way."""
-        if self._tables or self._moves.under_way:
-            raise ValueError(
-                f"{len(self._tables)} requests and {len(self._moves.under_way)} copies remain"
-            )
-        for slots in self.tiers.values():
-            for slot in slots.registered():
-                slot.published = False
-                slots.forget(slot)
-        self._uses_before.clear()
-        self._events.clear()
-
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call, in order."""
         return self._events.take()

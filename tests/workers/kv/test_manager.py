@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from app.core.errors import NotEnoughBlocks
-from app.core.events import Cleared, Removed, Stored
+from app.core.events import Removed, Stored
 from tests.workers.kv.words import (
     DEVICE,
     DISK,
@@ -333,23 +333,6 @@ def workload(num_blocks: int) -> Callable[[], None]:
         manager.release(table)
 
     return work
-
-
-def test_only_a_manager_that_is_not_in_use_can_be_reset() -> None:
-    manager = manager_of(4, host=4)
-    table = computed(manager, "AB")
-    with pytest.raises(ValueError, match="1 requests and 0 copies remain"):
-        manager.reset()
-    manager.release(table)
-    manager.evict(DEVICE, 1)
-    with pytest.raises(ValueError, match="0 requests and 1 copies remain"):
-        manager.reset()
-    finish_all(manager)
-    manager.take_events()
-    manager.reset()
-    assert manager.take_events() == [Cleared()]
-    assert manager.match(chain("AB")) == []
-    assert (free(manager), free(manager, HOST)) == (4, 4)
 
 
 def test_the_cost_grows_linearly_with_the_number_of_blocks() -> None:

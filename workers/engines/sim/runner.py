@@ -19,7 +19,6 @@ from workers.engines.base import (
     EngineStoppedError,
     Generation,
     QueueFullError,
-    Watcher,
 )
 from workers.engines.sim.transfer import SimTransfer
 from workers.kv.transfer.tcp import Source
@@ -44,10 +43,8 @@ class EngineRunner:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.on_step: Callable[[], None] = lambda: None
-        self.watcher: Watcher | None = None
         self.running = False
         self.engine = engine
-        engine.on_generated = self._generated
         self._transfer = transfer
         self._speedup = speedup
         self._max_waiting = max_waiting
@@ -118,8 +115,6 @@ class EngineRunner:
             self._events += self.engine.take_events()
             self._deliver(emitted, ended)
             self.on_step()
-            if self.watcher is not None:
-                self.watcher.stepped(step, wall_s)
 
     def stop(self) -> None:
         """Make `run` return after the step it is in, and refuse further requests."""
@@ -140,8 +135,6 @@ class EngineRunner:
         )
         if request.keep_s:
             self._keeps[request.request_id] = sim_request.blocks, request.keep_s
-        if self.watcher is not None:
-            self.watcher.arrived(request.request_id, sim_request.blocks, request.prompt)
         return generation
 
     def generate(
@@ -198,14 +191,6 @@ class EngineRunner:
         size = self.engine.block_size
         request = SimRequest.from_tokens("", prompt, 1, block_size=size, salt=salt)
         return self._transfer.keep(request.blocks, lease_s)
-
-    def reset_cache(self) -> bool:
-        was_reset = self.engine.pool.reset()
-        if was_reset and not self._work.is_set():
-            # No step is under way, with whose events it would be told.
-            self._events += self.engine.take_events()
-            self.on_step()
-        return was_reset
 
     def block_events(self) -> dict[str, int]:
         """Empty: no blocks are moved here."""
@@ -273,12 +258,6 @@ class EngineRunner:
             generation.end(finished)
             self._forget(generation)
 
-    def _generated(
-        self, block: SequenceHash, parent: SequenceHash | None, tokens: Sequence[int]
-    ) -> None:
-        if self.watcher is not None:
-            self.watcher.generated(block, parent, tokens)
-
     def _cancel(self, generation: Generation) -> None:
         if not self._forget(generation):
             return
@@ -299,6 +278,4 @@ class EngineRunner:
             return False
         del self._generations[request_id]
         self._keeps.pop(request_id, None)
-        if self.watcher is not None:
-            self.watcher.left(request_id)
         return True

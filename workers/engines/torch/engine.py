@@ -25,7 +25,6 @@ from workers.engines.base import (
     EngineStoppedError,
     Generation,
     QueueFullError,
-    Watcher,
 )
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.forward import ForwardPasses
@@ -35,7 +34,7 @@ from workers.engines.torch.sequence import Chunk, TokenSequence, step_of
 from workers.engines.torch.transfer import BlockTransfer
 from workers.engines.torch.waiting import WaitingRequests
 from workers.kv.cache import BlockCache, EventSink
-from workers.kv.identity import hash_of, identities_of
+from workers.kv.identity import identities_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
 from workers.kv.slots import Move
@@ -68,7 +67,6 @@ class TorchEngine:
         link: Link | None = None,
     ) -> None:
         self.running = False
-        self.watcher: Watcher | None = None
         self.transfers = link is not None
         self.block_size = pools[0].shape.block_size
         self._model = model
@@ -158,9 +156,6 @@ class TorchEngine:
         )
         self._sequences[request.request_id] = sequence
         self._waiting.add(sequence)
-        if self.watcher is not None:
-            blocks = [*map(hash_of, sequence.blocks)]
-            self.watcher.arrived(request.request_id, blocks, request.prompt)
         if self.running:
             self._waiting.prefetch()
         return sequence.generation
@@ -191,14 +186,6 @@ class TorchEngine:
 
     def speed(self) -> Speed:
         return self._admission.speed()
-
-    def reset_cache(self) -> bool:
-        """See Engine."""
-        try:
-            self._cache.reset()
-        except ValueError:
-            return False
-        return True
 
     def block_events(self) -> dict[str, int]:
         """See Counts in workers/kv/manager.py, BlockCache.unconfirmed, and Prefills."""
@@ -264,8 +251,6 @@ class TorchEngine:
             finished = self._apply(chunk, decoding, tokens)
             step = step_of(chunk, decoding, duration_s, finished)
             self._admission.observe(step, for_others)
-            if self.watcher is not None:
-                self.watcher.stepped(step, duration_s)
 
     def _apply(
         self, chunk: Chunk | None, decoding: Sequence[TokenSequence], tokens: Sequence[int]
@@ -320,8 +305,6 @@ class TorchEngine:
         del self._sequences[sequence.request.request_id]
         # The generation refers to the sequence as well: a cycle would keep the prompt in memory.
         del sequence.generation
-        if self.watcher is not None:
-            self.watcher.left(sequence.request.request_id)
 
     def _leave_if_unused(self, sequence: TokenSequence) -> None:
         """A cancelled request leaves once nothing is computed or received in its slots."""

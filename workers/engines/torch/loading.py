@@ -110,7 +110,6 @@ def _with_tiers(
         kept.close,
         tokenizer,
         gpu,
-        chunk_of(settings),
         settings.model if tokenizer is not None else "",
         kv_kind=link.kind if link is not None else {},
     )

@@ -142,10 +142,6 @@ class Chunk(NamedTuple):
     arriving: Sequence[Arrival] = ()
 
     @property
-    def is_first(self) -> bool:
-        return self.start == self.sequence.num_cached * self.sequence.block_size
-
-    @property
     def is_last(self) -> bool:
         return self.stop == self.sequence.num_prompt
 
@@ -170,7 +166,4 @@ def step_of(
         emitted=[sequence.request.request_id for sequence in decoding] + first_tokens,
         first_tokens=first_tokens,
         finished=finished,
-        begun=[(chunk.sequence.request.request_id, chunk.start)]
-        if chunk and chunk.is_first
-        else [],
     )

@@ -26,7 +26,6 @@ def learned() -> AdaptiveAdmission:
             emitted=[],
             first_tokens=[],
             finished=[],
-            begun=[],
         )
         adaptive.observe(step, ())
     for _ in range(500):
