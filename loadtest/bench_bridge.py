@@ -4,7 +4,7 @@
 
 A process publishes as vLLM does, and the agent's own parts read it, translate it and publish it:
 chains that are stored, then removed. The memory is what a fresh process grows by. For the idle
-figure `kvroute agent` runs beside a simulated engine. The namespaces are deleted at the end.
+figure `kvroute agent` runs beside that process. The namespaces are deleted at the end.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from itertools import cycle
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import zmq.asyncio
+from aiohttp import web
 from redis import Redis
 from rich.console import Console
 
@@ -34,8 +34,6 @@ from app.core.keys import Keyspace
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.http.server import collect_seldom, run
-from app.local.child import start_child
-from app.local.redis_server import free_port
 from app.ops.reset import delete_namespace
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
@@ -47,9 +45,9 @@ from loadtest.holders import BLOCK_SIZE
 from loadtest.processes import child, received
 from workers.agent.agent import AgentSettings
 from workers.bridge.events.events import BlockRemoved, BlockStored
+from workers.bridge.events.vllm import encode
 from workers.bridge.http.facts import EngineFacts, EventSource
 from workers.bridge.rank import Rank
-from workers.vllm_face.event_socket import EventSocket
 
 KEYS = Keyspace("bench-bridge")
 CHAIN_BLOCKS = 64
@@ -79,28 +77,50 @@ def hashes_of(chain: int) -> list[SequenceHash]:
     return compute_sequence_hashes(compute_local_hashes(tokens_of(chain), BLOCK_SIZE))
 
 
-async def publish(
-    sockets: Sequence[EventSocket], batches: Sequence[BlockStored | BlockRemoved], per_s: float
-) -> list[float]:
-    """By the sockets in turn, so many blocks in a second at most; when each batch was sent."""
-    sent: list[float] = []
-    due = time.perf_counter()
-    for socket, batch in zip(cycle(sockets), batches, strict=False):
-        await asyncio.sleep(due - time.perf_counter())
-        due += CHAIN_BLOCKS / per_s
-        sent.append(time.perf_counter())
-        socket.publish([batch])
-    return sent
+class Publisher:
+    """Publishes as vLLM does, but keeps nothing that could be asked for again."""
+
+    def __init__(self) -> None:
+        context: zmq.asyncio.Context = zmq.asyncio.Context.instance()
+        self._pub, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self._pub.set_hwm(0)
+        at = "tcp://127.0.0.1"
+        self.ports = [each.bind_to_random_port(at) for each in (self._pub, self._replay)]
+        self._number = 0
+
+    async def publish(
+        self, batches: Sequence[BlockStored | BlockRemoved], per_s: float
+    ) -> list[float]:
+        """So many blocks in a second at most; when each batch was sent."""
+        sent: list[float] = []
+        due = time.perf_counter()
+        for batch in batches:
+            await asyncio.sleep(due - time.perf_counter())
+            due += CHAIN_BLOCKS / per_s
+            sent.append(time.perf_counter())
+            number = self._number.to_bytes(8, "big")
+            await self._pub.send_multipart((b"", number, encode(time.time(), [batch])))
+            self._number += 1
+        return sent
+
+    async def answer(self) -> None:
+        """Until cancelled: that there is nothing to be had again."""
+        while True:
+            asked = await self._replay.recv_multipart()
+            await self._replay.send_multipart((asked[0], b"", b"", b"\xff" * 8, b""))
 
 
 def engine(to: Connection) -> None:
     """In a process of its own: publish what `to` asks for, and answer with when each was sent, in
     seconds on time.perf_counter."""
-    events = EventSocket("127.0.0.1")
 
     async def serve() -> None:
-        answering = asyncio.ensure_future(events.run())
-        to.send((events.events_port, events.replay_port))
+        publisher = Publisher()
+        answering = asyncio.ensure_future(publisher.answer())
+        runner = web.AppRunner(_app(*publisher.ports), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        to.send((*publisher.ports, runner.addresses[0][1]))
         while (asked := await asyncio.to_thread(to.recv)) is not None:
             kind, chains, per_s = asked
             batches = [
@@ -111,17 +131,45 @@ def engine(to: Connection) -> None:
             ]
             to.send(None)
             await asyncio.to_thread(to.recv)
-            to.send(await publish([events], batches, per_s))
+            to.send(await publisher.publish(batches, per_s))
         answering.cancel()
 
     run(serve())
 
 
-class Engine:
-    """The process that publishes."""
+def _app(events_port: int, replay_port: int) -> web.Application:
+    """What an agent asks of a vLLM without requests."""
+    labels = 'engine="0",model_name="m"'
+    shown = (
+        f"process_start_time_seconds {time.time()}\n"
+        f'vllm:cache_config_info{{{labels},block_size="{BLOCK_SIZE}",enable_prefix_caching="True",'
+        f'num_gpu_blocks="10000"}} 1.0\n'
+        f"vllm:num_requests_running{{{labels}}} 0.0\n"
+    )
+    card = {"id": "m", "owned_by": "vllm", "max_model_len": 32_768}
+    source: dict[str, object] = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": ""}
+    source |= {"endpoint": f"tcp://*:{events_port}", "replay_endpoint": f"tcp://*:{replay_port}"}
+    answers: dict[str, bytes] = {
+        "/health": b"",
+        "/version": orjson.dumps({"version": "0.33.0"}),
+        "/v1/models": orjson.dumps({"object": "list", "data": [card]}),
+        "/kv_event_sources": orjson.dumps({"0": source}),
+        "/metrics": shown.encode(),
+    }
 
-    def __init__(self, to: Connection, source: EventSource) -> None:
-        self.source = source
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=answers[request.path])
+
+    app = web.Application()
+    app.add_routes([web.get(path, answer) for path in answers])
+    return app
+
+
+class Engine:
+    """The process that publishes. url: where it says what it is."""
+
+    def __init__(self, to: Connection, source: EventSource, url: str) -> None:
+        self.source, self.url = source, url
         self._to = to
 
     async def prepare(self, kind: str, chains: Sequence[int], per_s: float) -> None:
@@ -140,9 +188,10 @@ class Engine:
 @contextmanager
 def running_engine() -> Iterator[Engine]:
     with child(engine) as to:
-        events, replay = received(to)
-        at = "tcp://127.0.0.1"
-        yield Engine(to, EventSource(0, f"{at}:{events}", f"{at}:{replay}"))
+        events, replay, port = received(to)
+        at = "127.0.0.1"
+        source = EventSource(0, f"tcp://{at}:{events}", f"tcp://{at}:{replay}")
+        yield Engine(to, source, f"http://{at}:{port}")
 
 
 @asynccontextmanager
@@ -283,18 +332,11 @@ async def visible_ms(url: str) -> dict[str, float]:
 def idle_share(url: str) -> float:
     """CPU of `kvroute agent` beside an engine without requests, as a share of one core."""
     os.sched_setaffinity(0, CORES)
-    port = free_port()
-    command = (sys.executable, "-m", "app.cli", "worker", "--publish-events=vllm")
-    engine = start_child((*command, f"--port={port}", "--log-level=warning"))
-    try:
-        with agent_beside(f"http://127.0.0.1:{port}", url, KEYS.namespace, "w0") as agent:
-            time.sleep(2.0)  # what is done once is done
-            before = cpu_s(agent)
-            time.sleep(IDLE_S)
-            return (cpu_s(agent) - before) / IDLE_S
-    finally:
-        engine.terminate()
-        engine.wait()
+    with running_engine() as beside, agent_beside(beside.url, url, KEYS.namespace, "w0") as agent:
+        time.sleep(2.0)  # what is done once is done
+        before = cpu_s(agent)
+        time.sleep(IDLE_S)
+        return (cpu_s(agent) - before) / IDLE_S
 
 
 async def measure(url: str, chains: int) -> dict[str, Any]:

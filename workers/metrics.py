@@ -60,9 +60,8 @@ def _samples(engine: Engine) -> Iterator[Sampled]:
         yield KV_PORT, (outcome,), number
 
 
-def registry_of(engine: Engine, registry: CollectorRegistry | None = None) -> CollectorRegistry:
-    """registry: what else is in it; None: nothing."""
-    registry = registry or CollectorRegistry()
+def registry_of(engine: Engine) -> CollectorRegistry:
+    registry = CollectorRegistry()
     registry.register(FAILURES)
     registry.register(ScrapeCollector(FAMILIES, partial(_samples, engine)))
     return registry
