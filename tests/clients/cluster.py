@@ -1,4 +1,4 @@
-"""A cluster with simulated engines, for clients that others wrote."""
+"""A cluster before stand-ins for engines, for clients that others wrote."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 
 from app.local.redis_server import free_port
+from tests.e2e.engines import ROOT, engine
+from workers.engines.sim.text import FOLDER
 
-ROOT = Path(__file__).parents[2]
 START_S = 120.0
+SPEAKS = {
+    "tokenizer": FOLDER,
+    "natural": 40,
+    "max_model_len": 200_000,
+    "kv_blocks": 50_000,
+    "token_s": 0.001,
+}
 
 
 @contextmanager
-def cluster(log: Path, *options: str) -> Iterator[str]:
-    """The URL of `kvroute up` with these options, whose output goes to `log`."""
+def cluster(log: Path, *options: str, engines: int = 2, model: str = "llama") -> Iterator[str]:
+    """The URL of `kvroute up` with these options, whose output goes to `log`, and engines that
+    speak every API."""
     port = free_port()
-    given = (*options, "--speedup", "20", "--port", str(port))
-    command = [sys.executable, "-m", "app.cli", "up", *given]
-    with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output) as process:
-        try:
-            yield _serving(f"http://127.0.0.1:{port}", process)
-        finally:
-            process.terminate()
+    with ExitStack() as stack:
+        urls = [stack.enter_context(engine(model=model, **SPEAKS)).url for _ in range(engines)]
+        given = (*options, *(f"--engine={url}" for url in urls), f"--port={port}")
+        command = [sys.executable, "-m", "app.cli", "up", *given]
+        output = stack.enter_context(log.open("wb"))
+        process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdout=output))
+        stack.callback(process.terminate)
+        yield _serving(f"http://127.0.0.1:{port}", process)
 
 
 def _serving(url: str, process: subprocess.Popen[bytes]) -> str:

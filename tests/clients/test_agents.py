@@ -78,14 +78,16 @@ def opencode(url: str, home: Path) -> Work:
 Agent = Callable[[str, Path], Work]
 
 
-def requests_of(agent: Agent, folder: Path, *options: str) -> list[dict[str, Any]]:
+def requests_of(
+    agent: Agent, folder: Path, *options: str, engines: int = 2
+) -> list[dict[str, Any]]:
     """The lines of the access log about what an agent asked for."""
     home, project, log = folder / "home", folder / "project", folder / "log"
     for made in (home, project):
         made.mkdir()
     (project / "README.md").write_text("# The weather\n")
     subprocess.run(["git", "init", "--quiet", project], check=True)
-    with cluster(log, "--model-name", MODEL, "--access-log", *options) as url:
+    with cluster(log, "--access-log", *options, engines=engines, model=MODEL) as url:
         work = agent(url, home)
         for command in work.commands:
             done = subprocess.run(
@@ -113,12 +115,12 @@ def cached_share(requests: list[dict[str, Any]]) -> float:
 def test_what_an_agent_sends_is_tokenized_here_and_meets_its_cache(
     agent: Agent, tmp_path: Path
 ) -> None:
-    requests = requests_of(agent, tmp_path, "--workers", "2")
+    requests = requests_of(agent, tmp_path)
     assert {(line["status"], line["outcome"]) for line in requests} == {(200, "ok")}
     assert {line["tokens_from"] for line in requests if line["output_tokens"]} == {"router"}
     assert cached_share(requests) > CACHED
 
 
 def test_that_share_takes_a_policy_that_minds_the_cache(tmp_path: Path) -> None:
-    heedless = ("--workers", "4", "--policy", "round_robin", "--session-affinity", "0")
-    assert cached_share(requests_of(codex, tmp_path, *heedless)) < CACHED
+    heedless = ("--policy", "round_robin", "--session-affinity", "0")
+    assert cached_share(requests_of(codex, tmp_path, *heedless, engines=4)) < CACHED

@@ -36,20 +36,20 @@ GIVEN = os.environ.get("KVROUTE_TEST_URL")
 
 @pytest.fixture(scope="module", params=["given"] if GIVEN else ["doors", "gateway"])
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of KVROUTE_TEST_URL, or of a cluster with simulated engines: its front doors, or an Envoy
+    """Of KVROUTE_TEST_URL, or of a cluster with stand-ins for engines: its front doors, or an Envoy
     that asks pickers, where `make test-gateway` has installed one."""
     if GIVEN:
         yield GIVEN
         return
     log = tmp_path_factory.mktemp("cluster") / "log"
-    options = ["--workers", "2", "--replicas", "2", "--model-name", f"{MODEL},{ALIAS}"]
+    options = ["--replicas", "2"]
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "gateway":
             if not ENVOY.exists():
                 pytest.skip(f"there is no {ENVOY}")
             patch.setenv("PATH", f"{ENVOY.parent}{os.pathsep}{os.environ['PATH']}")
             options += ["--gateway", "envoy"]
-        with cluster(log, *options) as url:
+        with cluster(log, *options, model=f"{MODEL},{ALIAS}") as url:
             yield url
 
 

@@ -21,9 +21,11 @@ from app.door.record import RequestRecord
 from app.edge.errors import ERRORS, reason_of
 from app.local.redis_server import EmbeddedRedis
 from app.output import OUT
-from tests.door.conftest import completing, models, replica, until_serving, worker_here
+from tests.door.conftest import completing, models, registered, replica, until_serving
 from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
+from tests.fakes.engine import fake_engine
+from workers.engines.sim.text import FOLDER
 
 SECRET = "swordfish"
 ASKED: dict[str, Any] = {"model": "m", "prompt": [1, 2, 3, 4, 5]}
@@ -122,17 +124,20 @@ TURN = {"role": "user", "content": "Tell me more of it. " * 20}
 )
 async def test_what_a_client_got_before_it_left_is_counted_here(
     one_redis_server: EmbeddedRedis,
+    redis: Redis,
     capsys: pytest.CaptureFixture[str],
     path: str,
     asked: dict[str, Any],
 ) -> None:
-    url = one_redis_server.url
-    async with worker_here(url, "a", speedup=1), replica(url, access_log=True) as door:
+    tokenizer = str(FOLDER)
+    async with (
+        fake_engine(token_s=0.02, tokenizer=tokenizer) as engine,
+        replica(one_redis_server.url, access_log=True) as door,
+    ):
+        await registered(redis, "a", engine.url, engine="vllm 0.33.0", tokenizer=tokenizer)
         await until_serving(door, 1)
         [model] = await models(door)
-        body = {"model": model, "ignore_eos": True, **asked} | {"stream": True}
-        if path == "/v1/messages":
-            del body["ignore_eos"]
+        body = {"model": model, **asked, "stream": True}
         lines(capsys)
         said = ""
         async with door.stream("POST", path, json=body) as answer:

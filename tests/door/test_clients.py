@@ -8,18 +8,22 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from aiohttp import web
 from redis.asyncio import Redis
 
 from app.door.asked import COUNT_TOKENS
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import MODEL, completing, replica, until_serving
+from tests.door.conftest import MODEL, replica, sick_worker, until_serving
 from tests.door.test_answers import counted
+from tests.e2e.engines import agent_here
 from tests.eventually import eventually
+from tests.fakes.engine import fake_engine
+from workers.engines.sim.text import FOLDER
 
 if TYPE_CHECKING:
     import anthropic
@@ -31,6 +35,21 @@ QUESTION = [{"role": "user", "content": QUESTION_TEXT}]
 @pytest.fixture
 def base_url(door: httpx.AsyncClient) -> str:
     return f"{door.base_url}/v1".replace("//v1", "/v1")
+
+
+@pytest.fixture
+async def spoken(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A door to an engine that speaks every API, with an agent beside it."""
+    url = one_redis_server.url
+    async with (
+        fake_engine(models=[MODEL], tokenizer=str(FOLDER)) as engine,
+        agent_here(engine.url, url, tmp_path, "e"),
+        replica(url) as door,
+    ):
+        await until_serving(door, 1)
+        yield door
 
 
 async def test_the_openai_client(base_url: str) -> None:
@@ -68,10 +87,10 @@ async def test_the_openai_client(base_url: str) -> None:
             )
 
 
-async def test_the_anthropic_client(door: httpx.AsyncClient) -> None:
+async def test_the_anthropic_client(spoken: httpx.AsyncClient) -> None:
     import anthropic
 
-    url = str(door.base_url)
+    url = str(spoken.base_url)
     async with anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as client:
 
         async def ask(text: str) -> anthropic.types.Message:
@@ -96,8 +115,8 @@ async def test_the_anthropic_client(door: httpx.AsyncClient) -> None:
         cached = await eventually(lambda: ask(QUESTION_TEXT), _is_cached)
         assert cached.usage.input_tokens < whole.usage.input_tokens
         labels = f'model="{MODEL}",source="router"'
-        assert await counted(door, f"tokens_from_total{{{labels}}}") > 0
-        rows = (await door.get("/metrics")).text.splitlines()
+        assert await counted(spoken, f"tokens_from_total{{{labels}}}") > 0
+        rows = (await spoken.get("/metrics")).text.splitlines()
         apart = [row for row in rows if row.startswith("kvroute_door_cached_apart_tokens_total")]
         assert apart
         assert all(row.endswith(" 0.0") for row in apart)
@@ -107,10 +126,10 @@ async def test_the_anthropic_client(door: httpx.AsyncClient) -> None:
             )
 
 
-async def test_the_anthropic_client_counts_tokens(door: httpx.AsyncClient) -> None:
+async def test_the_anthropic_client_counts_tokens(spoken: httpx.AsyncClient) -> None:
     import anthropic
 
-    url = str(door.base_url)
+    url = str(spoken.base_url)
     weather = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
     messages = [{"role": "user", "content": QUESTION_TEXT}]
     async with anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as client:
@@ -120,7 +139,7 @@ async def test_the_anthropic_client_counts_tokens(door: httpx.AsyncClient) -> No
             count = await client.messages.count_tokens(**asked)
             assert count.input_tokens == _prompt_tokens(said.usage)
         routed = f'request_seconds_count{{model="{MODEL}"}}'
-        assert await counted(door, routed) == 3  # nothing was routed to count
+        assert await counted(spoken, routed) == 3  # nothing was routed to count
         with pytest.raises(anthropic.NotFoundError, match="does not exist"):
             await client.messages.count_tokens(model="x", messages=messages)  # type: ignore[arg-type]
         with pytest.raises(anthropic.BadRequestError, match="chat_template"):
@@ -134,21 +153,15 @@ def _prompt_tokens(usage: anthropic.types.Usage) -> int:
 async def test_a_worker_counts_tokens_where_they_are_not_known_here(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:
-    bodies: list[bytes] = []
-
-    async def count(request: web.Request) -> web.Response:
-        bodies.append(await request.read())
-        return web.json_response({"input_tokens": 77})
-
     async with (
-        completing(redis, "a", count, "sglang 0.5", path=COUNT_TOKENS),
+        sick_worker(redis, "a", engine="sglang 0.5") as engine,
         replica(one_redis_server.url) as door,
     ):
         await until_serving(door, 1)
         asked = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
         answer = await door.post(COUNT_TOKENS, json=asked)
-        assert (answer.status_code, answer.json()) == (200, {"input_tokens": 77})
-        assert [json.loads(body) for body in bodies] == [asked]
+        assert (answer.status_code, answer.json()) == (200, {"input_tokens": len("hello")})
+        assert [heard.body for heard in engine.heard] == [asked]
 
 
 def _is_cached(answer: anthropic.types.Message) -> bool:

@@ -19,7 +19,7 @@ from app.door.engines import ids_field
         ("sglang 0.5.23", Api.CHAT, "input_ids"),
         ("sglang 0.5.23", Api.MESSAGES, ""),
         ("sglang 0.5.23", Api.RESPONSES, ""),
-        ("kvroute-sim 0.1.0", Api.MESSAGES, "kv_transfer_params"),
+        ("kvroute-sim 0.1.0", Api.CHAT, "kv_transfer_params"),
         ("", Api.MESSAGES, ""),
         ("", Api.COMPLETIONS, "prompt"),
     ],

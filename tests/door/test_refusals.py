@@ -11,7 +11,14 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
-from tests.door.conftest import MODEL, completing, replica, until_serving, worker_here
+from tests.door.conftest import (
+    MODEL,
+    completing,
+    replica,
+    sick_worker,
+    until_serving,
+    worker_here,
+)
 from tests.door.test_answers import chat
 from tests.eventually import eventually
 
@@ -32,12 +39,19 @@ async def test_errors_of_engines_have_the_form_of_the_path(door: httpx.AsyncClie
         "param": "logprobs",
         "code": None,
     }
-    assert (await refused(door, "/v1/messages", {"messages": [USER]})) == {
-        "type": "invalid_request_error",
-        "message": "max_tokens: is missing",
-    }
     error = await refused(door, "/tokenize", {"prompt": 7})
     assert (error["param"], error["type"]) == ("prompt", "invalid_request_error")
+
+
+async def test_an_error_of_a_message_has_the_form_of_messages(
+    one_redis_server: EmbeddedRedis, redis: Redis
+) -> None:
+    async with sick_worker(redis, "a"), replica(one_redis_server.url) as door:
+        await until_serving(door, 1)
+        assert (await refused(door, "/v1/messages", {"model": "m", "messages": [USER]})) == {
+            "type": "invalid_request_error",
+            "message": "max_tokens: Field required",
+        }
 
 
 async def test_errors_about_prompts_name_where_they_are(door: httpx.AsyncClient) -> None:

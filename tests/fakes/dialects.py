@@ -46,7 +46,8 @@ class Chat:
         return self._chunks({"tool_calls": [{"index": 0, **call}]}, number)
 
     def end(self) -> bytes:
-        last = self._chunks({}, None, finish_reason=self._reason)
+        delta = {"content": ""} if self.said.call is None else {}
+        last = self._chunks(delta, None, finish_reason=self._reason)
         usage = _data(self._frame(".chunk") | {"choices": [], "usage": self.usage})
         return last + (usage if self._shows_usage else b"") + b"data: [DONE]\n\n"
 
@@ -135,7 +136,8 @@ class Message(Chat):
     """POST /v1/messages."""
 
     def begin(self) -> bytes:
-        message = self._message([]) | {"stop_reason": None, "stop_sequence": None}
+        usage = self.usage | {"output_tokens": 0}
+        message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
         return _named("message_start", message=message) + _named(
             "content_block_start", index=0, content_block=self._block("")
         )
@@ -172,7 +174,8 @@ class Message(Chat):
             "output_tokens": self.num_tokens,
             "cache_read_input_tokens": self.cached_tokens,
             "cache_creation_input_tokens": 0,
-            **dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier")),
+            **dict.fromkeys(("cache_creation", "inference_geo", "output_tokens_details")),
+            **dict.fromkeys(("server_tool_use", "service_tier")),
         }
 
     @property
@@ -188,7 +191,8 @@ class Message(Chat):
     def _block(self, text: str) -> dict[str, Any]:
         if self.said.call is None:
             return {"type": "text", "text": text, "citations": None}
-        called = {"type": "tool_use", "id": f"toolu_{self.prompt_tokens}", "name": self.said.call}
+        called = {"type": "tool_use", "name": self.said.call, "caller": {"type": "direct"}}
+        called["id"] = f"toolu_{self.prompt_tokens}"
         is_whole = bool(text) and not self.said.is_cut
         return called | {"input": orjson.loads(text) if is_whole else {}}
 

@@ -23,7 +23,7 @@ import orjson
 from aiohttp import web
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
-from app.tokens import Renderer, load
+from app.tokens import Renderer, Unrenderable, chat_of_messages, chat_of_response, load
 from tests.fakes import facts
 from tests.fakes.dialects import DIALECTS, Chat
 from tests.fakes.events import EventSockets
@@ -38,6 +38,10 @@ RESET = struct.pack("ii", 1, 0)
 BLOCK_SIZE = 16
 MAX_BODY_BYTES = 64 * 2**20
 AWAY_LOOK_S = 0.05
+RENDERED = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize"),
+)
+"""Paths whose texts the tokenizer makes ids of."""
 _TOKENS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 _COUNTERS = (
     "prompt_tokens_total",
@@ -326,25 +330,42 @@ class FakeEngine:
     async def _tokens_said(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if path == "/detokenize":
             return {"prompt": bytes(one % 256 for one in body["tokens"]).decode(errors="replace")}
-        if self._renderer is None:
-            ids = _ids_of(body)
-        elif "messages" in body:
-            ids = (await self._renderer.of_chat(dict(body))).tolist()
-        else:
-            ids = (await self._renderer.of_text(body["prompt"])).tolist()
+        [ids] = await self._prompts_of(path.removesuffix("/count_tokens"), body)
         if path != "/tokenize":
             return {"input_tokens": len(ids)}
         return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids}
+
+    async def _prompts_of(self, path: str, body: Mapping[str, Any]) -> list[list[int]]:
+        """The ids of each prompt: those that a body gives, else its text's."""
+        sent = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        prompt = sent or body.get("input_ids") or body.get("prompt")
+        if isinstance(prompt, list) and prompt:
+            if isinstance(prompt[0], int):
+                return [prompt]
+            return [await self._ids_of(path, {"prompt": one}) for one in prompt]
+        return [await self._ids_of(path, body)]
+
+    async def _ids_of(self, path: str, body: Mapping[str, Any]) -> list[int]:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):
+            return prompt
+        if self._renderer is not None and path in RENDERED:
+            with suppress(Unrenderable):  # media: it is opaque
+                return await _rendered(self._renderer, path, body)
+        said = [prompt, body.get("system"), body.get("input"), body.get("query")]
+        said += [one.get("content") for one in body.get("messages") or ()]
+        return list("\n".join(str(one) for one in said if one).encode()) or [0]
 
     async def _answer(
         self, request: web.Request, heard: HeardRequest, faults: Faults
     ) -> web.StreamResponse:
         body = heard.body
-        prompts, dialect_of = _prompts_of(body), DIALECTS[request.path]
+        dialect_of = DIALECTS[request.path]
         if faults.status != 200 or faults.body is not None:
             return _at_once(dialect_of.refusal(faults.status), faults.status, faults)
+        prompts = await self._prompts_of(request.path, body)
         try:
-            said = self._says(body, prompts)
+            said = self._says(request.path, body, prompts)
         except Refused as refused:
             told = dialect_of.refusal(refused.status, refused.message, refused.field)
             return _at_once(told, refused.status)
@@ -363,8 +384,11 @@ class FakeEngine:
         except ConnectionResetError:  # it has gone, and aiohttp would log that as an error
             return web.Response()
 
-    def _says(self, body: Mapping[str, Any], prompts: Sequence[list[int]]) -> Said:
+    def _says(self, path: str, body: Mapping[str, Any], prompts: Sequence[list[int]]) -> Said:
         """Raises Refused."""
+        if path == "/v1/messages" and not body.get("max_tokens"):
+            where = {"type": "missing", "loc": ("body", "max_tokens"), "msg": "Field required"}
+            raise Refused(str([where]))
         for name in self._refuses:
             if body.get(name):
                 raise Refused(f"{name} is not supported", name)
@@ -578,23 +602,17 @@ def _most_cached(num_tokens: int) -> int:
     return (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def _ids_of(body: Mapping[str, Any]) -> list[int]:
-    """The ids of a body's prompt: those that it gives, else its text's bytes."""
-    sent = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-    prompt = sent or body.get("input_ids") or body.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return prompt
-    said = [prompt, body.get("system"), body.get("input"), body.get("query")]
-    said += [one.get("content") for one in body.get("messages") or () if isinstance(one, dict)]
-    return list("\n".join(str(one) for one in said if one).encode()) or [0]
-
-
-def _prompts_of(body: Mapping[str, Any]) -> list[list[int]]:
-    """Those of a body that has several, or the one."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        return [_ids_of({"prompt": one}) for one in prompt]
-    return [_ids_of(body)]
+async def _rendered(renderer: Renderer, path: str, body: Mapping[str, Any]) -> list[int]:
+    """Raises Unrenderable."""
+    if body.get("prompt") is not None:
+        return (await renderer.of_text(body["prompt"])).tolist()
+    fields = dict(body)
+    if fields.get("tool_choice") != "none":
+        fields.pop("tool_choice", None)
+    if path == "/v1/responses":
+        return (await renderer.of_response(chat_of_response(fields))).tolist()
+    chat = chat_of_messages(fields, renderer.habits) if path == "/v1/messages" else fields
+    return (await renderer.of_chat(chat)).tolist()
 
 
 def _at_once(said: object, status: int, faults: Faults = WELL) -> web.Response:

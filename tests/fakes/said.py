@@ -111,6 +111,8 @@ def _results(body: Mapping[str, Any]) -> Iterator[object]:
     """Those of tools since the user spoke."""
     turns = body.get("messages") or body.get("input")
     for turn in reversed(turns if isinstance(turns, list) else []):
+        if not isinstance(turn, dict):
+            return
         content = turn.get("content")
         parts = content if isinstance(content, list) else []
         told = [part for part in parts if part.get("type") == "tool_result"]
@@ -146,8 +148,10 @@ def made_up(schema: Any, root: Any = None) -> Any:
     kind = schema.get("type", "object" if "properties" in schema else "string")
     match kind if isinstance(kind, str) else kind[0]:
         case "object":
-            inner = schema.get("properties", {})
-            names = schema.get("required", inner)
+            # Of the outermost also what is optional: without its kind, Claude Code would run an
+            # agent that it is told to, whose results it takes for the user's words, without an end.
+            inner, required = schema.get("properties", {}), schema.get("required", ())
+            names = {**inner, **dict.fromkeys(required)} if schema is root else required
             return {name: made_up(inner.get(name, {}), root) for name in names}
         case "array":
             return [made_up(schema.get("items", {}), root)] * schema.get("minItems", 0)

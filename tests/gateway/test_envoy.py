@@ -450,7 +450,7 @@ def test_a_cluster_on_this_machine_has_it_as_its_balancer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{ENVOY.parent}{os.pathsep}{os.environ['PATH']}")
-    options = ("--gateway", "envoy", "--workers", "2", "--replicas", "2")
+    options = ("--gateway", "envoy", "--replicas", "2")
     with cluster(tmp_path / "log", *options) as url:
         answer = httpx.post(f"{url}{CHAT}", json=ASKS, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 8

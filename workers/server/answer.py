@@ -27,15 +27,13 @@ def now_s() -> int:
 class Piece:
     """What one of the choices says next.
 
-    finish_reason: `stop` or `length` with its last piece. stopped_by: the stop string that ended
-    it, if one did.
+    finish_reason: `stop` or `length` with its last piece.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    stopped_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +87,7 @@ class Writer:
                 text, num_tokens = await asyncio.to_thread(self._read, output.token_ids, is_last)
             self.num_tokens += num_tokens
             self.finished = output.finished
-            reason = self._reason()
-            yield Piece(
-                index, text, output.token_ids[:num_tokens], reason, stopped_by=self._stops.stop
-            )
+            yield Piece(index, text, output.token_ids[:num_tokens], self._reason())
             if self._stops.stop is not None:
                 self.cancel()
                 break
@@ -171,9 +166,7 @@ class AnswerChoices:
         async for piece in self._pieces():
             before = choices.get(piece.index, Piece(piece.index, "", []))
             text, token_ids = before.text + piece.text, before.token_ids + piece.token_ids
-            choices[piece.index] = Piece(
-                piece.index, text, token_ids, piece.finish_reason, piece.stopped_by
-            )
+            choices[piece.index] = Piece(piece.index, text, token_ids, piece.finish_reason)
         usage = self._usage()
         body = self._form.whole([choices[index] for index in sorted(choices)], usage)
         cached = sum((usage.cached_tokens or {}).values())

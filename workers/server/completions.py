@@ -70,34 +70,25 @@ class CompletionForm:
 
 
 class ChatForm:
-    """A chat. fields: of the request. call: the function whose arguments the text is; None: it is
-    said.
+    """A chat. fields: of the request.
 
     The first event of a choice comes with its first token.
     """
 
-    def __init__(self, request_id: str, fields: Mapping[str, Any], call: str | None) -> None:
+    def __init__(self, request_id: str, fields: Mapping[str, Any]) -> None:
         self._frame: dict[str, object] = {
             "id": f"chatcmpl-{request_id}",
             "object": "chat.completion.chunk" if fields.get("stream") else "chat.completion",
             "created": now_s(),
             "model": fields["model"],
         }
-        self._call = call
         self._wants_usage = (fields.get("stream_options") or {}).get("include_usage")
         self._begun: set[int] = set()
 
     def piece(self, piece: Piece) -> bytes:
-        delta: dict[str, object] = {}
-        is_first = piece.index not in self._begun
-        if is_first:
-            self._begun.add(piece.index)
-            delta = {"role": "assistant"}
-        if self._call is None:
-            delta["content"] = piece.text
-        else:
-            call = self._called(piece) if is_first else {"function": {"arguments": piece.text}}
-            delta["tool_calls"] = [{"index": 0, **call}]
+        role = {} if piece.index in self._begun else {"role": "assistant"}
+        self._begun.add(piece.index)
+        delta: dict[str, object] = {**role, "content": piece.text}
         return _event({**self._frame, "choices": [self._choice(piece, "delta", delta)]})
 
     def end(self, usage: Usage) -> bytes:
@@ -113,29 +104,15 @@ class ChatForm:
         return orjson.dumps({**self._frame, "choices": said, "usage": usage_of(usage)})
 
     def _message(self, piece: Piece) -> dict[str, object]:
-        message: dict[str, object] = {
-            "role": "assistant",
-            "content": piece.text,
-            "refusal": None,
-            "annotations": [],
-        }
-        if self._call is not None:
-            message |= {"content": None, "tool_calls": [self._called(piece)]}
-        return message
-
-    def _called(self, piece: Piece) -> dict[str, object]:
-        function = {"name": self._call, "arguments": piece.text}
-        call_id = f"call_{piece.index}_{self._frame['id']}"
-        return {"id": call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": piece.text, "refusal": None, "annotations": []}
 
     def _choice(self, piece: Piece, name: str, said: dict[str, object]) -> dict[str, object]:
-        reason = piece.finish_reason
         return {
             "index": piece.index,
             name: said,
             "token_ids": piece.token_ids,
             "logprobs": None,
-            "finish_reason": "tool_calls" if reason == "stop" and self._call else reason,
+            "finish_reason": piece.finish_reason,
         }
 
 

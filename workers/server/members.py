@@ -30,7 +30,7 @@ GENERATION = frozenset(
 """Members that completions and chats have in common."""
 _ABOUT = frozenset(
     (
-        *("user", "metadata", "service_tier", "safety_identifier", "store", "inference_geo"),
+        *("user", "metadata", "service_tier", "safety_identifier", "store"),
         *("prompt_cache_key", "prompt_cache_retention", "session_id"),
     )
 )
@@ -40,10 +40,12 @@ _NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
     "length_penalty": 1,
     "modalities": ["text"],
+    "parallel_tool_calls": True,
     "repetition_penalty": 1,
+    "response_format": {"type": "text"},
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
-    "truncation": "disabled",
+    "tool_choice": "none",
 }
 """What asks for nothing; of other members null, false, 0 and what is empty."""
 

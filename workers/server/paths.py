@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 import orjson
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
@@ -81,20 +81,13 @@ ERRORS = ErrorTable(
 class WorkerApp:
     """The HTTP interface of an engine; the caller runs it.
 
-    registry: of the metrics; None: the engine's. key: that requests must carry, but for /health.
-    metrics_key: that opens /metrics alone. "": none.
+    key: that requests must carry, but for /health. metrics_key: that opens /metrics alone. "":
+    none.
     """
 
-    def __init__(
-        self,
-        served: ServedEngine,
-        *,
-        registry: CollectorRegistry | None = None,
-        key: str = "",
-        metrics_key: str = "",
-    ) -> None:
+    def __init__(self, served: ServedEngine, *, key: str = "", metrics_key: str = "") -> None:
         self._served = served
-        self._collected = registry_of(served.engine, registry)
+        self._collected = registry_of(served.engine)
         self._keys = Keys(key, metrics_key=metrics_key, open_paths=(HEALTH,))
         self._router = Router(redirect_slashes=False)
         self.add("GET", HEALTH, self._health)
@@ -205,48 +198,47 @@ async def _read(client: Client, served: ServedEngine) -> tuple[Mapping[str, obje
             raise InvalidRequest("prompt", f"{len(body)} bytes are not a whole number of u32")
         return _query_fields(client.query_params), [_not_empty(body)]
     fields = dict((await JsonBody.read(body)).fields)
-    return fields, [await ids_of(each, served) for each in texts_of(fields, "prompt")]
+    return fields, [await _ids_of(each, served) for each in _prompts_in(fields.get("prompt"))]
 
 
-def texts_of(fields: Mapping[str, object], name: str) -> list[object]:
-    """Each of the texts, or lists of token ids, that a member gives, be it one or several. Raises
-    InvalidRequest if there are too many, before any is looked at."""
-    given = fields.get(name)
+def _prompts_in(given: object) -> list[object]:
+    """Each of the texts or lists of token ids, be it one or several. Raises InvalidRequest if there
+    are too many, before any is looked at."""
     is_batch = isinstance(given, list) and given and isinstance(given[0], list | str | np.ndarray)
-    texts = given if isinstance(given, list) and is_batch else [given]
-    if len(texts) > MAX_CHOICES:
-        raise InvalidRequest(name, f"asks for {len(texts)} choices, over {MAX_CHOICES}")
-    return texts
+    prompts = given if isinstance(given, list) and is_batch else [given]
+    if len(prompts) > MAX_CHOICES:
+        raise InvalidRequest("prompt", f"asks for {len(prompts)} choices, over {MAX_CHOICES}")
+    return prompts
 
 
-async def ids_of(prompt: object, served: ServedEngine, field: str = "prompt") -> bytes:
+async def _ids_of(prompt: object, served: ServedEngine) -> bytes:
     """A prompt, little-endian u32. Raises InvalidRequest."""
     if isinstance(prompt, str):
         if served.tokenizer is None:
-            raise InvalidRequest(field, "is text, but this worker has no tokenizer")
-        prompt = await encoded(served.tokenizer, prompt, field)
-    return _not_empty(_prompt_bytes(prompt, field), field)
+            raise InvalidRequest("prompt", "is text, but this worker has no tokenizer")
+        prompt = await encoded(served.tokenizer, prompt)
+    return _not_empty(_prompt_bytes(prompt))
 
 
-def _not_empty(prompt: bytes, field: str = "prompt") -> bytes:
+def _not_empty(prompt: bytes) -> bytes:
     if not prompt:
-        raise InvalidRequest(field, "is empty")
+        raise InvalidRequest("prompt", "is empty")
     return prompt
 
 
-def _prompt_bytes(prompt: object, field: str) -> bytes:
+def _prompt_bytes(prompt: object) -> bytes:
     if isinstance(prompt, np.ndarray):
         with suppress(InvalidRequest):
             return token_bytes(prompt)
         prompt = prompt.tolist()
     if not isinstance(prompt, list):
-        raise InvalidRequest(field, f"needs a list of token ids, got {type(prompt).__name__}")
+        raise InvalidRequest("prompt", f"needs a list of token ids, got {type(prompt).__name__}")
     # In Python a boolean is an int, but it is not a token.
     if set(map(type, prompt)) <= {int}:
         with suppress(InvalidRequest):
             return token_bytes(prompt)
     bad = next(t for t in prompt if type(t) is not int or not 0 <= t < 1 << 32)
-    raise InvalidRequest(field, f"{shown(bad)} is not a token id")
+    raise InvalidRequest("prompt", f"{shown(bad)} is not a token id")
 
 
 def _query_fields(query: Mapping[str, str]) -> dict[str, object]:

@@ -19,14 +19,14 @@ _THREADS = TokenizerThreads()
 T = TypeVar("T")
 
 
-async def encoded(tokenizer: Tokenizer, text: str, field: str) -> NDArray[np.uint32]:
-    """Raises InvalidRequest, QueueFullError."""
+async def encoded(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
+    """The ids of a prompt. Raises InvalidRequest, QueueFullError."""
     if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
-        raise InvalidRequest(field, f"has over {MAX_BYTES} bytes: send token ids")
-    return await apart(len(text), lambda: np.array(tokenizer.encode(text), "<u4"))
+        raise InvalidRequest("prompt", f"has over {MAX_BYTES} bytes: send token ids")
+    return await _apart(len(text), lambda: np.array(tokenizer.encode(text), "<u4"))
 
 
-async def apart(size: int, call: Callable[[], T]) -> T:
+async def _apart(size: int, call: Callable[[], T]) -> T:
     """What `call()` returns or raises, from a thread. size: of what it reads, in characters. Raises
     QueueFullError."""
     try:
@@ -37,4 +37,4 @@ async def apart(size: int, call: Callable[[], T]) -> T:
 
 async def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Raises QueueFullError."""
-    return await apart(len(ids), lambda: tokenizer.decode(ids))
+    return await _apart(len(ids), lambda: tokenizer.decode(ids))

@@ -11,7 +11,6 @@ from app.core.errors import InvalidRequest
 from workers.engines.base import CompletionRequest, Engine, TextStream, Tokenizer
 from workers.server.answer import Writer
 from workers.server.members import MAX_CHOICES, GenerationOptions
-from workers.server.scripts import Script, ScriptStream
 from workers.server.transfer import KEEP_S, PARAMS
 
 NATURAL_TOKENS = 128
@@ -20,15 +19,13 @@ NATURAL_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """The engine behind an HTTP interface. names: of its model. invents: its words are made up, so
-    they can be in any form, but have no end of their own. salts: whoever follows its cache is told
-    of salts."""
+    """The engine behind an HTTP interface. names: of its model. invents: its words are made up, and
+    have no end of their own."""
 
     engine: Engine
     names: Sequence[str]
     tokenizer: Tokenizer | None = None
     invents: bool = False
-    salts: bool = True
 
 
 def written(
@@ -39,19 +36,16 @@ def written(
     *,
     limit: int,
     natural: int | None = None,
-    script: Script | None = None,
 ) -> list[Writer]:
     """As many choices as are asked for of each prompt, one prompt after another.
 
     limit: of tokens, each. natural: after so many a choice ends by itself; None: only the engine
-    knows. script: what they are to be. Raises InvalidRequest, and as Engine.complete.
+    knows. Raises InvalidRequest, and as Engine.complete.
     """
     num_choices = len(prompts) * asked.choices
     _check(served, asked, limit, num_choices)
     check_travels(served, asked, num_choices)
-    if script is not None:
-        natural = script.num_tokens
-    elif natural is not None:
+    if natural is not None:
         natural = max(natural, asked.min_tokens)
     num_tokens = limit if natural is None else min(limit, natural)
     writers: list[Writer] = []
@@ -60,7 +54,7 @@ def written(
             prompt = prompts[number // asked.choices]
             name = f"{request_id}-{number}" if number else request_id
             request = _request(name, prompt, num_tokens, asked)
-            text = _text(served, prompt, script)
+            text = _text(served, prompt)
             writers.append(_writer(served, request, text, asked, ends=natural == num_tokens))
     except BaseException:
         for writer in writers:
@@ -108,8 +102,6 @@ def _check(served: ServedEngine, asked: GenerationOptions, limit: int, num_choic
     if num_choices > MAX_CHOICES:
         field = "prompt" if asked.choices == 1 else "n"
         raise InvalidRequest(field, f"asks for {num_choices} choices, over {MAX_CHOICES}")
-    if asked.salt and not served.salts:
-        raise InvalidRequest("cache_salt", "is not supported by an engine that plays vLLM")
     if asked.min_tokens > limit:
         raise InvalidRequest("min_tokens", f"is {asked.min_tokens}, over max_tokens {limit}")
     if asked.min_tokens and not served.invents:
@@ -126,9 +118,7 @@ def check_travels(served: ServedEngine, asked: GenerationOptions, num_choices: i
         raise InvalidRequest(PARAMS, f"is for one prompt and one choice, got {num_choices}")
 
 
-def _text(served: ServedEngine, prompt: bytes, script: Script | None) -> TextStream | None:
-    if script is not None:
-        return ScriptStream(script)
+def _text(served: ServedEngine, prompt: bytes) -> TextStream | None:
     if served.tokenizer is None:
         return None
     return served.tokenizer.stream(np.frombuffer(prompt, "<u4").tolist())
