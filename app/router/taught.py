@@ -86,7 +86,9 @@ class Taught:
     def add(self, decision: Decision, answer: Answer) -> None:
         """What an engine said of an answer that it has given to its end."""
         info, incarnation = decision.worker, decision.incarnation
-        if info.trust is not Trust.APPROXIMATE or decision.source is not None:
+        # Of one whose agent hears nothing for a while, overlap is also what was published before.
+        is_silent = info.trust is Trust.APPROXIMATE and not info.event_addresses
+        if not is_silent or decision.source is not None:
             return
         _, answers = self._of(incarnation)
         promised = decision.reservation

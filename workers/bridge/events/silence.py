@@ -17,8 +17,10 @@ LATE_READINGS = 2
 
 class _Progress(NamedTuple):
     computed: float
-    """Tokens of prompts."""
+    """Tokens."""
     prompts: float | None
+    """That have begun, and as many as may have begun before and run."""
+    running: int = 0
 
 
 class Silence:
@@ -56,7 +58,8 @@ class Silence:
         blocks = (progress.computed - before.computed) / self._block_size
         if progress.prompts is None or before.prompts is None:
             return blocks >= MANY_BLOCKS
-        return blocks >= BLOCKS_A_PROMPT * max(1.0, progress.prompts - before.prompts)
+        requests = progress.prompts - before.prompts + before.running
+        return blocks >= BLOCKS_A_PROMPT * max(1.0, requests)
 
 
 def _progress(load: EngineLoad) -> _Progress | None:
@@ -65,4 +68,5 @@ def _progress(load: EngineLoad) -> _Progress | None:
         return _Progress(load.busy_tokens, None)
     if load.prompt_tokens is None or load.cached_tokens is None:
         return None
-    return _Progress(load.prompt_tokens - load.cached_tokens, load.first_tokens)
+    computed = load.prompt_tokens - load.cached_tokens + (load.generated_tokens or 0.0)
+    return _Progress(computed, load.first_tokens, load.running)

@@ -20,6 +20,8 @@ class Listener:
     tokens: float = 0.0
     cached: float = 0.0
     prompts: float | None = 0.0
+    generated: float = 0.0
+    running: int = 0
     num_heard: int = 0
     now: float = 0.0
 
@@ -27,9 +29,10 @@ class Listener:
         for _ in range(times):
             self.now += 0.75
             load = EngineLoad(
-                0,
+                self.running,
                 0,
                 0.0,
+                generated_tokens=self.generated,
                 prompt_tokens=self.tokens,
                 cached_tokens=self.cached,
                 first_tokens=self.prompts,
@@ -81,6 +84,19 @@ def test_prompts_that_fill_no_block_cause_no_events(listener: Listener) -> None:
     listener.compute(1000 * BLOCK, prompts=1000)
     listener.read(10)
     assert listener.silence.since_s is None
+
+
+@pytest.mark.parametrize(("running", "is_silent"), [(0, True), (2, True), (3, False)])
+def test_what_is_generated_fills_blocks_as_well(
+    listener: Listener, running: int, is_silent: bool
+) -> None:
+    """running: requests that may each have begun to fill a block before."""
+    listener.running, listener.num_heard = running, 1
+    listener.read(3)
+    listener.compute(BLOCK // 2, prompts=1)
+    listener.generated += 6 * BLOCK
+    listener.read(2)
+    assert (listener.silence.since_s is not None) == is_silent
 
 
 def test_counters_may_follow_the_events_of_what_they_count(listener: Listener) -> None:
