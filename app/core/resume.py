@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from app.core.types import Incarnation
+from app.core.types import Incarnation, TierOverlap
 
 Back = int
 """Where an engine goes on if a prompt leaves what it holds after a certain block. n > 0: it
@@ -20,17 +20,26 @@ class ReuseRule(NamedTuple):
     """What an engine reuses of blocks that it holds, by numbers.
 
     granule: only whole multiples of so many blocks. lookahead: a block only if so many after it are
-    held as well. recomputed: the last so many of what it finds are computed again.
+    held as well. recomputed: the last so many of what it finds are computed again. chunk: of a
+    prompt that goes on in other tiers than the device, only whole multiples of so many.
     """
 
     granule: int = 1
     lookahead: int = 0
     recomputed: int = 0
+    chunk: int = 1
 
     def reused(self, held: int, most: int) -> int:
         """Of `held` leading blocks; most: how many the prompt has without its last token."""
         usable = min(held - self.lookahead, most) - self.recomputed
         return max(usable, 0) // self.granule * self.granule
+
+    def reusable(self, held: TierOverlap, most: int) -> int:
+        """The same of what is held in several tiers."""
+        total = held.total
+        if self.chunk > 1 and total > held.device:
+            total = max(held.device, min(total, most) // self.chunk * self.chunk)
+        return self.reused(total, most)
 
     def back(self, held: int, last: int, before: int) -> Back:
         """How to say that an engine that holds so many blocks goes on after `last` of them, or, if
@@ -43,6 +52,7 @@ class ReuseRule(NamedTuple):
 
 
 EVERY_BLOCK = ReuseRule()
+NO_BLOCK = ReuseRule(granule=1 << 40)
 
 
 class Resume(NamedTuple):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from app.core.loads import Load
 from app.core.report_items import items_of, said
-from app.core.resume import EVERY_BLOCK, ReuseRule
+from app.core.resume import NO_BLOCK, ReuseRule
 from app.core.roles import Role
 from app.core.trust import Trust
-from app.core.types import TierOverlap, WorkerKey
+from app.core.types import WorkerKey
 
 MAX_CONTEXT = 1 << 21
 """Tokens; no model takes more."""
@@ -169,23 +169,10 @@ class WorkerInfo:
     @property
     def reuse_rule(self) -> ReuseRule:
         """What its engine reuses of blocks that it holds, as far as numbers tell."""
-        return ReuseRule(self.reuse_blocks, self.lookahead_blocks, self.recomputed_blocks)
-
-    @property
-    def reuses_less(self) -> bool:
-        """Whether its engine does not reuse each block that it holds."""
-        is_whole = self.reuse_rule == EVERY_BLOCK and self.chunk_blocks == 1
-        return not is_whole or self.trust is Trust.LOAD_ONLY
-
-    def reusable(self, held: TierOverlap, most: int) -> int:
-        """Leading blocks that its engine reuses of those it holds of a prompt, as far as the
-        registration tells. most: as for ReuseRule."""
         if self.trust is Trust.LOAD_ONLY:
-            return 0
-        total = held.total
-        if total > held.device and self.chunk_blocks > 1:
-            total = max(held.device, min(total, most) // self.chunk_blocks * self.chunk_blocks)
-        return self.reuse_rule.reused(total, most)
+            return NO_BLOCK
+        numbers = (self.reuse_blocks, self.lookahead_blocks, self.recomputed_blocks)
+        return ReuseRule(*numbers, self.chunk_blocks)
 
     @property
     def most_tokens(self) -> int:

@@ -86,7 +86,7 @@ def _reused(held: TierOverlap, resume: Resume | None, text: bytes | None, num_to
     except ValueError:
         return held.total  # `verify` tells
     most = (num_tokens - 1) // info.block_size
-    return resume.reused(most) if resume else info.reusable(held, most)
+    return resume.reused(most) if resume else info.reuse_rule.reusable(held, most)
 
 
 async def held_blocks(

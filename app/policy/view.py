@@ -217,10 +217,10 @@ class View:
         # The last token is always computed, and with it the block that it is in.
         most = (isl_tokens - 1) // (self.block_size or 1)
         reused: dict[Incarnation, TierOverlap] = {}
-        for inc, info in self._workers.reuse_less.items():
+        for inc, rule in self._workers.reuse_less.items():
             if inc in overlaps:
                 held = overlaps[inc]
-                reused[inc] = held.first(info.reusable(held, most))
+                reused[inc] = held.first(rule.reusable(held, most))
         for inc, resume in overlaps.resumes.items():
             # Where more is predicted than held, what its engine will hold is not known so well.
             if inc in overlaps and overlaps[inc].total == resume.held:

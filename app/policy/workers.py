@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.core.keys import metrics_interval_s
+from app.core.resume import EVERY_BLOCK
 from app.core.trust import Trust
 from app.core.types import Incarnation
 from app.core.worker_report import (
@@ -73,7 +74,9 @@ class Workers:
             inc: info.trust for inc, info, _ in workers if info.trust is not Trust.EXACT
         }
         """Of those who are not exact."""
-        self.reuse_less = {inc: info for inc, info, _ in workers if info.reuses_less}
+        self.reuse_less = {
+            inc: rule for inc, info, _ in workers if (rule := info.reuse_rule) != EVERY_BLOCK
+        }
         """Those whose engines do not reuse each block that they hold."""
         self.rows = np.empty((len(METRICS_ROWS) + len(SPEED_ROWS), len(workers)))
         self.reports = np.empty((len(reported.ROWS), len(workers)))
