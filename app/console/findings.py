@@ -29,7 +29,6 @@ def statuses(view: View) -> list[WorkerStatus]:
             metrics_age_s=(max(0, view.now_ms - measured.at_ms) / 1000 if measured.at_ms else None),
             gpu=measured.gpu,
             blocks={},
-            cache_usage=measured.metrics.gpu_cache_usage_perc,
             hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
         )
         for inc, info, load, measured in zip(

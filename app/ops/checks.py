@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -47,8 +47,6 @@ LOST_MS = 600_000
 """For so long a router that was lost is told."""
 QUIET, SOME_PER_S = 2, 0.1
 """Minutes without a request, after so many a second, are told."""
-IN_USE = 0.02
-"""A cache of which less is in use may hold no full block."""
 MIN_DECISIONS, MAX_DECISIONS = 50, 500
 HIT_RATE_GAP = 0.15
 NOT_PREDICTED = 0.1
@@ -162,7 +160,7 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         return
     yield _versions(control.workers.values())
     names = await names_of(redis, name, [w.info for w in live if w.info])
-    for check in of_workers(live, name, names, summary.unique_blocks):
+    for check in of_workers(live, name, names):
         yield check
     most = MAX_DECISIONS * len(live)
     yield predicted([one async for one in _first(decisions.read(redis, keyspace), most)], live)
@@ -172,11 +170,10 @@ def of_workers(
     live: list[WorkerStatus],
     namespace: str,
     names: Names,
-    unique_blocks: int | None = None,
 ) -> Iterator[Check]:
     """Checks of live workers, without a look at Redis.
 
-    names: those that they serve. unique_blocks: in the index; None: none were counted.
+    names: those that they serve.
     """
     infos = [w.info for w in live if w.info]
     yield from _alike(infos)
@@ -184,23 +181,15 @@ def of_workers(
     yield _adapters(infos)
     yield from of_transfers(infos)
     yield of_names(names, namespace, infos)
-    yield _all_of(
-        live,
+    ages = [(w.info.key, w.metrics_age_s) for w in live if w.info]
+    late = [f"{key}: {age:.0f} s ago" for key, age in ages if age is not None and age > FRESH_S]
+    late += [f"{key}: never" for key, age in ages if age is None]
+    yield Check(
         "metrics",
-        lambda w: w.metrics_age_s is None or w.metrics_age_s > FRESH_S,
-        lambda w: "never" if w.metrics_age_s is None else f"{w.metrics_age_s:.0f} s ago",
-        f"all published within {FRESH_S:g} s",
+        not late,
+        cut("; ".join(late)) or f"all published within {FRESH_S:g} s",
         "is Redis full, the agent overloaded, or have workers and routers different Redis servers?",
     )
-    if unique_blocks is not None:
-        yield _all_of(
-            live,
-            "blocks",
-            lambda w: w.cache_usage > IN_USE and not sum(w.blocks.values()),
-            lambda w: f"{w.cache_usage:.0%} of its cache in use, no block in the index",
-            f"{counted(unique_blocks, 'block')} in the index",
-            "are its KV events on? Check with --engine-url",
-        )
 
 
 def agents(away_s: Mapping[str, float | None]) -> Check:
@@ -364,19 +353,6 @@ def _adapters(infos: list[WorkerInfo]) -> Check:
 
 def _text(value: object) -> str:
     return ", ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _all_of(
-    workers: list[WorkerStatus],
-    about: str,
-    is_bad: Callable[[WorkerStatus], bool],
-    said: Callable[[WorkerStatus], str],
-    good: str,
-    remedy: str,
-) -> Check:
-    bad = [f"{w.info.key}: {said(w)}" for w in workers if w.info and is_bad(w)]
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    return Check(about, not bad, "; ".join(bad[:3]) + more if bad else good, remedy)
 
 
 def predicted(records: Iterable[DecisionSummary], workers: list[WorkerStatus]) -> Check:

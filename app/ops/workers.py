@@ -34,8 +34,8 @@ LATEST_MS = 1e15
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
-    its newest entry in the metrics stream, which gpu, cache_usage and hit_rate (0-1)
-    are of. away_s: for how long its agent has been away; None: it is not."""
+    its newest entry in the metrics stream, which gpu and hit_rate (0-1) are of. away_s: for how
+    long its agent has been away; None: it is not."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -48,7 +48,6 @@ class WorkerStatus:
     drains: bool = False
     away_s: float | None = None
     tainted: bool = False
-    cache_usage: float = 0.0
     hit_rate: float = 0.0
 
     @property
@@ -130,7 +129,6 @@ async def with_blocks(
                 drains=inc in draining,
                 away_s=None if since_ms is None else (control.now_ms - since_ms) / 1000,
                 tainted=inc in tainted,
-                cache_usage=measured.gpu_cache_usage_perc,
                 hit_rate=measured.gpu_prefix_cache_hit_rate,
             )
         )

@@ -138,7 +138,7 @@ async def test_an_agent_that_hears_nothing_any_more_is_approximate_until_it_does
                 return {trust for trust, _ in (await fleet.rungs()).values()}
 
             if not replays:
-                assert "nothing was heard" in await fleet.until("a", "approximate")
+                assert "nothing is heard" in await fleet.until("a", "approximate")
             await eventually(partial(trusts, *() if replays else (cleared,)), {"exact"}.__eq__)
 
             for engine in (a, b):

@@ -29,11 +29,13 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 
 @contextmanager
-def sglang(http_port: int, events_port: int, replay_port: int) -> Iterator[subprocess.Popen[str]]:
+def sglang(
+    http_port: int, events_port: int, replay_port: int, page: int = PAGE
+) -> Iterator[subprocess.Popen[str]]:
     if not VENV.exists():
         pytest.fail(f"there is no {VENV}: make test-sglang installs SGLang there")
     script = Path(__file__).with_name("sglang_engine.py")
-    numbers = map(str, (http_port, events_port, replay_port, PAGE, PAGES))
+    numbers = map(str, (http_port, events_port, replay_port, page, PAGES))
     with subprocess.Popen(
         [VENV / "bin" / "python", script, *numbers],
         env=os.environ | {"TORCH_EXTENSIONS_DIR": str(VENV / "torch_extensions")},
@@ -126,3 +128,20 @@ async def test_overlap_is_what_sglang_finds_after_evictions_resets_and_kills(
                 # One that is killed leaves a well engine in service; one that ends, does not.
                 left = ["e"] if number == signal.SIGKILL else []
                 await eventually(serving, lambda seen, left=left: seen == left, within_s=WAIT_S)
+
+
+async def test_pages_of_one_token_make_it_approximate(
+    one_redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    ports = [free_port() for _ in range(3)]
+    url, redis_url = f"http://127.0.0.1:{ports[0]}", one_redis_server.url
+    with sglang(*ports, page=1), agent(url, redis_url, tmp_path):
+        async with started_replica(redis_url) as router:
+
+            async def workers() -> list[dict[str, Any]]:
+                return list((await router.get("/v1/workers")).json()["workers"])
+
+            [worker] = await eventually(workers, within_s=WAIT_S)
+            assert worker["trust"] == "approximate"
+            assert "--page-size 16" in worker["trust_cause"]
+            assert worker["block_size"] == 16  # of the index, in which nothing of it is

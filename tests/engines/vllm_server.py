@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -40,15 +41,18 @@ ENVIRONMENT = {
 }
 
 
-def make_models(folder: Path) -> None:
+def make_models(folder: Path, config: Mapping[str, object] | None = None) -> None:
+    """config: of another model, without weights; None: of the one whose weights are made."""
     script = Path(__file__).with_name("make_model.py")
     subprocess.run([VENV / "bin" / "python", script, folder], check=True)
+    if config is not None:
+        (folder / "model" / "config.json").write_text(json.dumps(config))
 
 
 class VllmServer:
     """Serves the model in `folder`; started on construction. blocks: of its KV cache.
 
-    more: flags. environment: beside ours.
+    more: flags. environment: beside ours. usual: has prefix caching by a flag, and the adapter.
     """
 
     def __init__(
@@ -58,13 +62,15 @@ class VllmServer:
         blocks: int,
         more: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
+        *,
+        usual: bool = True,
     ) -> None:
         if not VENV.exists():
             pytest.fail(f"there is no {VENV}: make test-vllm installs vLLM there")
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder, self._blocks, self._more = folder, blocks, more
-        self._environment = environment
+        self._environment, self._usual = environment, usual
         self._log = folder / f"{name}.log"
         self.start()
 
@@ -87,10 +93,8 @@ class VllmServer:
                 str(BLOCK),
             ),
             *("--num-gpu-blocks-override", str(self._blocks)),
-            *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
-            *("--enable-lora", "--max-lora-rank", "8"),
-            *("--lora-modules", f"{ADAPTER}={self._folder / 'adapter'}"),
-            *("--kv-events-config", events),
+            *("--enable-prompt-tokens-details", "--kv-events-config", events),
+            *(self._usual_flags() if self._usual else ("--load-format", "dummy")),
             *self._more,
         ]
         with self._log.open("ab") as log:
@@ -101,6 +105,10 @@ class VllmServer:
                 stderr=log,
                 start_new_session=True,  # its engine is a process of its own
             )
+
+    def _usual_flags(self) -> Iterator[str]:
+        yield from ("--enable-prefix-caching", "--enable-lora", "--max-lora-rank", "8")
+        yield from ("--lora-modules", f"{ADAPTER}={self._folder / 'adapter'}")
 
     def wait(self) -> None:
         """Until it serves."""
@@ -138,13 +146,18 @@ class VllmServer:
 
 @contextmanager
 def vllm_servers(
-    folder: Path, *names: str, blocks: int, more: Sequence[str] = ()
+    folder: Path,
+    *names: str,
+    blocks: int,
+    more: Sequence[str] = (),
+    config: Mapping[str, object] | None = None,
 ) -> Iterator[list[VllmServer]]:
-    """That many servers, all of which serve."""
-    make_models(folder)
+    """That many servers, all of which serve. config: see make_models."""
+    make_models(folder, config)
     servers: list[VllmServer] = []
     try:
-        servers += [VllmServer(folder, name, blocks, more) for name in names]
+        for name in names:
+            servers.append(VllmServer(folder, name, blocks, more, usual=config is None))
         for server in servers:
             server.wait()
         yield servers
@@ -155,11 +168,17 @@ def vllm_servers(
 
 @asynccontextmanager
 async def behind_a_door(
-    redis_url: str, folder: Path, more: Sequence[str] = (), **settings: Any
+    redis_url: str,
+    folder: Path,
+    more: Sequence[str] = (),
+    config: Mapping[str, object] | None = None,
+    blocks: int = 2000,
+    **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
-    """Clients of a replica, and of the one vLLM that it routes to, as a."""
+    """Clients of a replica, and of the one vLLM that it routes to, as a. config: see
+    make_models."""
     with (
-        vllm_servers(folder, "a", blocks=2000, more=more) as [engine],
+        vllm_servers(folder, "a", blocks=blocks, more=more, config=config) as [engine],
         agent(engine.url, redis_url, folder / "memory", "a"),
     ):
         async with (

@@ -45,7 +45,6 @@ def worker(hit_rate: float) -> WorkerStatus:
         metrics_age_s=0.0,
         gpu=NO_READINGS,
         blocks={},
-        cache_usage=0.5,
         hit_rate=hit_rate,
     )
 

@@ -103,16 +103,11 @@ def _registered(url: str, facts: EngineFacts, keys: list[WorkerKey]) -> Check:
 
 def _capacity(url: str, facts: EngineFacts, own: Sequence[WorkerInfo]) -> Check:
     """Whether it has as much KV as its agent says, who may have been told by a flag."""
-    said = facts.capacity_tokens
-    taken = {info.kv_total_blocks * info.block_size for info in own}
-    differs = [tokens for tokens in taken if abs(tokens - said) > CAPACITY_GAP * said]
-    text = f"{said:,} tokens" if said else "not known"
-    return Check(
-        f"engine {url} capacity",
-        not differs if said else None,
-        f"{text}; its agent takes it for {differs[0]:,}" if said and differs else text,
-        "start its agent without --capacity-tokens",
-    )
+    said, taken = facts.capacity_tokens, [info.kv_total_blocks * info.block_size for info in own]
+    differs = any(abs(tokens - said) > CAPACITY_GAP * said for tokens in taken)
+    text = f"{said:,} tokens" + (f", and its agent says {max(taken):,}" if taken else "")
+    remedy = "start its agent without --capacity-tokens"
+    return Check(f"engine {url} capacity", not differs if said else None, text, remedy)
 
 
 def _as_by_agent(source: EventSource, addresses: Sequence[str], host: str) -> EventSource:

@@ -122,18 +122,16 @@ class Rank:
         if self.stream is None:
             return self._facts.rung
         events, replay = self._source.endpoint, self._source.replay
-        if not self.stream.is_current:
-            cause = f"nothing was heard from {events} yet: does the engine publish there?"
-            if replay is not None:
-                cause = f"{replay} has not told what was published: can the agent reach it?"
-            return Rung(Trust.APPROXIMATE, cause)
-        if self.silence.since_s is not None:
-            cause = f"it computes, and nothing is heard from {events}: does it publish there?"
-            return Rung(Trust.APPROXIMATE, cause)
-        if self.unknown_share:
+        if not self.stream.is_current and replay is not None:
+            cause = f"{replay} has not told what was published: can the agent reach it?"
+        elif not self.stream.is_current or self.silence.since_s is not None:
+            cause = f"nothing is heard from {events}: does the engine publish there?"
+        elif self.unknown_share:
             cause = "it may hold what was published before its agent came: it goes as it is evicted"
             return Rung(Trust.BOUND, cause)
-        return TOP
+        else:
+            return TOP
+        return Rung(Trust.APPROXIMATE, cause)
 
     async def run(self) -> None:
         """Raises what Agent.start and Agent.run raise."""

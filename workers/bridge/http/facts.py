@@ -53,15 +53,15 @@ class EngineFacts:
     kind: EngineKind
     version: str
     models: tuple[str, ...]
-    adapters: tuple[str, ...]
     max_model_len: int | None
     block_size: int
     capacity_tokens: int
     reuse_tokens: int
-    recomputed_tokens: int
     sources: tuple[EventSource, ...]
-    announces_copies: bool
-    started_s: float | None
+    adapters: tuple[str, ...] = ()
+    recomputed_tokens: int = 0
+    announces_copies: bool = False
+    started_s: float | None = None
     tokenizer: str = ""
     folders: tuple[tuple[str, str], ...] = ()
     lookahead_tokens: int = 0

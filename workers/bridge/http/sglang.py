@@ -67,10 +67,7 @@ async def sglang_facts(
         block_size=page_size,
         capacity_tokens=overrides.capacity_tokens or whole(info.get("max_total_num_tokens")) or 0,
         reuse_tokens=page_size,
-        recomputed_tokens=0,
         sources=sources,
-        announces_copies=False,
-        started_s=None,
         # Its radix tree then has pairs of tokens.
         lookahead_tokens=1 if info.get("speculative_algorithm") else 0,
         kv_dtype=_told(info, "kv_cache_dtype"),

@@ -80,7 +80,7 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         max_model_len=models.max_model_len,
         tokenizer=models.tokenizer,
         block_size=block_size,
-        capacity_tokens=overrides.capacity_tokens or _capacity(said),
+        capacity_tokens=overrides.capacity_tokens or _capacity(said, models.max_model_len or 0),
         pool_blocks=_number(said, "num_gpu_blocks") or 0,
         reuse_tokens=_number(said, "cache_hit_alignment_tokens") or block_size,
         recomputed_tokens=block_size if said.is_speculative and drops_block else 0,
@@ -141,12 +141,13 @@ def _check(said: _Said, size: int | None) -> None:
         raise NotExact("vLLM's blocks have one token each: start it with --block-size 16")
 
 
-def _capacity(said: _Said) -> int:
-    """Tokens of KV on each rank; 0 if it does not say."""
+def _capacity(said: _Said, max_model_len: int) -> int:
+    """Tokens of KV on each rank; 0 if it does not say, or has none: an encoder has one block."""
     # Older versions give the blocks of all ranks together.
     blocks, size = _number(said, "num_gpu_blocks"), _number(said, "block_size")
     tokens = blocks * size // len(said.ranks) if blocks and size else 0
-    return _number(said, "kv_cache_size_tokens") or tokens
+    tokens = _number(said, "kv_cache_size_tokens") or tokens
+    return tokens if tokens >= max_model_len else 0
 
 
 def _sources(
