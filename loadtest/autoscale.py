@@ -12,7 +12,7 @@ the share within the SLO that was predicted for one worker less to what then was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +23,6 @@ import click
 from app.core.roles import Role
 from app.options import FACTOR, Number
 from app.planner.rules.policies import POLICIES
-from app.planner.rules.pools import POOL_POLICIES
 from app.planner.rules.state import Rules
 from app.simulation.link import Link
 from app.simulation.profiles import PROFILES
@@ -46,9 +45,9 @@ FORMS = (*POLICIES, STATIC, CURVE)
 
 @dataclass(frozen=True, slots=True)
 class ScalingVariant:
-    """`threshold:X`, `waiting:X` and `ongoing:X` have X times the usual thresholds; `slo:X` keeps
-    the SLO for a share of X; `static:X` has X workers; `curve:X` has X on average,
-    as many as the day's curve without its bursts says."""
+    """`threshold:X` has X times the usual thresholds; `slo:X` keeps the SLO for a share of X;
+    `static:X` has X workers; `curve:X` has X on average, as many as the day's curve without its
+    bursts says."""
 
     text: str
 
@@ -68,11 +67,7 @@ class ScalingVariant:
             return rules
         if self.name == "slo":
             return replace(rules, slo=replace(rules.slo, target=x))
-        scaled = (
-            *("prefill_queue_up", "prefill_queue_down", "kv_load_up", "kv_load_down"),
-            "waiting_per_worker",
-            "ongoing_per_worker",
-        )
+        scaled = ("prefill_queue_up", "prefill_queue_down", "kv_load_up", "kv_load_down")
         return replace(rules, **{name: x * getattr(rules, name) for name in scaled})
 
 
@@ -130,7 +125,8 @@ def rows(
     trace = read(trace_file)
     setting = Setting(num_workers=num_workers, profiles=(PROFILES[profile],))
     if roles:
-        _check_roles(variants)
+        if any(variant.name == CURVE for variant in variants):
+            raise click.UsageError(f"--roles: {CURVE} knows none")
         link = Link(link_gbit * 1e9 / 8)
         setting = replace(setting, num_workers=len(roles), roles=roles, link=link)
 
@@ -158,13 +154,6 @@ def rows(
     }
 
 
-def _check_roles(variants: Sequence[ScalingVariant]) -> None:
-    known = (*POOL_POLICIES, STATIC)
-    for variant in variants:
-        if variant.name not in known:
-            raise click.UsageError(f"--roles: {variant.text} knows none; use {', '.join(known)}")
-
-
 class _PolicyName(click.ParamType[str]):
     name = "policy"
 
@@ -189,10 +178,9 @@ main = experiment(
     trace_option,
     option(
         "--policy policies",
-        ("static:4", "static:6", "static:8", "threshold", "waiting", "slo"),
-        "Rule for the size. threshold:X, waiting:X and ongoing:X have X times the usual "
-        "thresholds, slo:X aims at a share of X within the SLO, static:X has X workers, curve:X "
-        "that many on average.",
+        ("static:4", "static:6", "static:8", "threshold", "slo"),
+        "Rule for the size. threshold:X has X times the usual thresholds, slo:X aims at a share of "
+        "X within the SLO, static:X has X workers, curve:X that many on average.",
         _PolicyName(),
         several=True,
     ),

@@ -11,17 +11,15 @@ import numpy as np
 from app.core.chains import positions
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Speed
-from app.planner.predict import pool_predictor
+from app.planner.predict import predictor
 from app.planner.rules.forecast import growth
 from app.planner.rules.policies import propose
-from app.planner.rules.pools import propose_pools
 from app.planner.rules.replay import Replay, recorded_request
 from app.planner.rules.state import (
     FleetState,
     Latencies,
     PastRequest,
     Phase,
-    Prediction,
     Proposal,
     Reason,
     Rules,
@@ -183,7 +181,6 @@ class Scaled:
 
     def _propose(self, now_s: float) -> None:
         scaling, state = self._scaling, self._state(now_s)
-        leaves = VICTIMS[scaling.victim](state, self._rng) if state.those(Phase.LIVE) else ""
         if scaling.sizes is None:
             replay = Replay(
                 state,
@@ -194,21 +191,13 @@ class Scaled:
                 growth=growth(state, scaling.rules),
             )
 
-            def predict(size: int) -> Prediction:
-                return replay.predict(size, leaves if size < state.size else None)
-
-            if state.has_roles:
-                proposal = propose_pools(
-                    scaling.policy,
-                    state,
-                    scaling.rules,
-                    pool_predictor(replay, state),
-                    victim=lambda pool: VICTIMS[scaling.victim](pool, self._rng),
-                )
-            else:
-                proposal = propose(
-                    scaling.policy, state, scaling.rules, predict, victim=lambda _: leaves
-                )
+            proposal = propose(
+                scaling.policy,
+                state,
+                scaling.rules,
+                predictor(replay, state),
+                victim=lambda pool: VICTIMS[scaling.victim](pool, self._rng),
+            )
         else:
             desired = max(scaling.sizes(now_s), state.size - 1)
             proposal = Proposal(
@@ -217,7 +206,7 @@ class Scaled:
                 state.size,
                 desired,
                 Reason.SCHEDULED,
-                leaves if desired < state.size else None,
+                VICTIMS[scaling.victim](state, self._rng) if desired < state.size else None,
             )
         self._played.proposals.append(proposal)
         self._carry_out(proposal, now_s)

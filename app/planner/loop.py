@@ -19,10 +19,9 @@ from app.planner.connectors.base import Advise, Connector, ConnectorError
 from app.planner.lease import Lease
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
-from app.planner.predict import pool_predictor, predictor, replay_of
+from app.planner.predict import predictor, replay_of
 from app.planner.rules.forecast import growth
 from app.planner.rules.policies import propose
-from app.planner.rules.pools import propose_pools
 from app.planner.rules.replay import ReplayTooLong
 from app.planner.rules.state import FleetState, Pools, Proposal, Reason, Rules, Slo
 from app.planner.rules.victims import least_valued
@@ -173,7 +172,8 @@ class Planner:
         )
         may_sleep = bool(changing.models) and not observer.is_new
         waits = observer.somebody_waits
-        state = replace(state, somebody_waits=waits, may_sleep=may_sleep)
+        roles = self._settings.roles
+        state = replace(state, somebody_waits=waits, may_sleep=may_sleep, wants_roles=roles)
         proposal = await self._lease.hold(asyncio.to_thread(self._proposed, state))
         observer.forget_samples()
         since_s = proposal.at_s - REMEMBERED_S
@@ -229,7 +229,6 @@ class Planner:
 
     def _proposed_by(self, state: FleetState, end_s: float) -> Proposal:
         settings = self._settings
-        name = settings.scaling_policy
         rules = replace(self._rules, window_requests=self._window_requests)
         replay = replay_of(
             self._observer,
@@ -239,9 +238,8 @@ class Planner:
             is_over=lambda: time.monotonic() > end_s,
             grows=growth(state, rules),
         )
-        if settings.roles or state.has_roles:
-            return propose_pools(name, state, rules, pool_predictor(replay, state), least_valued)
-        return propose(name, state, rules, predictor(replay, state), least_valued)
+        predict = predictor(replay, state)
+        return propose(settings.scaling_policy, state, rules, predict, least_valued)
 
     async def _follow_changes(self) -> None:
         """See what became of what was ordered."""

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from app.core.keys import Keyspace
 from app.core.roles import Role
 from app.planner.observe import Observer, mean_speed
 from app.planner.rules.policies import Predict
-from app.planner.rules.pools import PredictPools
 from app.planner.rules.replay import Replay
-from app.planner.rules.state import FleetState, Phase, Pools, Prediction, Rules
+from app.planner.rules.state import FleetState, Pools, Prediction, Rules
 from app.planner.rules.victims import least_valued
 from app.router.fleet import Fleet
 from app.simulation.link import Link
@@ -49,34 +49,22 @@ def replay_of(
 
 
 def predictor(replay: Replay, state: FleetState) -> Predict:
-    """For a fleet without roles."""
-    leaves = least_valued(state) if state.those(Phase.LIVE) else None
-
-    def predict(size: int) -> Prediction:
-        return replay.predict(size, leaves if size < state.size else None)
-
-    return predict
-
-
-def pool_predictor(replay: Replay, state: FleetState) -> PredictPools:
-    """For one with roles."""
     live = {role: state.live_in(role) for role in (Role.PREFILL, Role.DECODE)}
     leaves = {
         role: least_valued(replace(state, workers=workers))
         for role, workers in live.items()
         if workers
     }
-
-    def predict(pools: Pools) -> Prediction:
-        return replay.predict_pools(pools, leaves)
-
-    return predict
+    return partial(replay.predict, victims=leaves)
 
 
 async def whatif(
     redis: RedisClient, keyspace: Keyspace, sizes: list[int], policy: str
 ) -> list[Prediction]:
-    """For fleets of `sizes`, by the decisions of late. Raises RedisUnavailable."""
+    """For fleets of `sizes`, in which as many prefill as now, by the decisions of late.
+
+    Raises RedisUnavailable.
+    """
     fleet = Fleet(redis, keyspace, TIMEOUT_S)
     observer = Observer(fleet, redis, ScriptRunner(redis, TIMEOUT_S), keyspace)
     following = asyncio.create_task(fleet.measurements.follow())
@@ -94,4 +82,10 @@ async def whatif(
     rules = Rules()
     state = await observer.state(rules)
     predict = predictor(replay_of(observer, state, rules, policy), state)
-    return [await asyncio.to_thread(predict, size) for size in sizes]
+    prefill = state.pools.prefill
+    return [
+        await asyncio.to_thread(
+            predict, Pools(min(prefill, size - 1), size - min(prefill, size - 1))
+        )
+        for size in sizes
+    ]

@@ -16,7 +16,6 @@ def test_the_number_after_a_policy_is_what_it_is_set_to() -> None:
     usual = Rules()
     scaled = ScalingVariant("threshold:0.5").rules(usual)
     assert (scaled.prefill_queue_up, scaled.kv_load_down) == (0.25, 0.25)
-    assert ScalingVariant("waiting:2").rules(usual).waiting_per_worker == 10.0
     assert ScalingVariant("slo:0.9").rules(usual).slo.target == 0.9
     assert ScalingVariant("slo").rules(usual) == usual
 
@@ -65,7 +64,7 @@ def test_a_curve_gives_every_choice_of_victims_the_same_sizes(tmp_path: Path) ->
     assert newest["changes"] > 0
 
 
-def test_only_policies_that_know_roles_take_them() -> None:
-    refused = CliRunner().invoke(main, ["--roles", "1p1d", "--policy", "waiting"])
+def test_a_curve_knows_no_roles() -> None:
+    refused = CliRunner().invoke(main, ["--roles", "1p1d", "--policy", "curve:2"])
     assert refused.exit_code == 2
-    assert "--roles: waiting knows none; use slo, threshold, static" in refused.output
+    assert "--roles: curve knows none" in refused.output

@@ -215,7 +215,7 @@ async def test_a_worker_makes_room_for_one_of_the_other_role(
         reason = Reason.OTHER_ROLE
         return Proposal(state.now_s, name, now.size, 2, reason, victim, {}, (), now, wanted)
 
-    monkeypatch.setattr(loop, "propose_pools", swap)
+    monkeypatch.setattr(loop, "propose", swap)
     async with planning(one_redis_server.url, agents, SETTINGS):
         await eventually(lambda: workers(redis), lambda seen: len(seen) == 2 and leaves not in seen)
     assert agents.orders == [f"remove {leaves} prefill", "add 1 decode"]
@@ -251,19 +251,6 @@ async def test_a_model_that_sleeps_stays_known_and_wakes_when_somebody_waits(
 async def incarnations(redis: Redis) -> list[tuple[str, Incarnation]]:
     found: Any = await redis.hgetall(KEYS["current"])
     return [(key.decode().partition(":")[0], Incarnation(int(inc))) for key, inc in found.items()]
-
-
-async def test_a_policy_that_knows_no_roles_proposes_nothing_and_says_so(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
-) -> None:
-    settings = replace(SETTINGS, roles=True, scaling_policy="ongoing")
-    async with planning(one_redis_server.url, agents, settings) as one:
-
-        async def problem() -> str:
-            return one.problem
-
-        await eventually(problem, lambda text: "ongoing knows no roles" in text)
-    assert agents.orders == []
 
 
 def wish_for(request_id: str, inc: Incarnation) -> Wish:

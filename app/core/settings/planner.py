@@ -27,8 +27,6 @@ class ScalingPolicy(StrEnum):
 
     SLO = "slo"
     THRESHOLD = "threshold"
-    WAITING = "waiting"
-    ONGOING = "ongoing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class PlannerSettings(CommonSettings):
     roles: bool = setting(
         False,
         "Have one pool of workers prefill and another decode, each of at least one; unset: only if "
-        "some workers have these roles. Needs --scaling-policy slo or threshold.",
+        "some workers have these roles.",
         bool,
     )
     interval_s: float = setting(30.0, "Seconds between proposals.", POSITIVE_SECONDS)

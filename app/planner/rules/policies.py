@@ -1,17 +1,20 @@
-"""Policies: how large a fleet should be. Each is a pure function of what is known of it."""
+"""Policies: how large a fleet should be. Each is a pure function of what is known of it.
+
+Workers that only prefill are one pool, all others another; without roles there is that one alone.
+Pools share one budget, each keeps a worker, and one worker leaves at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from math import ceil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Generic, TypeVar
 
+from app.core.roles import Role
 from app.core.settings.planner import ScalingPolicy
 from app.core.worker_report import DEFAULT_SPEED
 from app.planner.rules.forecast import growth
-from app.planner.rules.sleep import reason_to_sleep, rules_of_serving
+from app.planner.rules.sleep import reason_to_sleep
 from app.planner.rules.state import (
     FleetState,
     Phase,
@@ -26,28 +29,27 @@ from app.planner.rules.state import (
 )
 from app.planner.rules.victims import least_loss_s
 
-Predict = Callable[[int], Prediction]
-"""What a fleet of this size would have made of the recorded decisions. One less is one without
-the worker that would leave."""
+Predict = Callable[[Pools], Prediction]
+"""What such pools would have made of the recorded decisions. With one worker less, a pool is
+without the one that would leave."""
 AIM_GAIN = 2.0
 AIM_ROOM = 0.4
+LEAST_GAIN = 0.01
+"""By so much of all requests a change of role must help where it does not reach the SLO."""
 Victim = Callable[[FleetState], str]
 
 
-Size = TypeVar("Size", int, Pools)
-
-
 @dataclass(frozen=True, slots=True)
-class Advice(Generic[Size]):
-    """What a policy wants, within the rules or not: so many workers, or so many in each pool."""
+class Advice:
+    """What a policy wants: so many workers in each pool."""
 
-    desired: Size
+    desired: Pools
     reason: Reason
     inputs: Mapping[str, float] = field(default_factory=dict)
-    candidates: tuple[Prediction, ...] = ()
+    candidates: Sequence[Prediction] = ()
 
 
-Policy = Callable[[FleetState, Rules, Predict], Advice[int]]
+Policy = Callable[[FleetState, Rules, Predict], Advice]
 
 
 def propose(
@@ -55,61 +57,47 @@ def propose(
 ) -> Proposal:
     """What the policy `name`, a key of POLICIES, proposes within the rules.
 
-    At most one worker leaves at a time.
+    Where one worker leaves and another starts in the other pool, the first makes room for the
+    second.
     """
-    if (sleeps := reason_to_sleep(state, rules)) is not None:
-        wish = Advice(max(0, state.size - 1), sleeps)
-    else:
-        rules = rules_of_serving(rules)
-        wish = _bounded(_wish(name, state, rules, predict), state, rules)
-    desired = max(wish.desired, state.size - 1)
+    wish, now = _wish(name, state, rules, predict), state.pools
+    leaving: list[WorkerState] = []
+    if wish.desired.prefill < now.prefill:
+        leaving = state.live_in(Role.PREFILL)
+    elif wish.desired.decode < now.decode:
+        leaving = state.live_in(Role.DECODE)
     return Proposal(
         at_s=state.now_s,
         policy=name,
-        size=state.size,
-        desired=desired,
+        size=now.size,
+        desired=wish.desired.size,
         reason=wish.reason,
-        victim=victim(state) if desired < state.size and state.those(Phase.LIVE) else None,
+        victim=victim(replace(state, workers=leaving)) if leaving else None,
         inputs=wish.inputs,
-        candidates=wish.candidates,
+        candidates=tuple(wish.candidates),
+        pools=now if state.has_roles else None,
+        desired_pools=wish.desired if state.has_roles else None,
     )
 
 
-def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Advice[int]:
-    size = state.size
-    if size < rules.min_workers:
-        return Advice(rules.min_workers, below_minimum(state))
-    if size > rules.max_workers:
-        return Advice(rules.max_workers, Reason.OVER_BUDGET)
-    if (reason := held_by(state)) is not None:
-        return Advice(size, reason)
-    return POLICIES[name](state, rules, predict)
-
-
-def below_minimum(state: FleetState) -> Reason:
-    return Reason.WOKEN if state.somebody_waits and not state.size else Reason.BELOW_MINIMUM
-
-
-def held_by(state: FleetState) -> Reason | None:
-    """Why no policy is asked; None: one is."""
+def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Advice:
+    now = state.pools
+    if (sleeps := reason_to_sleep(state, rules)) is not None:
+        fewer = now.but(prefill=-1) if now.prefill else now.but(decode=-min(1, now.decode))
+        return Advice(fewer, sleeps)
+    least = Pools(max(int(state.has_roles), now.prefill), max(1, now.decode))
+    least = least.but(decode=max(0, rules.min_workers - least.size))
+    if least != now:
+        woken = state.somebody_waits and not now.size
+        return Advice(least, Reason.WOKEN if woken else Reason.BELOW_MINIMUM)
+    if now.size > max(1 + state.has_roles, rules.max_workers):
+        fewer = now.but(prefill=-1) if now.prefill > now.decode else now.but(decode=-1)
+        return Advice(fewer, Reason.OVER_BUDGET)
     if any(worker.load is None for worker in state.those(Phase.LIVE)):
-        return Reason.NO_METRICS
-    if state.proposals and state.size not in (
-        state.proposals[-1].size,
-        state.proposals[-1].desired,
-    ):
-        return Reason.FLEET_CHANGED
-    return None
-
-
-def _bounded(wish: Advice[int], state: FleetState, rules: Rules) -> Advice[int]:
-    if wish.desired > rules.max_workers:
-        reason = wish.reason if state.size < rules.max_workers else Reason.AT_BUDGET
-        return Advice(rules.max_workers, reason, wish.inputs, wish.candidates)
-    if wish.desired < rules.min_workers:
-        reason = wish.reason if state.size > rules.min_workers else Reason.AT_MINIMUM
-        return Advice(rules.min_workers, reason, wish.inputs, wish.candidates)
-    return wish
+        return Advice(now, Reason.NO_METRICS)
+    if state.proposals and now not in (state.proposals[-1].before, state.proposals[-1].after):
+        return Advice(now, Reason.FLEET_CHANGED)
+    return POLICIES[name](state, rules, predict)
 
 
 def _loads(workers: Iterable[WorkerState]) -> Iterator[WorkerLoad]:
@@ -134,96 +122,125 @@ def in_grace(workers: Iterable[WorkerState], state: FleetState, rules: Rules) ->
     return any(w.since_s > since_s for w in workers if w.phase is Phase.LIVE)
 
 
-def threshold(state: FleetState, rules: Rules, _: Predict) -> Advice[int]:
-    """One more if the queue of prefills per worker or the KV load is high, one less if both are
-    low; nothing while a change is under way.
+def _one_more(pools: Pools, state: FleetState) -> list[Pools]:
+    more = [pools.but(prefill=1), pools.but(decode=1)]
+    return more if state.has_roles else more[1:]
 
-    After NVIDIA Dynamo 0.2, docs/architecture/load_planner.md. There, workers that prefill and
-    workers that decode are two pools, each with its own signal, as in app.planner.rules.pools; here
-    every worker does both.
+
+def _fewer(pools: Pools, state: FleetState, rules: Rules, by: int = 1) -> list[Pools]:
+    """So many fewer in either pool, as far as each keeps a worker."""
+    if pools.size - by < rules.min_workers:
+        return []
+    fewer = (pools.but(prefill=-by), pools.but(decode=-by))
+    return [one for one in fewer if one.prefill >= state.has_roles and one.decode > 0]
+
+
+def _other_roles(pools: Pools) -> list[Pools]:
+    moves = (pools.but(prefill=-1, decode=1), pools.but(prefill=1, decode=-1))
+    return [one for one in moves if pools.prefill and one.prefill and one.decode]
+
+
+def threshold(state: FleetState, rules: Rules, _: Predict) -> Advice:
+    """One more where the queue of prefills for each worker or the KV load is high, one less where
+    they are low; nothing while a change is under way.
+
+    With roles, the queue is that of the workers that prefill, and the KV load that of those that
+    decode. If both are high, one that decodes is added: who waits for KV there cannot be helped by
+    prefills. Without budget the pool that has too many makes room. After NVIDIA Dynamo 0.2,
+    docs/architecture/load_planner.md.
     """
-    live = state.those(Phase.LIVE)
-    queue, kv = prefill_queue(live), kv_load(live, rules)
+    now, decoding = state.pools, state.live_in(Role.DECODE)
+    prefilling = state.live_in(Role.PREFILL) if state.has_roles else decoding
+    queue, kv = prefill_queue(prefilling), kv_load(decoding, rules)
     inputs = {"prefill_queue": queue, "kv_load": kv}
-    size = state.size
     if state.is_changing:
-        return Advice(size, Reason.CHANGE_UNDER_WAY, inputs)
-    if queue < rules.prefill_queue_down and kv < rules.kv_load_down:
-        if in_grace(state.workers, state, rules):
-            return Advice(size, Reason.GRACE, inputs)
-        return Advice(size - 1, Reason.LOW_LOAD, inputs)
-    if queue > rules.prefill_queue_up:
-        return Advice(size + 1, Reason.PREFILL_QUEUE, inputs)
-    if kv > rules.kv_load_up:
-        return Advice(size + 1, Reason.KV_LOAD, inputs)
-    return Advice(size, Reason.ENOUGH, inputs)
+        return Advice(now, Reason.CHANGE_UNDER_WAY, inputs)
+    more = _one_more(now, state)
+    is_short = kv > rules.kv_load_up or queue > rules.prefill_queue_up
+    if is_short and now.size < rules.max_workers:
+        if kv > rules.kv_load_up:
+            return Advice(more[-1], Reason.KV_LOAD, inputs)
+        return Advice(more[0], Reason.PREFILL_QUEUE, inputs)
+    is_queue_low, is_kv_low = queue < rules.prefill_queue_down, kv < rules.kv_load_down
+    if not state.has_roles:
+        is_queue_low = is_kv_low = is_queue_low and is_kv_low
+    fewer = _fewer(now, state, rules)
+    spare = [one for one in fewer if (is_queue_low if one.prefill < now.prefill else is_kv_low)]
+    for one in spare:
+        workers = prefilling if one.prefill < now.prefill else decoding
+        if not in_grace(workers, state, rules):
+            return Advice(one, Reason.LOW_LOAD, inputs)
+    if is_short:
+        return Advice(now, Reason.AT_BUDGET, inputs)
+    if spare:
+        return Advice(now, Reason.GRACE, inputs)
+    is_least = is_queue_low and is_kv_low and not fewer
+    return Advice(now, Reason.AT_MINIMUM if is_least else Reason.ENOUGH, inputs)
 
 
-def waiting(state: FleetState, rules: Rules, _: Predict) -> Advice[int]:
-    """A worker for every five waiting requests; down only to what the cool-down has needed.
-
-    After the KEDA examples of vLLM's production stack, which scale on num_requests_waiting.
-    """
-    total = sum(load.waiting for load in _loads(state.those(Phase.LIVE)))
-    needed = ceil(total / rules.waiting_per_worker)
-    return _needed(state, needed, {"waiting": total}, Reason.WAITING, rules.cool_down_s)
-
-
-def ongoing(state: FleetState, rules: Rules, _: Predict) -> Advice[int]:
-    """A worker for so many requests in flight; down only to what ten minutes have needed.
-
-    After Ray Serve's autoscaling: target_ongoing_requests, downscale_delay_s.
-    """
-    total = sum(load.requests for load in _loads(state.those(Phase.LIVE)))
-    needed = ceil(total / rules.ongoing_per_worker)
-    return _needed(state, needed, {"ongoing": total}, Reason.ONGOING, rules.ongoing_delay_s)
-
-
-def _needed(
-    state: FleetState, needed: int, inputs: dict[str, float], reason: Reason, cool_down_s: float
-) -> Advice[int]:
-    """Up at once, down to the most that was needed within the cool-down."""
-    since_s = state.now_s - cool_down_s
-    lately = [int(p.inputs.get("needed", 0)) for p in state.proposals if p.at_s > since_s]
-    inputs = inputs | {"needed": float(needed)}
-    if needed >= state.size:
-        return Advice(needed, reason if needed > state.size else Reason.ENOUGH, inputs)
-    if state.is_changing:
-        return Advice(state.size, Reason.CHANGE_UNDER_WAY, inputs)
-    if not lately or max(lately) >= state.size or state.proposals[0].at_s > since_s:
-        return Advice(state.size, Reason.COOL_DOWN, inputs)
-    return Advice(max(needed, *lately), reason, inputs)
-
-
-def slo(state: FleetState, rules: Rules, predict: Predict) -> Advice[int]:
+def slo(state: FleetState, rules: Rules, predict: Predict) -> Advice:
     """The smallest fleet that would have kept the SLO over the recorded decisions.
 
-    Up at once, by up to two workers; down to what was needed at every proposal for as many seconds
-    as it costs of a worker's time to take a step back: a start, and what the cache of the one that
-    leaves is worth. When it will be needed again is not known. Who keeps it until it has cost as
-    much as its return would pays at most twice what who knew would pay: the ski rental problem.
+    If that is missed, a change of role that keeps it costs least. Else up at once, by up to two
+    workers, where they help most. Down, where that costs least, to what was needed at every
+    proposal for as many seconds as it costs of a worker's time to take a step back: a start, and
+    what the cache of the one that leaves is worth. When it will be needed again is not known. Who
+    keeps it until it has cost as much as its return would pays at most twice what who knew would
+    pay: the ski rental problem.
     """
-    size = state.size
-    now = predict(size)
-    inputs = judged(state, rules, now)
-    target = inputs["aim"]
-    if now.attainment < target:
-        more = predict(size + 1)
-        candidates: tuple[Prediction, ...] = (now, more)
-        if more.attainment < target:
-            candidates += (predict(size + 2),)
-        inputs["needed"] = float(candidates[-1].size)
-        return Advice(candidates[-1].size, Reason.SLO_MISSED, inputs, candidates)
-    if size <= rules.min_workers:
-        return Advice(size, Reason.AT_MINIMUM, inputs, (now,))
-    fewer = _fewer(size, rules, predict, target)
-    needed = next((p.size for p in reversed(fewer) if p.attainment >= target), size)
-    inputs["needed"], inputs["change_s"] = float(needed), change_s(state, rules)
-    desired, reason = kept(state, rules, needed, inputs["change_s"])
-    return Advice(desired, reason, inputs, (*reversed(fewer), now))
+    now = predict(state.pools)
+    inputs = _judged(state, rules, now)
+    if now.attainment < inputs["aim"]:
+        return _better(state, rules, predict, now, inputs)
+    candidates, enough = [now], [now]
+    # One worker less, two less, four less, until that would have been too few.
+    while fewer := _fewer(enough[-1].fleet, state, rules, by=max(1, state.size - enough[-1].size)):
+        predicted = [predict(one) for one in fewer]
+        candidates = [*predicted, *candidates]
+        if _best(predicted).attainment < inputs["aim"]:
+            break
+        enough.append(_best(predicted))
+    inputs["needed"] = float(enough[-1].size)
+    inputs["change_s"] = min(state.startup_s + least_loss_s(state), rules.longest_kept_s)
+    if len(candidates) == 1:
+        return Advice(state.pools, Reason.AT_MINIMUM, inputs, candidates)
+    if (reason := _kept_by(state, rules, inputs)) is not None:
+        return Advice(state.pools, reason, inputs, candidates)
+    return Advice(enough[1].fleet, Reason.SLO_MET_BY_FEWER, inputs, candidates)
 
 
-def judged(state: FleetState, rules: Rules, now: Prediction) -> dict[str, float]:
+def _better(
+    state: FleetState,
+    rules: Rules,
+    predict: Predict,
+    now: Prediction,
+    inputs: dict[str, float],
+) -> Advice:
+    """For a fleet that misses the SLO."""
+    aim, inputs["needed"] = inputs["aim"], float(state.size)
+    candidates, moved = [now], None
+    if not state.is_changing and not in_grace(state.workers, state, rules):
+        candidates += [predict(one) for one in _other_roles(state.pools)]
+        moved = _best(candidates[1:]) if candidates[1:] else None
+    if moved is not None and moved.attainment >= aim:
+        return Advice(moved.fleet, Reason.OTHER_ROLE, inputs, candidates)
+    best = now
+    while best.size < min(state.size + 2, rules.max_workers) and best.attainment < aim:
+        more = [predict(one) for one in _one_more(best.fleet, state)]
+        candidates, best = [*candidates, *more], _best(more)
+    if best is not now:
+        inputs["needed"] = float(best.size)
+        return Advice(best.fleet, Reason.SLO_MISSED, inputs, candidates)
+    if moved is not None and moved.attainment >= now.attainment + LEAST_GAIN:
+        return Advice(moved.fleet, Reason.OTHER_ROLE, inputs, candidates)
+    return Advice(state.pools, Reason.AT_BUDGET, inputs, candidates)
+
+
+def _best(predictions: Sequence[Prediction]) -> Prediction:
+    return min(predictions, key=lambda one: (-one.attainment, one.ttft_p99_s))
+
+
+def _judged(state: FleetState, rules: Rules, now: Prediction) -> dict[str, float]:
     """What is known of the SLO. now: of the fleet as it is. `aim`: the share that predictions are
     to reach."""
     known, share = attained(state, rules.slo, state.now_s - rules.attained_s)
@@ -237,41 +254,18 @@ def judged(state: FleetState, rules: Rules, now: Prediction) -> dict[str, float]
     }
 
 
-def change_s(state: FleetState, rules: Rules) -> float:
-    """Seconds of a worker that it costs to take a step down back."""
-    return min(state.startup_s + least_loss_s(state), rules.longest_kept_s)
-
-
-def _fewer(size: int, rules: Rules, predict: Predict, target: float) -> list[Prediction]:
-    """For one worker less, two less, four less ..., until that would have been too few."""
-    predictions: list[Prediction] = []
-    less = 1
-    while size - less >= rules.min_workers and (
-        not predictions or predictions[-1].attainment >= target
-    ):
-        predictions.append(predict(size - less))
-        less *= 2
-    return predictions
-
-
-def kept(state: FleetState, rules: Rules, needed: int, cool_down_s: float) -> tuple[int, Reason]:
-    """The size to shrink to: the most that was needed in the last `cool_down_s`."""
-    size, since_s = state.size, state.now_s - cool_down_s
-    if needed >= size:
-        return size, Reason.ENOUGH
+def _kept_by(state: FleetState, rules: Rules, inputs: Mapping[str, float]) -> Reason | None:
+    """Why none leaves; None: in the last `change_s` fewer than there are were needed."""
+    since_s = state.now_s - inputs["change_s"]
+    if inputs["needed"] >= state.size:
+        return Reason.ENOUGH
     if state.is_changing:
-        return size, Reason.CHANGE_UNDER_WAY
+        return Reason.CHANGE_UNDER_WAY
     if in_grace(state.workers, state, rules):
-        return size, Reason.GRACE
-    lately = [
-        int(p.inputs["needed"])
-        for p in state.proposals
-        if p.at_s > since_s and "needed" in p.inputs
-    ]
-    most = max(needed, *lately) if lately else needed
-    if not state.proposals or state.proposals[0].at_s > since_s or most >= size:
-        return size, Reason.COOL_DOWN
-    return most, Reason.SLO_MET_BY_FEWER
+        return Reason.GRACE
+    lately = [p.inputs.get("needed", 0.0) for p in state.proposals if p.at_s > since_s]
+    is_new = len(lately) == len(state.proposals)
+    return Reason.COOL_DOWN if is_new or max([0.0, *lately]) >= state.size else None
 
 
 def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
@@ -293,9 +287,4 @@ def _aim(target: float, share: float) -> float:
     return target + min(AIM_GAIN * max(0.0, target - share), AIM_ROOM * (1.0 - target))
 
 
-POLICIES: Mapping[str, Policy] = {
-    ScalingPolicy.SLO: slo,
-    ScalingPolicy.THRESHOLD: threshold,
-    ScalingPolicy.WAITING: waiting,
-    ScalingPolicy.ONGOING: ongoing,
-}
+POLICIES: Mapping[str, Policy] = {ScalingPolicy.SLO: slo, ScalingPolicy.THRESHOLD: threshold}

@@ -27,6 +27,7 @@ from app.planner.rules.state import (
     Rules,
     Slo,
     WorkerState,
+    pool_of,
 )
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
@@ -72,6 +73,7 @@ class Replay:
         self._rules, self._policy = rules, policy
         self._setting = replace(setting, block_size=state.block_size)
         self._speed, self._is_over, self._growth = speed, is_over, growth
+        self._has_roles = state.has_roles
         self._workers = [w for w in state.workers if w.phase is not Phase.DRAINING]
         self._usual = next((w.profile for w in self._workers if w.profile), USUAL)
         recent = state.recent
@@ -86,21 +88,18 @@ class Replay:
         lead_s = min(rules.lead_s, (state.now_s - begin_s) / 2)
         self._judged_s = self._at_s(begin_s + lead_s)
 
-    def predict(self, size: int, victim: str | None = None) -> Prediction:
-        """victim: the worker that a smaller fleet would be without. Of no workers, nothing is
-        known. Raises ReplayTooLong."""
-        if not size:
-            return Prediction(size, 0, 1.0, 0.0, 0.0)
-        return self._play(self._crew(self._workers, size, victim, Role.BOTH))
-
-    def predict_pools(self, pools: Pools, victims: Mapping[Role, str]) -> Prediction:
-        """As `predict`; victims: the worker that each smaller pool would be without."""
+    def predict(self, pools: Pools, victims: Mapping[Role, str]) -> Prediction:
+        """victims: the worker that each pool would be without if it was smaller. Of no workers,
+        nothing is known. Raises ReplayTooLong."""
+        if not pools.size:
+            return Prediction(0, 0, 1.0, 0.0, 0.0)
         crew: list[WorkerState] = []
-        for role, size in ((Role.PREFILL, pools.prefill), (Role.DECODE, pools.decode)):
-            members = [worker for worker in self._workers if worker.pool is role]
-            victim = victims.get(role) if size < len(members) else None
+        decode = Role.DECODE if self._has_roles else Role.BOTH
+        for role, size in ((Role.PREFILL, pools.prefill), (decode, pools.decode)):
+            members = [worker for worker in self._workers if worker.pool is pool_of(role)]
+            victim = victims.get(pool_of(role)) if size < len(members) else None
             crew += self._crew(members, size, victim, role)
-        return replace(self._play(crew), pools=pools)
+        return replace(self._play(crew), pools=pools if self._has_roles else None)
 
     def _crew(
         self, workers: Sequence[WorkerState], size: int, victim: str | None, role: Role

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from app.planner.rules.state import FleetState, Phase, Reason, Rules
-
-
-def rules_of_serving(rules: Rules) -> Rules:
-    """The rules of a fleet that is to have workers: of them the last one never leaves by load."""
-    return replace(rules, min_workers=max(1, rules.min_workers))
 
 
 def reason_to_sleep(state: FleetState, rules: Rules) -> Reason | None:

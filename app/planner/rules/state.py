@@ -39,8 +39,6 @@ class Reason(StrEnum):
     PREFILL_QUEUE = "prefill_queue"
     KV_LOAD = "kv_load"
     LOW_LOAD = "low_load"
-    WAITING = "waiting"
-    ONGOING = "ongoing"
     COOL_DOWN = "cool_down"
     """Fewer would do, but not for long enough yet."""
     SLO_MISSED = "slo_missed"
@@ -59,7 +57,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Workers of a fleet in which some have a role. decode: all that do not merely prefill."""
+    """Workers of a fleet. decode: all that do not merely prefill; without roles these are all."""
 
     prefill: int
     decode: int
@@ -156,6 +154,10 @@ class Prediction:
     pools: Pools | None = None
     """None: its workers have no roles."""
 
+    @property
+    def fleet(self) -> Pools:
+        return self.pools or Pools(0, self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -174,15 +176,21 @@ class Proposal:
     """Of `size` and `desired`; None: the workers have no roles."""
 
     @property
+    def before(self) -> Pools:
+        return self.pools or Pools(0, self.size)
+
+    @property
+    def after(self) -> Pools:
+        return self.desired_pools or Pools(0, self.desired)
+
+    @property
     def starts(self) -> Mapping[Role, int]:
         """How many workers of each role should start."""
-        if self.pools is None or self.desired_pools is None:
-            more = {Role.BOTH: self.desired - self.size}
-        else:
-            more = {
-                Role.PREFILL: self.desired_pools.prefill - self.pools.prefill,
-                Role.DECODE: self.desired_pools.decode - self.pools.decode,
-            }
+        more = {
+            Role.PREFILL: self.after.prefill - self.before.prefill,
+            Role.BOTH if self.pools is None else Role.DECODE: self.after.decode
+            - self.before.decode,
+        }
         return {role: count for role, count in more.items() if count > 0}
 
 
@@ -201,6 +209,8 @@ class FleetState:
     """Whether any request waits at a router."""
     may_sleep: bool = False
     """Whether routers would know its models without a worker."""
+    wants_roles: bool = False
+    """Whether it is to have two pools even while no worker has a role."""
 
     def those(self, phase: Phase) -> list[WorkerState]:
         return [worker for worker in self.workers if worker.phase is phase]
@@ -221,7 +231,7 @@ class FleetState:
 
     @property
     def has_roles(self) -> bool:
-        return any(worker.role is not Role.BOTH for worker in self.workers)
+        return self.wants_roles or any(worker.role is not Role.BOTH for worker in self.workers)
 
     @property
     def is_changing(self) -> bool:
@@ -261,10 +271,6 @@ class Rules:
     kv_load_up: float = 0.9
     kv_load_down: float = 0.5
     kv_load_per_waiting: float = 0.02
-    waiting_per_worker: float = 5.0
-    cool_down_s: float = 360.0
-    ongoing_per_worker: float = 2.0
-    ongoing_delay_s: float = 600.0
     slo: Slo = Slo()
     longest_kept_s: float = 600.0
     """By `slo`, a worker to spare is kept for no longer, whatever its cache is worth."""

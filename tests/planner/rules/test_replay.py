@@ -42,7 +42,7 @@ def predict(
     state: FleetState, size: int, victim: str | None = None, rules: Rules = RULES
 ) -> Prediction:
     replay = Replay(state, rules, "latency", Setting(), DEFAULT_SPEED)
-    return replay.predict(size, victim)
+    return replay.predict(Pools(0, size), {Role.DECODE: victim} if victim else {})
 
 
 def every(seconds: float, workers: int) -> list[PastRequest]:
@@ -67,7 +67,9 @@ def test_more_workers_keep_the_slo_where_fewer_do_not() -> None:
 def test_requests_that_come_twice_as_fast_need_more_workers() -> None:
     # One a second is 0.75 s of prefill a second: enough for one worker, but not twice that.
     state = fleet(1, every(1.0, 1))
-    twice = Replay(state, RULES, "latency", Setting(), DEFAULT_SPEED, growth=2.0).predict(1)
+    twice = Replay(state, RULES, "latency", Setting(), DEFAULT_SPEED, growth=2.0).predict(
+        Pools(0, 1), {}
+    )
     assert predict(state, 1).attainment > 0.9 > 0.2 > twice.attainment
     assert twice.requests == predict(state, 1).requests
 
@@ -94,7 +96,7 @@ def test_a_replay_of_fewer_decisions_remembers_fewer_too() -> None:
     replay = Replay(
         state, few, "latency", Setting(), DEFAULT_SPEED, is_over=lambda: next(asked) > 100
     )
-    assert replay.predict(2).requests == 5
+    assert replay.predict(Pools(0, 2), {}).requests == 5
 
 
 def test_a_replay_ends_when_its_time_is_over() -> None:
@@ -108,7 +110,7 @@ def test_a_replay_ends_when_its_time_is_over() -> None:
         is_over=lambda: next(asked) > 500,
     )
     with pytest.raises(ReplayTooLong, match="360 decisions"):
-        replay.predict(2)
+        replay.predict(Pools(0, 2), {})
     assert next(asked) == 502
 
 
@@ -169,7 +171,7 @@ def test_what_a_host_tier_holds_is_not_computed_again() -> None:
     for host_tokens in (0, 400_000):
         setting = Setting(host_pool_tokens=host_tokens)
         replay = Replay(fleet(1, recent), RULES, "latency", setting, DEFAULT_SPEED)
-        rates.append(replay.predict(1).hit_rate)
+        rates.append(replay.predict(Pools(0, 1), {}).hit_rate)
     assert rates[0] < 0.1 < 0.9 < rates[1]
 
 
@@ -232,7 +234,7 @@ def predict_pools(
     state: FleetState, pools: Pools, victims: dict[Role, str] | None = None
 ) -> Prediction:
     replay = Replay(state, RULES, "latency", Setting(link=Link(12.5e9)), DEFAULT_SPEED)
-    return replay.predict_pools(pools, victims or {})
+    return replay.predict(pools, victims or {})
 
 
 def test_pools_are_played_by_their_roles() -> None:
