@@ -105,7 +105,6 @@ class _Main(_LazyGroup):
         "explain": "app.ops.explain",
         "whatif": "app.ops.explain",
         "reset": "app.ops.reset",
-        "top": "app.console.top",
     }
     extras: ClassVar = {"replay": "loadtest", "demo": "loadtest"}
 

@@ -139,7 +139,6 @@ def test_the_help_lists_all_commands() -> None:
         "replay",
         "reset",
         "router",
-        "top",
         "up",
         "whatif",
         "worker",
@@ -704,7 +703,7 @@ def test_every_variable_that_a_file_here_names_is_known() -> None:
 @pytest.mark.parametrize(
     ("command", "loading"),
     [
-        ("top", "app.core.keys"),  # no command has been looked at yet
+        ("doctor", "app.core.keys"),  # no command has been looked at yet
         ("router", "uvicorn.config"),
         *(
             pytest.param(name, "uvicorn.config", marks=pytest.mark.slow)

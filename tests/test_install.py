@@ -217,7 +217,6 @@ async def test_the_plain_package_routes_a_chat_and_names_the_extra_of_what_it_la
     ):
         name = await chat(router.url)
         plain.said("doctor", redis, f"--router-url={router.url}")
-        plain.said("top", "--once", f"--router-url={router.url}")
         plain.said("inspect", "summary", redis)
         plain.said("explain", redis, name.removeprefix("chatcmpl-"))
         plain.said("whatif", redis, "--policy=blocks")

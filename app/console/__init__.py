@@ -1,1 +1,1 @@
-"""What the console shows: the same answers for its page, its JSON and `kvroute top`."""
+"""What the console shows: the same answers for its page and as JSON."""
