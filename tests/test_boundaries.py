@@ -190,7 +190,6 @@ CHAINS = [
             "app.ops",
             WEB | {"aiohttp", "torch"} | beyond("core", "policy", "state", "options", "ops"),
         ),
-        # Of app.planner it knows nothing: `kvroute whatif` is a process of its own.
         Boundary(
             "app.console",
             WEB

@@ -97,30 +97,6 @@ class HistoryShown(BaseModel):
     heat: Heat | None = Field(description="of the last hour only")
 
 
-class RouteShown(BaseModel):
-    worker: str
-    policy: str
-    locality: str
-    locality_text: str
-    best_worker: str
-    best_blocks: int
-    tied: bool
-    degraded: bool
-    trust: str
-    terms: list[str]
-    candidates: list[dict[str, Any]]
-
-
-class PrefixShown(BaseModel):
-    tokens: int
-    full_blocks: int
-    block_size: int
-    tokens_from: str = Field(description="client, router or engine")
-    holders: TableOf
-    route: RouteShown | None
-    route_error: str | None = Field(description="why it would go nowhere")
-
-
 class Event(BaseModel):
     id: str
     at_ms: int
@@ -164,22 +140,6 @@ class ReuseShown(BaseModel):
 
 class WaitingShown(BaseModel):
     flows: TableOf
-
-
-class WhatIfChoices(BaseModel):
-    policies: list[str]
-    policy: str = Field(description="the router's")
-    workers: int = Field(description="how many there are")
-
-
-class WhatIfShown(BaseModel):
-    """As `kvroute whatif --json`."""
-
-    kind: str = Field(description="policy or workers")
-    decisions: int | None = None
-    changed: int | None = Field(default=None, description="would have gone elsewhere")
-    mean: dict[str, dict[str, float]] | None = None
-    sizes: list[dict[str, Any]] | None = None
 
 
 class Drained(BaseModel):

@@ -12,7 +12,6 @@ from app.console.history import Curves
 from app.console.kept import CachedAnswer, KeptAnswers
 from app.console.sampler import Sampler, short
 from app.console.tail import COLUMNS, DecisionFilter, DecisionTail, Entry, place
-from app.console.whatif import WhatIf
 from app.core.check import Check
 from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
@@ -75,14 +74,12 @@ class Console:
     def __init__(
         self,
         router: Router,
-        redis_url: str,
         replica: str,
         address: str,
         version: str,
         namespace_weights: Callable[[], str] = str,
         apart: Callable[[], Mapping[str, bool]] = dict,
     ) -> None:
-        self.whatif = WhatIf(redis_url, router.namespace)
         self._router = router
         self._redis = router.redis
         self._keyspace = keyspace = Keyspace(router.namespace)

@@ -17,13 +17,11 @@ from app.console.tail import DecisionFilter
 from app.core.errors import cut
 from app.door.client import Headers
 from app.edge.client import Client
-from app.edge.dry_run import dry_run
 from app.edge.origins import check_asked
 from app.edge.routes import REQUEST_ID, Route
 from app.http.client import JSON
-from app.policy.cost import POLICIES
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_BODY_BYTES = 64 * 1024
 API = "/console/api"
 M = TypeVar("M", bound=BaseModel)
 Endpoint = Callable[[Client], Awaitable[None]]
@@ -104,39 +102,6 @@ async def waiting(client: Client) -> None:
     await _answer(client, "waiting", console.waiting)
 
 
-async def prefix(client: Client) -> None:
-    """Who holds how much of a prompt, and where it would go now, at which price: nothing is
-    reserved."""
-    _console(client)
-    body = await _body(client, schemas.PrefixAsked)
-    async with client.watched():
-        await _say(client, await dry_run(client.replica, body, client.holder))
-
-
-async def whatif_choices(client: Client) -> None:
-    """What can be asked of POST /console/api/whatif."""
-    _console(client)
-    router, settings = client.replica.router, client.replica.settings
-    workers = {info.key.worker_id for info in router.fleet.infos}
-    await _say(
-        client, {"policies": [*POLICIES], "policy": settings.policy, "workers": len(workers)}
-    )
-
-
-async def whatif(client: Client) -> None:
-    """Score recorded decisions with another policy, or replay them in a fleet of another size, as
-    `kvroute whatif --json` does."""
-    console = _console(client)
-    body = await _body(client, schemas.WhatIfAsked)
-    async with client.watched():
-        answer = await console.whatif.run(
-            client.holder, body.policy, body.prefill_weight, body.workers, body.last
-        )
-        by_size = isinstance(answer, list)
-        shown = {"kind": "workers", "sizes": answer} if by_size else {"kind": "policy", **answer}
-        await _say(client, shown)
-
-
 async def drain(client: Client) -> None:
     """Route no more requests to a worker, or route them to it again. The request must have the
     header `x-kvroute-console`, with any value: a form of another site cannot send it."""
@@ -162,16 +127,11 @@ async def _found(asking: Awaitable[Any], what: str, name: str) -> Any:
 
 
 async def _body(client: Client, model: type[M]) -> M:
-    """Raises HTTPException unless it says that it is JSON, and as BodyReader's `read`."""
+    """Raises HTTPException unless it says that it is JSON, and ValidationError."""
     kind = client.raw_headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise HTTPException(415, "The content-type must be application/json.")
-    replica = client.replica
-    raw = await client.read(min(MAX_BODY_BYTES, replica.settings.max_body_bytes))
-    body, tokens = await replica.bodies.read(model, raw, replica.block_size, client.holder)
-    if tokens is not None:
-        body = body.model_copy(update={"token_ids": tokens})
-    return body
+    return model.model_validate_json(await client.read(MAX_BODY_BYTES))
 
 
 async def _answer(
@@ -232,8 +192,5 @@ ROUTES = [
     _get("/events", events, "EventsShown", 422, schemas.EventsAsked),
     _get("/funnel", reuse, "ReuseShown"),
     _get("/waiting", waiting, "WaitingShown"),
-    _post("/prefix", prefix, schemas.PrefixAsked, "PrefixShown"),
-    _get("/whatif", whatif_choices, "WhatIfChoices"),
-    _post("/whatif", whatif, schemas.WhatIfAsked, "WhatIfShown", 409),
     _post("/drain", drain, schemas.DrainAsked, "Drained", 404),
 ]

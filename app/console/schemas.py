@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.core.settings.kinds import MOST
-from app.edge.schemas import Array, HashValue, PolicyName, RequestId, Token
+from app.edge.schemas import RequestId
 from app.policy.locality import Locality
 
-MAX_LAST = 2000
 DAY_S = 86_400
 WORKER = r"[\x21-\x7e]{1,200}"
 STREAM_ID = r"\d{1,15}(-\d{1,15})?"
@@ -42,47 +38,6 @@ class EventsAsked(_Asked):
 
 class HistoryAsked(_Asked):
     window_s: int = Field(default=3600, ge=60, le=DAY_S, description="how far back")
-
-
-class PrefixAsked(_Asked):
-    """One of text, messages, token_ids, local_hashes with num_tokens, and hashes."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    text: str | None = Field(default=None, description="tokenized as a completion's prompt")
-    messages: list[dict[str, Any]] | None = Field(
-        default=None, description="of a chat, rendered and tokenized as a chat completion's"
-    )
-    tools: list[dict[str, Any]] | None = Field(default=None, description="with messages")
-    model: str | None = Field(
-        default=None, description="with text and messages: whose tokenizer to use"
-    )
-    token_ids: Array[Token] | None = Field(default=None, description="the prompt")
-    local_hashes: Array[HashValue] | None = Field(
-        default=None, description="one per full block, in prompt order"
-    )
-    num_tokens: int | None = Field(
-        default=None, ge=1, le=MOST, description="with local_hashes: length of the prompt"
-    )
-    hashes: Array[HashValue] | None = Field(
-        default=None, description="sequence hashes of the full blocks, as the index has them"
-    )
-    lora_name: str | None = None
-    cache_namespace: str | None = None
-    policy: PolicyName | None = Field(default=None, description="default: the router's --policy")
-
-
-class WhatIfAsked(_Asked):
-    """policy or workers."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    policy: PolicyName | None = Field(default=None, description="to score the decisions with")
-    prefill_weight: float | None = Field(
-        default=None, ge=0, le=1000, description="with the policy blocks, instead of 1"
-    )
-    workers: int | None = Field(
-        default=None, ge=1, le=1024, description="replay the last minutes in a fleet of that size"
-    )
-    last: int = Field(default=1000, ge=1, le=MAX_LAST, description="decisions to score")
 
 
 class DrainAsked(_Asked):

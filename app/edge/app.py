@@ -165,7 +165,6 @@ def _console(settings: RouterSettings, routers: Routers, door: FrontDoor) -> Con
     address = f"{socket.gethostname()}:{settings.port}"
     return Console(
         routers.own,
-        settings.redis_url,
         random_hex(4),
         address,
         version("kvroute"),

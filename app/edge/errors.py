@@ -10,7 +10,6 @@ import orjson
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from app.console.whatif import Busy
 from app.core import outcomes
 from app.core.errors import (
     AllWorkersBusy,
@@ -83,7 +82,6 @@ ERRORS: Mapping[type[Exception], Meaning] = {
     ContextTooLong: Meaning(422, "context_length_exceeded", INVALID),
     UnknownModel: Meaning(404, "model_not_found", INVALID),
     Superseded: Meaning(409, "superseded", INVALID),
-    Busy: Meaning(409, "busy", OVERLOADED),
     AllWorkersBusy: Meaning(429, "all_workers_busy", OVERLOADED),
     Crowded: Meaning(429, "router_overloaded", OVERLOADED),
     RouterOverloaded: Meaning(429, "router_overloaded", OVERLOADED),

@@ -173,7 +173,8 @@ def watch(browser: Browser) -> Callable[..., Any]:
                 seen.problems.append(text)
 
         def foreign(url: str) -> None:
-            if not url.startswith((f"{base}/console/", "data:")):
+            own = (f"{base}/console/", f"{base}/tokenize", f"{base}/v1/route", "data:")
+            if not url.startswith(own):
                 seen.problems.append(url)
 
         yield seen

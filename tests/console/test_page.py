@@ -16,7 +16,6 @@ import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from app.console.whatif import TIMEOUT_S
 from app.local.child import start_child
 from app.local.cluster import Cluster
 from app.local.redis_server import free_port
@@ -25,7 +24,7 @@ from tests.e2e.conftest import listens
 from tests.e2e.engines import Process
 from tests.redis_servers import stopped
 
-VIEWS = ("decisions", "prefix", "waiting", "whatif", "events", "workers", "reuse", "overview")
+VIEWS = ("decisions", "prefix", "waiting", "events", "workers", "reuse", "overview")
 HEALTH = ".health"
 LIVE = re.compile(r"^\d\.\d s old$")
 PHONE = {"width": 360, "height": 740}
@@ -250,7 +249,7 @@ def test_a_prompt_is_looked_up_without_a_reservation(
         page.get_by_label("It is").select_option("token_ids")
         page.locator("textarea").fill(" ".join(str(i) for i in range(100)))
         page.get_by_role("button", name="Look up").click()
-        expect(page.get_by_text("100 tokens, 6 full blocks of 16")).to_be_visible()
+        expect(page.get_by_text("100 tokens, 7 blocks")).to_be_visible()
         expect(page.get_by_role("heading", name="Where it would go now")).to_be_visible()
         expect(page.locator("tbody tr")).to_have_count(NUM_WORKERS)
         page.locator("textarea").fill("1 2 many")
@@ -273,42 +272,18 @@ def test_a_chat_is_looked_up_as_json_and_as_text(cluster: Cluster, load: Load, w
         for text in CHATS:
             page.get_by_label("Model").fill("" if "MODEL" in text else HOSTILE)
             page.locator("textarea").fill(text.replace("MODEL", HOSTILE))
-            with page.expect_response("**/api/prefix") as answer:
+            with page.expect_response("**/v1/route") as answer:
                 page.get_by_role("button", name="Look up").click()
-            counts.add(answer.value.json()["tokens"])
+            counts.add(answer.value.json()["isl_tokens"])
             expect(page.get_by_role("heading", name="Where it would go now")).to_be_visible()
         assert len(counts) == 1
         page.locator("textarea").fill("Hello")
-        with page.expect_response("**/api/prefix") as answer:
+        with page.expect_response("**/v1/route") as answer:
             page.get_by_role("button", name="Look up").click()
-        assert answer.value.json()["tokens"] < min(counts)
+        assert answer.value.json()["isl_tokens"] < min(counts)
         page.locator("textarea").fill('{"prompt": "Hello"}')
         page.get_by_role("button", name="Look up").click()
         expect(page.get_by_role("alert")).to_contain_text("messages")
-
-
-@pytest.mark.slow
-def test_another_policy_is_tried_on_recorded_decisions(
-    cluster: Cluster, load: Load, watch: Any
-) -> None:
-    with watch(cluster.balancer_url) as seen:
-        page = seen.open("whatif")
-        page.get_by_label("Policy").select_option("round_robin")
-        page.get_by_role("button", name="Try").click()
-        expect(page.get_by_text("decisions would have gone elsewhere")).to_be_visible()
-
-
-def test_a_what_if_is_waited_for_as_long_as_the_router_takes(cluster: Cluster, watch: Any) -> None:
-    held: list[Route] = []
-    with watch(cluster.balancer_url, failures=True) as seen:
-        page = seen.open("whatif")
-        page.clock.install()
-        page.route("**/api/whatif", lambda route: held.append(route))
-        with page.expect_request("**/api/whatif"):
-            page.get_by_role("button", name="Try").click()
-        page.clock.run_for(1000 * TIMEOUT_S)
-        held[0].fulfill(status=400, json={"error": {"message": "ask for fewer"}})
-        expect(page.get_by_role("alert")).to_have_text("ask for fewer")
 
 
 def test_a_thousand_workers_are_a_few_rows_in_the_page(cluster: Cluster, watch: Any) -> None:

@@ -22,7 +22,7 @@ from app.state.scripts import ScriptRunner
 from tests.door.conftest import changing_replica, completing, replica
 from tests.door.conftest import models as models_of
 from tests.eventually import eventually
-from tests.fake_worker import NAMESPACE, FakeWorker
+from tests.fake_worker import FakeWorker
 
 Door = httpx.AsyncClient
 
@@ -179,20 +179,6 @@ async def test_a_name_goes_to_others_as_soon_as_its_last_worker_does(
 async def _never_fails(door: Door) -> None:
     while True:
         await asked(door)
-
-
-async def test_a_dry_run_of_a_shared_name_is_of_the_replicas_own_namespace(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    weights = f"{NAMESPACE}=1,new=1"
-    async with (
-        fleet(redis, NAMESPACE, "new"),
-        replica(one_redis_server.url, namespace_weights=weights) as door,
-    ):
-        await until_both(door, NAMESPACE, "new")
-        for _ in range(8):
-            shown = await door.post("/console/api/prefix", json={"text": "hi", "model": "m"})
-            assert "of namespace" not in shown.text
 
 
 async def test_a_request_that_one_namespace_cannot_answer_goes_to_another(

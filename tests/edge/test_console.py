@@ -219,51 +219,6 @@ async def test_transfers_of_kv_that_fail_are_a_finding_while_there_are_more(
     assert found["KvrouteKvFetchedLate"].startswith("KV of w2:0")
 
 
-async def test_a_dry_run_says_who_holds_what_and_reserves_nothing(
-    client: httpx.AsyncClient, fleet: FakeWorkers
-) -> None:
-    reply = await client.post(f"{API}/prefix", json={"token_ids": PROMPT})
-    assert reply.status_code == 200, reply.text
-    found = reply.json()
-    assert (found["tokens"], found["full_blocks"]) == (8, 2)
-    assert objects(found["holders"]) == [
-        {"worker": "w1:0", "device": 2, "host": 0, "disk": 0, "total": 2, "reused": 1}
-    ]
-    assert found["route"]["worker"] == "w1:0"
-    assert [c["worker"] for c in found["route"]["candidates"]] == ["w1:0", "w2:0"]
-    assert await fleet.reserved() == {}
-
-
-async def test_a_dry_run_takes_hashes_and_says_why_nothing_can_be_routed(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
-    await workers.register("w1", max_requests=1)
-    await workers.occupy("w1", "r1")
-    reply = await client.post(f"{API}/prefix", json={"hashes": ["00000000000000aa"]})
-    found = reply.json()
-    assert (found["full_blocks"], found["holders"]["rows"], found["route"]) == (1, [], None)
-    assert "w1" in found["route_error"] or "worker" in found["route_error"]
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({}, "text"),
-        ({"token_ids": [1], "text": "a"}, "text"),
-        ({"local_hashes": [1]}, "num_tokens"),
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [-1]}, "token_ids.0"),
-        ({"text": "a"}, "model"),
-    ],
-)
-async def test_a_bad_prompt_names_its_field(
-    client: httpx.AsyncClient, workers: FakeWorkers, body: dict[str, Any], field: str
-) -> None:
-    await workers.register("w1")
-    reply = await client.post(f"{API}/prefix", json=body)
-    assert (reply.status_code, reply.json()["error"]["field"]) == (422, field)
-
-
 async def test_reuse_says_what_was_reached_of_the_prompts(
     client: httpx.AsyncClient, fleet: FakeWorkers
 ) -> None:
@@ -306,23 +261,6 @@ async def test_history_is_the_same_at_every_replica(
     assert both[0]["series"]["workers"][-1] == 2
     assert both[0]["heat"]["workers"].keys() == {"w1:0", "w2:0"}
     assert both[0]["step_s"] == 1
-
-
-async def test_whatif_is_the_commands_answer(
-    client: httpx.AsyncClient, fleet: FakeWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.console.whatif.NICE", 0)  # else it waits for a busy machine
-    await route(client, "r1", explain=True)
-    await eventually(lambda: answer(client, "decisions"), lambda d: d["rows"])
-    choices = await answer(client, "whatif")
-    assert "blocks" in choices["policies"]
-    assert (choices["policy"], choices["workers"]) == ("latency", 2)
-    reply = await client.post(f"{API}/whatif", json={"policy": "round_robin"}, timeout=60)
-    assert reply.status_code == 200, reply.text
-    assert reply.json()["kind"] == "policy"
-    assert reply.json()["decisions"] == 1
-    reply = await client.post(f"{API}/whatif", json={}, timeout=60)
-    assert (reply.status_code, reply.json()["error"]["field"]) == (422, "policy")
 
 
 async def test_a_worker_is_drained_and_taken_back(
@@ -380,7 +318,7 @@ async def test_only_pages_of_its_own_origin_see_what_the_console_shows(
     one_redis_server: EmbeddedRedis, replica: StartReplica
 ) -> None:
     async with replica(one_redis_server.url, cors_origin="*") as client:
-        paths = [f"{API}/overview", f"{API}/decisions", f"{API}/whatif", "/console/"]
+        paths = [f"{API}/overview", f"{API}/decisions", f"{API}/waiting", "/console/"]
         for path in (*paths, "/metrics", "/readiness", "/nowhere"):
             for method in ("GET", "POST"):
                 asked = {"access-control-request-method": method, "origin": "https://evil.example"}
@@ -395,7 +333,7 @@ async def test_only_pages_of_its_own_origin_see_what_the_console_shows(
             {"sec-fetch-site": "none"},
             {},
         ):
-            reply = await client.get(f"{API}/whatif", headers=headers)
+            reply = await client.get(f"{API}/waiting", headers=headers)
             assert reply.status_code == 200
             assert reply.headers["cross-origin-resource-policy"] == "same-origin"
 
@@ -415,7 +353,7 @@ async def test_a_name_that_somebody_has_lead_here_is_no_origin_of_a_router_witho
         for name in (*names, "localhost:8080", "LOCALHOST", "127.0.0.1", "[::1]:8080"):
             own = {"host": name, "sec-fetch-site": "same-origin", "authorization": "Bearer k"}
             drain = client.post(f"{API}/drain", json={"worker": "w9"}, headers=ASKED | own)
-            for reply in (await client.get(f"{API}/whatif", headers=own), await drain):
+            for reply in (await client.get(f"{API}/waiting", headers=own), await drain):
                 is_refused = not settings and name in names
                 assert (reply.status_code == 403) == is_refused, (name, reply.text)
 

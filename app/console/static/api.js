@@ -3,8 +3,8 @@ import { useEffect, useState } from "./vendor/htm-preact-standalone.module.js";
 
 const KEY = "kvroute-key";
 const POLL_TIMEOUT_MS = 10_000;
-// A router works on a what-if for up to a minute.
-const ASK_TIMEOUT_MS = 65_000;
+// A prompt may wait for an engine that makes its ids.
+const ASK_TIMEOUT_MS = 30_000;
 const SLOWEST_MS = 15_000;
 
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
@@ -59,7 +59,7 @@ async function send(path, options, timeoutMs, signal) {
   signal?.addEventListener("abort", abort);
   try {
     // The page keeps the answer itself, so that a browser's cache never serves an old one.
-    const response = await fetch(`api/${path}`, { ...options, headers, signal: timeout.signal, cache: "no-store" });
+    const response = await fetch(path, { ...options, headers, signal: timeout.signal, cache: "no-store" });
     if (response.ok || response.status === 304) return response;
     throw new Problem(response.status, await reason(response));
   } catch (error) {
@@ -80,14 +80,15 @@ async function reason(response) {
   }
 }
 
-// One question with an answer, as JSON. body: null for a GET.
-export async function ask(path, body = null) {
-  const options =
-    body === null
-      ? {}
-      : { method: "POST", headers: { "content-type": "application/json", "x-kvroute-console": "1" }, body: JSON.stringify(body) };
+async function asked(path, body) {
+  const headers = { "content-type": "application/json", "x-kvroute-console": "1" };
+  const options = body === null ? {} : { method: "POST", headers, body: JSON.stringify(body) };
   return (await send(path, options, ASK_TIMEOUT_MS)).json();
 }
+
+// One question to the console, and to the router as its clients ask it. body: null for a GET.
+export const ask = (path, body = null) => asked(`api/${path}`, body);
+export const askRouter = (path, body) => asked(`../${path}`, body);
 
 // {data, error} of `path`, asked for again and again; data stays while errors come.
 // merge(answer, data): what to keep, of which `next`, if any, is the path to ask for then.
@@ -119,7 +120,7 @@ function poll(path, everyMs, merge, tell) {
     asking = true;
     try {
       const headers = etag ? { "if-none-match": etag } : {};
-      const response = await send(data?.next ?? path, { headers }, POLL_TIMEOUT_MS, stop.signal);
+      const response = await send(`api/${data?.next ?? path}`, { headers }, POLL_TIMEOUT_MS, stop.signal);
       etag = response.headers.get("etag") ?? "";
       if (response.status !== 304) data = merge(await response.json(), data);
       tell({ data, error: "" });

@@ -9,7 +9,6 @@ import { Overview } from "./views/overview.js";
 import { Prefix } from "./views/prefix.js";
 import { Reuse } from "./views/reuse.js";
 import { Waiting } from "./views/waiting.js";
-import { WhatIf } from "./views/whatif.js";
 import { Worker } from "./views/worker.js";
 import { Workers } from "./views/workers.js";
 
@@ -22,7 +21,6 @@ const PAGES = [
   ["decisions", "Decisions", Decisions, Explanation],
   ["prefix", "Prefix", Prefix],
   ["waiting", "Waiting", Waiting],
-  ["whatif", "What if", WhatIf],
   ["events", "Events", Events],
 ];
 

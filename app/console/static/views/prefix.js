@@ -1,5 +1,5 @@
 import { html, useState } from "../vendor/htm-preact-standalone.module.js";
-import { ask, objects } from "../api.js";
+import { askRouter } from "../api.js";
 import { Legend, Stack } from "../bars.js";
 import { Candidates, whyNot } from "../candidates.js";
 import { number, percent, sentence } from "../format.js";
@@ -10,7 +10,6 @@ const FORMS = {
   chat: { label: "Chat", hint: "A chat: the body of a request or its messages as JSON, or text, whose lines may begin with system:, user: or assistant:" },
   text: { label: "Text", hint: "Text of a prompt, as a completion would send it" },
   token_ids: { label: "Token ids", hint: "Token ids: a JSON list, or numbers apart by spaces" },
-  hashes: { label: "Block hashes", hint: "Hashes of its blocks: 16 hex digits each, in the prompt's order" },
 };
 
 const words = (text) => text.split(/[\s,[\]"]+/).filter(Boolean);
@@ -21,7 +20,7 @@ function chat(text) {
   try {
     const read = JSON.parse(text);
     if (typeof read === "object") {
-      const { messages, model, tools } = Array.isArray(read) ? { messages: read } : read;
+      const { messages = [], model, tools } = Array.isArray(read) ? { messages: read } : read;
       return { messages, ...(model && { model }), ...(tools && { tools }) };
     }
   } catch {
@@ -33,16 +32,35 @@ function chat(text) {
   return { messages };
 }
 
+// What /v1/route is asked; an engine of the model makes the ids of what has none.
 const READ = {
-  chat,
-  text: (text) => ({ text }),
-  token_ids: (text) => ({ token_ids: words(text).map(Number) }),
-  hashes: (text) => ({ hashes: words(text) }),
+  chat: async (text, model) => tokenized({ ...(model && { model }), ...chat(text) }),
+  text: async (text, model) => tokenized({ ...(model && { model }), prompt: text }),
+  token_ids: async (text) => words(text).map(Number),
 };
 
+const tokenized = async (asked) => (await askRouter("tokenize", asked)).tokens;
+
+// An answer of /v1/route as the page shows it: the cheapest candidate first.
+function shown(found) {
+  const candidates = found.candidates.map((one) => ({
+    ...one.terms,
+    ...one.overlap_blocks,
+    worker: `${one.worker_id}:${one.dp_rank}`,
+    eligible: one.eligible,
+    requests: one.active_requests,
+    overlap_blocks: TIERS.reduce((sum, [name]) => sum + one.overlap_blocks[name], 0),
+    cost: one.cost,
+  }));
+  candidates.sort((a, b) => (a.cost ?? Infinity) - (b.cost ?? Infinity));
+  const terms = Object.keys(found.candidates[0]?.terms ?? {});
+  const worker = `${found.worker_id}:${found.dp_rank}`;
+  return { ...found, candidates, terms, worker, best: found.best_overlap.worker };
+}
+
 function Holders({ found }) {
-  const holders = objects(found.holders);
-  const { full_blocks } = found;
+  const holders = found.candidates.filter((row) => row.overlap_blocks).sort((a, b) => b.overlap_blocks - a.overlap_blocks);
+  const { isl_blocks } = found;
   if (!holders.length) return html`<p class="empty">No worker holds its first block.</p>`;
   return html`<${Legend} parts=${TIERS.map(([name, tone]) => ({ name, tone }))} /><div class="holders">
     ${holders.slice(0, MAX_HOLDERS).map((row) => {
@@ -53,21 +71,18 @@ function Holders({ found }) {
         text: `${number(row[name])} blocks`,
       }));
       const said = parts.map((part) => `${part.name} ${part.text}`).join(", ");
-      return html`<span key=${row.worker}>${workerLink(row.worker)}</span><${Stack} parts=${parts} most=${full_blocks} label=${said} />
-        <span class="number">${number(row.total)} = ${percent(row.total / full_blocks, 0)}</span>`;
+      return html`<span key=${row.worker}>${workerLink(row.worker)}</span><${Stack} parts=${parts} most=${isl_blocks} label=${said} />
+        <span class="number">${number(row.overlap_blocks)} = ${percent(row.overlap_blocks / isl_blocks, 0)}</span>`;
     })}
     ${holders.length > MAX_HOLDERS && html`<p class="note">and ${number(holders.length - MAX_HOLDERS)} more</p>`}
   </div>`;
 }
 
-const Route = ({ route }) => {
-  const prices = { ...route, best: route.best_worker };
-  return html`<section>
-    <div class="title"><h2>Where it would go now: <span class="id">${route.worker}</span></h2><span class="note">a dry run: nothing is reserved</span></div>
-    <p>${sentence(route.locality_text)} ${whyNot(prices)}</p>
-    <${Candidates} ...${prices} />
+const Route = ({ found }) => html`<section>
+    <div class="title"><h2>Where it would go now: <span class="id">${found.worker}</span></h2><span class="note">a dry run: nothing is reserved</span></div>
+    <p>${sentence(found.locality.replaceAll("_", " "))} ${whyNot(found)}</p>
+    <${Candidates} ...${found} />
   </section>`;
-};
 
 export function Prefix() {
   const [form, setForm] = useState("chat");
@@ -78,8 +93,12 @@ export function Prefix() {
   const submit = (event) => {
     event.preventDefault();
     setError("");
-    const body = { ...READ[form](text), ...(model && { model }), ...(lora_name && { lora_name }) };
-    ask("prefix", body).then(setFound, (problem) => (setFound(null), setError(problem.message)));
+    READ[form](text, model)
+      .then((token_ids) => askRouter("v1/route", { token_ids, reserve: false, explain: true, ...(lora_name && { lora_name }) }))
+      .then(
+        (found) => setFound(shown(found)),
+        (problem) => (setFound(null), setError(problem.message)),
+      );
   };
   return html`
     <section>
@@ -98,11 +117,10 @@ export function Prefix() {
     ${
       found &&
       html`<section>
-      <div class="title"><h2>Held along the prompt</h2><span class="note">${number(found.tokens)} tokens, ${number(found.full_blocks)} full blocks of ${found.block_size}</span></div>
+      <div class="title"><h2>Held along the prompt</h2><span class="note">${number(found.isl_tokens)} tokens, ${number(found.isl_blocks)} blocks</span></div>
       <${Holders} found=${found} />
     </section>`
     }
-    ${found?.route && html`<${Route} route=${found.route} />`}
-    ${found?.route_error && html`<section><p class="bad">It would go nowhere now: ${found.route_error}</p></section>`}
+    ${found && html`<${Route} found=${found} />`}
   `;
 }
