@@ -57,20 +57,20 @@ def _away(view: View) -> str:
 
 
 async def _state(router: Router, where: str) -> State | None:
-    """None: its namespace does not exist. where: in what namespace, in words."""
+    """None: its namespace does not exist, as far as is known. where: in which one, in words."""
     fleet = router.fleet
     missing = []
     view: View | None = None
     try:
         view = await router.refresh()
-    except NamespaceMissing:
-        return None
     except WrongVersion as error:
         return False, [f"namespace: {error}"]  # which it names
-    except RedisUnavailable as error:
-        missing.append(f"redis: {error}")
+    except (RedisUnavailable, NamespaceMissing) as error:
         # Without Redis a router still routes, by the last loads it saw.
         view = fleet.last_view
+        if view is None and isinstance(error, NamespaceMissing):
+            return None
+        missing.append(f"redis: {error}")
     if view is not None and view.away:
         missing.append(f"agents: {_away(view)} are away{where}; their engines answer")
     if view is not None and (view.infos or fleet.wakes):

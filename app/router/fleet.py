@@ -40,8 +40,11 @@ CLOCK_SET_BACK_MS = 1000.0
 CLOCK_DRIFT_MS = 0.01
 """Between two answers of Redis, at most."""
 RECOVERY_S = 5.0
-"""How long recovery may take after Redis was unreachable. Agents renew a third of a lease after it
-is back, usually 1 s."""
+"""How long recovery may take after Redis was unreachable or emptied. Agents renew or register a
+third of a lease after it is back, usually 1 s."""
+KEPT_S = 86_400.0
+"""How long the last view is kept while Redis has no such namespace: agents that are there register
+in seconds, and engines may answer without."""
 
 
 class Fleet:
@@ -82,8 +85,12 @@ class Fleet:
         """How many the namespace's index has; None: not seen yet."""
         self._redis_ahead_ms: float | None = None
         """The Redis clock minus our monotonic one."""
-        self._missed: frozenset[Incarnation] = frozenset()
-        """The incarnations that were live when Redis became unreachable."""
+        self._missed: frozenset[WorkerKey] = frozenset()
+        """The workers that were live when Redis became unreachable or was emptied."""
+        self._is_emptied = False
+        """Whether they have to register again."""
+        self._rounds = 0
+        """Of the last snapshot: fewer are of a namespace that Redis had lost."""
         self._recovers_until = 0.0
         self._failure = ""
         """How Redis failed last."""
@@ -200,7 +207,8 @@ class Fleet:
 
     @property
     def recovers(self) -> bool:
-        """Whether Redis was unreachable so recently that a live worker's lease may have run out."""
+        """Whether Redis was unreachable or emptied so recently that a live worker may have to renew
+        its lease, or to register again."""
         return time.monotonic() < self._recovers_until
 
     @property
@@ -239,12 +247,19 @@ class Fleet:
         self.is_missing = isinstance(error, NamespaceMissing) or (
             self.is_missing and isinstance(error, RedisUnavailable)
         )
-        if not isinstance(error, RedisUnavailable) or isinstance(error, RedisRecovering):
-            return
+        if isinstance(error, NamespaceMissing) and time.monotonic() - self.seen_s > KEPT_S:
+            self.last_view = None
+        is_emptied = isinstance(error, NamespaceMissing) and self.last_view is not None
+        is_outage = isinstance(error, RedisUnavailable) and not isinstance(error, RedisRecovering)
+        if is_emptied or is_outage:
+            self._recover(str(error), is_emptied=is_emptied)
+
+    def _recover(self, failure: str, *, is_emptied: bool) -> None:
+        """From now on the last view is the better one until its workers are heard of again."""
         self._recovers_until = time.monotonic() + RECOVERY_S
-        self._failure = str(error)
+        self._failure, self._is_emptied = failure, is_emptied or self._is_emptied
         if self.last_view is not None:
-            self._missed = frozenset(self.last_view.incarnations)
+            self._missed = frozenset(info.key for info in self.last_view.infos)
 
     async def view(self, snapshot: Snapshot) -> View:
         """`snapshot` with what is known about its incarnations. Asks Redis only about new ones.
@@ -259,20 +274,27 @@ class Fleet:
             snapshot = replace(
                 snapshot, failing=known.failing, lacking=known.lacking, away=known.away
             )
-        if self.recovers and self._missed & snapshot.lapsed:
-            raise RedisRecovering(
-                f"leases lapsed while Redis failed: {len(snapshot.lapsed)} ({self._failure})"
-            )
-        self._missed = frozenset()
-        self.wrong_version, self.is_missing = None, False
+        if 2 * snapshot.rounds < self._rounds:
+            self._recover("Redis was emptied", is_emptied=True)
+        self._rounds = snapshot.rounds
         self._redis_ahead_ms = self._ahead_ms(snapshot.now_ms - time.monotonic() * 1000)
         self.shards = snapshot.shards or self.shards
         await self._meet(snapshot)
+        if self.recovers and (missed := self._still_missed(snapshot)):
+            raise RedisRecovering(f"{missed} workers are yet to be heard of ({self._failure})")
+        self._missed, self._is_emptied = frozenset(), False
+        self.wrong_version, self.is_missing = None, False
         if snapshot.loads.incarnations is not self._met:
             snapshot = replace(snapshot, loads=snapshot.loads.of_those(self._infos))
         self.seen_s = time.monotonic()
         self._snapshot = snapshot
         return self._show(snapshot)
+
+    def _still_missed(self, snapshot: Snapshot) -> int:
+        """How many of the missed workers have no lease or, if Redis lost them, are not back yet."""
+        there = snapshot.loads.incarnations if self._is_emptied else snapshot.lapsed
+        keys = {self._infos[inc].key for inc in there if inc in self._infos}
+        return len(self._missed - keys if self._is_emptied else self._missed & keys)
 
     def _show(self, snapshot: Snapshot) -> View:
         if self._left_out:
