@@ -401,9 +401,9 @@ def up(**values: Any) -> None:
             click.echo(_listening(cluster))
             _until_stopped(cluster)
         finally:
-            # Stopping takes a moment; impatience must not leave processes behind.
+            # A second signal leaves no process behind either.
             for number in INTERRUPTS:
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, lambda *_: cluster.kill())
     click.echo("stopped")
 
 

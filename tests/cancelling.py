@@ -7,8 +7,8 @@ import random
 from collections.abc import Awaitable, Callable
 
 TIMES = 200
-STEPS = 300
-"""Of the loop, at most, before a task is cancelled."""
+STEPS = 5_000
+"""Of the loop, at most, before a task is cancelled. Of few there are as many as of many."""
 PATIENCE_S = 60.0
 
 
@@ -23,7 +23,7 @@ async def cancel_often(run: Callable[[], Awaitable[object]]) -> None:
 
     chance = random.Random(58)
     for number in range(TIMES):
-        steps = chance.randrange(STEPS)
+        steps = round(STEPS ** chance.random())
         task = asyncio.create_task(running())
         for _ in range(steps):
             await asyncio.sleep(0)

@@ -66,7 +66,7 @@ async def serve(settings: EngineAgentSettings) -> None:
             )
         )
         context = opened.enter_context(zmq.asyncio.Context())
-        runner = ScriptRunner(redis, REDIS_TIMEOUT_S)
+        runner, drain_s = ScriptRunner(redis, REDIS_TIMEOUT_S), settings.drain_s
         memory = Path(settings.memory_folder or user_cache_path("kvroute"))
 
         def begin(of_engine: EngineAgentSettings) -> EngineFollower:
@@ -76,16 +76,16 @@ async def serve(settings: EngineAgentSettings) -> None:
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(supervised("redis", redis.follow, FAILURES))
             if source is None:
-                await _serve(follower := begin(settings), beside(follower), listening)
+                await _serve(follower := begin(settings), beside(follower), listening, drain_s)
             else:
                 claims = Claims(runner, keyspace, source.name, settings.lease_ttl_s)
                 fleet = Fleet(source.follow, claims, begin, source.gone_s)
-                await _serve(fleet, of_fleet(fleet), listening)
+                await _serve(fleet, of_fleet(fleet), listening, drain_s)
             following.cancel()
 
 
 async def _serve(
-    followed: EngineFollower | Fleet, app: Starlette, listening: socket.socket
+    followed: EngineFollower | Fleet, app: Starlette, listening: socket.socket, drain_s: float
 ) -> None:
     log.info("agent listening on %s", base_url(*listening.getsockname()[:2]))
     async with asyncio.TaskGroup() as tasks:
@@ -96,7 +96,7 @@ async def _serve(
             running.cancel()
             await asyncio.wait([running])
 
-        await serve_http(app, listening, on_stop=leave)
+        await serve_http(app, listening, on_stop=leave, drain_s=drain_s)
 
 
 def beside(follower: EngineFollower) -> Starlette:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
@@ -19,6 +18,7 @@ from uvicorn.lifespan.on import LifespanOn
 from app.core.errors import ConfigError, KvrouteError
 from app.http.held import HeldBodies
 from app.http.protocol import HEAD_TIMEOUT_S, Connections, Protocol
+from app.http.stopping import end_within
 
 T = TypeVar("T")
 
@@ -30,6 +30,8 @@ DRAIN_S = 2.0
 """How long open responses may go on after the signal to stop, unless told otherwise."""
 ENDING_S = 1
 """How much longer, once they are told to end."""
+LATE_S = 6.0
+"""How much longer a process may take to end than its open responses may go on."""
 
 
 class Loop(uvloop.Loop):
@@ -95,9 +97,11 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A second signal ends open responses at once."""
+        """A second signal ends open responses at once, and then the process."""
+        loop = self._loop
+        if isinstance(loop, Loop):  # which is that of a process
+            end_within(2 * ENDING_S if self.should_exit else self._drain_s + LATE_S, loop)
         if self.should_exit:
-            loop = self._loop
             loop.call_soon_threadsafe(self._on_late)
             loop.call_soon_threadsafe(loop.call_later, ENDING_S, self._force_exit)
         self.should_exit = True
@@ -156,7 +160,8 @@ async def serve(
     on_stop: awaited first, while requests are still accepted, to leave the rotation.
     on_late: called if responses are still open, or `on_stop` waits, `drain_s` after the signal, so
     that they end by themselves;
-    ENDING_S later they are cut off.
+    ENDING_S later they are cut off. In a process that `run` runs, the process ends LATE_S after
+    `drain_s` at the latest, and soon after a second signal.
     on_refused: called with the code of the error for each request that is refused before the
     application sees it. held: bounds the bodies of all callers together; None: as by default.
     tls: speak that alone; None: plain HTTP.
@@ -165,11 +170,6 @@ async def serve(
     collect_seldom()
     config = _config(app, drain_s, tls)
     server = _Server(config, on_stop, on_late, drain_s, on_refused, held)
-    # uvicorn raises the signal again when it is done, which would end the process before its
-    # owner has cleaned up; these handlers absorb it.
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: None)
     serving = asyncio.ensure_future(server.serve(sockets=list(sockets)))
     try:
         await asyncio.shield(serving)

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -441,6 +442,13 @@ class Cluster:
         }
         arguments = [*run, *flags(settings, without=("redis_url", *_SECRETS, *without))]
         return Member(name, url, start_child(arguments, env=environment, pass_fds=pass_fds))
+
+    def kill(self) -> None:
+        """Kill all processes, so that stopping the cluster waits for none of them."""
+        for member in self.members:
+            member.process.kill()
+        if self.planner_folder:
+            stop_workers(Path(self.planner_folder), signal.SIGKILL)
 
     def _stop_all(self) -> None:
         """Ask all processes to stop, wait, and kill those that do not."""

@@ -12,10 +12,10 @@ STOP_S = 30.0
 POLL_S = 0.1
 
 
-def stop_workers(folder: Path) -> None:
+def stop_workers(folder: Path, *signals: int) -> None:
     """Stop all that any planner has started there, and wait for it; kill what is left after
-    STOP_S."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    STOP_S. signals: what to send instead, STOP_S apart."""
+    for number in signals or (signal.SIGTERM, signal.SIGKILL):
         for pid in running_workers(folder).values():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
