@@ -10,7 +10,7 @@
 -- KEYS[7] expiry        zset   request_id -> expiry, ms
 -- KEYS[8] requests:     hashes inc -> its requests
 -- KEYS[9] prefills:     lists  inc -> its requests still prefilling
--- KEYS[10] failures     hash   inc -> what its failures have come to; worker -> whether it drains
+-- KEYS[10] verdicts     hash   worker -> its marks; see lib/verdict
 -- KEYS[11] versions      zset   inc -> version of its last change
 -- KEYS[12] events       stream kind, subject, text
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
@@ -29,13 +29,13 @@
 -- Cost     O(log workers + requests in flight). Writes. Safe to retry.
 local workers, current, leases, writers, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local reservations, expiry, requests_prefix, prefills_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local failures, versions, events = KEYS[10], KEYS[11], KEYS[12]
+local verdicts, versions, events = KEYS[10], KEYS[11], KEYS[12]
 local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include clock
--- @include number
 -- @include writer
 -- @include info
--- @include away
+-- @include verdict
+-- @include keep_verdict
 -- @include serving
 -- @include load
 -- @include changed
@@ -43,9 +43,7 @@ local worker, inc, nonce, previous = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 -- @include request
 -- @include retire
 -- @include recount
--- @include failures
 -- @include pause
--- @include keep_draining
 -- @include tainted
 -- @include event
 
@@ -61,17 +59,14 @@ local function take_over(old)
     end
   end
   redis.call('HSET', load, inc, redis.call('HGET', load, old) or '')
-  local failed = redis.call('HGET', failures, old)
-  if failed then
-    redis.call('HSET', failures, inc, failed)
-  end
 end
 
 local now = now_ms()
+local marks = marks_of(worker, now)
 
 -- Whether only the agent is a new process: what is in flight goes on beside it.
 local function is_same_engine(old)
-  return is_alive(old, now) and away(old) and info_of(old).address == info_of(inc).address
+  return is_alive(old, now) and marks.away and info_of(old).address == info_of(inc).address
 end
 
 if writer_of(inc) ~= nonce or (previous ~= '' and is_replaced(worker, previous, nonce, now)) then
@@ -93,11 +88,13 @@ if old then
 end
 redis.call('HSET', current, worker, inc)
 if previous == '' then
-  redis.call('HDEL', failures, worker)
+  marks = {tainted = marks.tainted}
 end
-local drains = keep_draining(worker, ARGV[5] == '1', now)
-local tainted = keep_tainted(worker, redis.call('HGET', workers, inc), ARGV[6] == '1', now)
-if drains or tainted or is_paused(inc, now) then
+marks.away, marks.gone = nil, nil
+local drains = keep_draining(marks, ARGV[5] == '1', now)
+local tainted = keep_tainted(marks, redis.call('HGET', workers, inc), ARGV[6] == '1', now)
+keep_marks(worker, marks, now)
+if drains or tainted or is_paused(inc, marks.failed, now) then
   redis.call('ZADD', leases, string.format('%d', now), inc)
 end
 note_event(previous == '' and 'joined' or 'resynced', worker, 'incarnation ' .. inc)

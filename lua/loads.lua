@@ -5,29 +5,26 @@
 -- KEYS[3] load    hash   inc -> load
 -- KEYS[4] flows   zset   flows that wait for a turn
 -- KEYS[5] workers hash   inc -> info
--- KEYS[6] failures hash  inc -> what its failures have come to; worker -> whether it drains
+-- KEYS[6] verdicts hash  worker -> its marks; see lib/verdict
 -- KEYS[7] current hash   worker -> inc
 -- KEYS[8] versions zset  inc -> version of its last change
 -- ARGV[1] version int    of the data model that the caller speaks
 -- ARGV[2] since   int    the caller knows what changed up to that version; 0: it knows nothing
--- Returns  {snapshot, workers_ms, shards, waiting, failing}
+-- Returns  {snapshot, workers_ms, shards, waiting, marked}
 --                        snapshot: see lib/snapshot; anything else known of workers
 --                        remains valid as long as workers_ms is the same; waiting is 1 if any
---                        request waits, else 0; failing, of each worker that failed requests: inc
---                        and what that came to, as lib/failures has it, or `draining` or
---                        `tainted`; workers that are either are there by their name, too, and as
---                        `away:<inc>` those whose agents are away
+--                        request waits, else 0; marked, of each worker that has marks: inc and
+--                        those, JSON
 --          {version}     of the namespace's data model, which the caller does not speak
 --          nil           there is no such namespace, or Redis has just lost it: workers that have
 --                        registered again are not routable yet
 -- Cost     O(workers), or of those that changed or lapsed. Reads only.
 local meta, leases, load, flows, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local failures, current, versions = KEYS[6], KEYS[7], KEYS[8]
+local verdicts, current, versions = KEYS[6], KEYS[7], KEYS[8]
 -- @include clock
 -- @include number
 -- @include meta
 -- @include snapshot
--- @include draining
 
 local other = other_version(meta, workers, tonumber(ARGV[1]))
 if other then
@@ -43,8 +40,11 @@ local is_everything = #found == 5
 if is_everything and #found[3] > 0 and #found[4] == 0 then
   return false
 end
-local failing = redis.call('HGETALL', failures)
-for inc, how in pairs(#failing > 0 and draining() or {}) do
-  failing[#failing + 1], failing[#failing + 2] = inc, how
+local marked, all = {}, redis.call('HGETALL', verdicts)
+for i = 1, #all, 2 do
+  local inc = redis.call('HGET', current, all[i])
+  if inc then
+    marked[#marked + 1], marked[#marked + 2] = inc, all[i + 1]
+  end
 end
-return {found, workers_ms, shards, redis.call('EXISTS', flows), failing}
+return {found, workers_ms, shards, redis.call('EXISTS', flows), marked}

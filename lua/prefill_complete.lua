@@ -8,7 +8,9 @@
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
 -- KEYS[6] versions       zset   inc -> version of its last change
--- KEYS[7] failures       hash   inc -> what its failures have come to
+-- KEYS[7] verdicts       hash   worker -> its marks; see lib/verdict
+-- KEYS[8] workers        hash   inc -> info
+-- KEYS[9] current        hash   worker -> inc
 -- ARGV[1...]    PrefillCompleteRow str   of app/state/records.py, one after another:
 --                               id, of the reservation, or of the request; ttl_ms, > 0, how much
 --                               longer the reservation lasts, if it is not released; began_by_ms,
@@ -21,14 +23,16 @@
 -- Cost     O(requests * prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix, versions = KEYS[4], KEYS[5], KEYS[6]
-local failures = KEYS[7]
+local verdicts, workers, current = KEYS[7], KEYS[8], KEYS[9]
 -- @include clock
--- @include number
 -- @include load
 -- @include changed
 -- @include record
 -- @include request
 -- @include rows
+-- @include info
+-- @include verdict
+-- @include keep_verdict
 -- @include failures
 
 local now = now_ms()

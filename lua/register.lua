@@ -10,7 +10,7 @@
 -- KEYS[7] reservations  hash   request_id -> inc
 -- KEYS[8] expiry        zset   request_id -> expiry, ms
 -- KEYS[9] versions      zset   inc -> version of its last change
--- KEYS[10] failures     hash   away:<inc> -> how long its agent has been away
+-- KEYS[10] verdicts     hash   worker -> its marks; see lib/verdict
 -- ARGV[1] worker        str    "<worker_id>:<dp_rank>"
 -- ARGV[2] nonce         str    distinguishes this process from any other
 -- ARGV[3] ttl_ms        int    > 0
@@ -27,7 +27,7 @@
 -- Cost     O(log workers). Writes.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry, versions = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local failures = KEYS[10]
+local verdicts = KEYS[10]
 local worker, nonce, ttl_ms, info = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local block_size, shards, previous, version = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 -- @include clock
@@ -36,7 +36,7 @@ local block_size, shards, previous, version = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 -- @include note_workers
 -- @include writer
 -- @include info
--- @include away
+-- @include verdict
 -- @include serving
 -- @include changed
 -- @include despite_full

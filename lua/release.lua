@@ -5,8 +5,10 @@
 -- KEYS[3] expiry         zset   request_id -> expiry, ms
 -- KEYS[4] requests:      hashes inc -> its requests
 -- KEYS[5] prefills:      lists  inc -> its requests still prefilling
--- KEYS[6] failures       hash   inc -> what its failures have come to
+-- KEYS[6] verdicts       hash   worker -> its marks; see lib/verdict
 -- KEYS[7] versions       zset   inc -> version of its last change
+-- KEYS[8] workers        hash   inc -> info
+-- KEYS[9] current        hash   worker -> inc
 -- ARGV[1...]    ReleaseRow str   of app/state/records.py:
 --                               id, of the reservation, or of the request; attempt, only the
 --                               reservation made with this attempt, '': any; began_by_ms, only one
@@ -21,15 +23,17 @@
 --                               nil: there is no such reservation (any more)
 -- Cost     O(requests * prefills on the worker). Writes. Safe to retry.
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
-local requests_prefix, prefills_prefix, failures = KEYS[4], KEYS[5], KEYS[6]
-local versions = KEYS[7]
+local requests_prefix, prefills_prefix, verdicts = KEYS[4], KEYS[5], KEYS[6]
+local versions, workers, current = KEYS[7], KEYS[8], KEYS[9]
 -- @include clock
--- @include number
 -- @include load
 -- @include changed
 -- @include record
 -- @include request
 -- @include rows
+-- @include info
+-- @include verdict
+-- @include keep_verdict
 -- @include failures
 
 local now = now_ms()

@@ -19,7 +19,7 @@
 -- KEYS[8] expiry        zset   request_id -> expiry, ms
 -- KEYS[9] requests:     hashes inc -> its requests
 -- KEYS[10] prefills:    lists  inc -> its requests still prefilling
--- KEYS[11] failures     hash   inc -> what its failures have come to; worker -> whether it drains
+-- KEYS[11] verdicts     hash   worker -> its marks; see lib/verdict
 -- KEYS[12] versions      zset   inc -> version of its last change
 -- KEYS[13] events        stream kind, subject, text
 -- KEYS[14] engines:      strings engine -> the worker that it is
@@ -46,7 +46,7 @@
 -- Cost     O(log workers); a count O(requests of the worker), 4 us each. Writes. Safe to retry.
 local meta, workers, current, leases, writers = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local load, reservations, expiry, requests_prefix = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local prefills_prefix, failures, versions, events = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
+local prefills_prefix, verdicts, versions, events = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local worker, inc, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local info, block_size, shards = ARGV[5], ARGV[6], ARGV[7]
 local staged, thorough, version, ill = ARGV[8] == '1', ARGV[9] == '1', ARGV[10], ARGV[12]
@@ -57,16 +57,14 @@ local engine = ARGV[14]
 -- @include note_workers
 -- @include writer
 -- @include info
--- @include away
+-- @include verdict
+-- @include keep_verdict
 -- @include serving
 -- @include load
 -- @include changed
 -- @include record
 -- @include recount
--- @include failures
 -- @include pause
--- @include keep_draining
--- @include draining
 -- @include may_lapse
 -- @include tainted
 -- @include despite_full
@@ -110,25 +108,30 @@ if redis.call('HGET', workers, inc) ~= info then
   note_workers(meta, now)
   changed(inc)
 end
-local drains = keep_draining(worker, ARGV[11] == '1', now)
-local tainted = keep_tainted(worker, info, ARGV[13] == '1', now)
+local marks = marks_of(worker, now)
+local drains = keep_draining(marks, ARGV[11] == '1', now)
+local tainted = keep_tainted(marks, info, ARGV[13] == '1', now)
 local is_out = ill ~= '' and not staged and not drains and not tainted and may_lapse(inc, now)
 if is_out and tonumber(redis.call('ZSCORE', leases, inc) or 0) > now then
   note_event('ill', worker, ill)
 end
-local ends_ms = (drains or tainted or is_out or is_paused(inc, now)) and now or now + ttl_ms
+marks.ill = is_out and {since_ms = marks.ill and marks.ill.since_ms or now, cause = ill} or nil
+if marks.away and is_told(marks.away) then
+  note_event('back', worker)
+end
+marks.away = nil
+keep_marks(worker, marks, now)
+local is_failing = not staged and is_paused(inc, marks.failed, now)
+local ends_ms = (drains or tainted or is_out or is_failing) and now or now + ttl_ms
 redis.call('ZADD', leases, string.format('%d', ends_ms), inc)
 if not redis.call('ZSCORE', versions, inc) then
   changed(inc)
-end
-if note_heard(inc) then
-  note_event('back', worker)
 end
 local same = ''
 if engine ~= '' and not staged then
   local other = redis.call('GET', KEYS[14] .. engine)
   local inc_of_other = other and serving(other)
-  if other ~= worker and is_alive(inc_of_other, now) and not away(inc_of_other) then
+  if other ~= worker and is_alive(inc_of_other, now) and not marks_of(other, now).away then
     same = other
   else
     redis.call('SET', KEYS[14] .. engine, worker, 'PX', ENGINE_KEPT_MS)

@@ -11,8 +11,7 @@
 -- KEYS[2] current       hash   worker -> inc
 -- KEYS[3] leases        zset   inc -> expiry, ms
 -- KEYS[4] load          hash   inc -> load
--- KEYS[5] failures      hash   inc -> what its failures have come to; away:<inc> -> how long its agent
---                              has been away; worker -> whether it drains
+-- KEYS[5] verdicts      hash   worker -> its marks; see lib/verdict
 -- KEYS[6] events        stream kind, subject, text
 -- KEYS[7] engines:      strings engine -> the worker that it is
 -- ARGV[1] most_ms       int    for how long an agent may be away
@@ -20,15 +19,13 @@
 -- Returns  {vouched, ...}      for each, in order: 1; or 0: not, or there was no need to
 -- Cost     O(incarnations * log workers). Writes. Safe to retry.
 local workers, current, leases, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local failures, events, engines_prefix = KEYS[5], KEYS[6], KEYS[7]
+local verdicts, events, engines_prefix = KEYS[5], KEYS[6], KEYS[7]
 local most_ms = tonumber(ARGV[1])
 -- @include clock
--- @include number
 -- @include info
--- @include failures
+-- @include verdict
+-- @include keep_verdict
 -- @include pause
--- @include draining
--- @include away
 -- @include despite_full
 -- @include event
 
@@ -38,26 +35,13 @@ local LATE_MS = 1000 -- or a third of the lease: an agent renews long before
 -- An agent whose worker is out of service renews a lease that has lapsed, every two seconds.
 local SILENT_MS = 3000
 
-local function is_ill(info)
-  return info.ill ~= nil and info.ill ~= ''
-end
-
--- Whether its lease may have lapsed without its agent having missed a renewal.
-local function may_be_cut(inc, info)
-  return is_ill(info) or failures_of(inc, now) ~= nil or is_draining(info.worker)
-    or is_tainted(info.worker)
-end
-
--- Whether its agent still has the lease in hand. is_away: it had not when a router last vouched.
-local function is_held(inc, info, lease_ms, ttl_ms, is_away)
+-- Whether its agent still has the lease in hand. is_away: it had not when a router last vouched. May
+-- be cut: its lease may have lapsed without its agent having missed a renewal.
+local function is_held(marks, lease_ms, ttl_ms, is_away)
   local left_ms = lease_ms - now
+  local may_be_cut = marks.ill or marks.failed or marks.draining or marks.tainted
   return left_ms > math.min(LATE_MS, ttl_ms / 3)
-    or left_ms <= 0 and left_ms > -SILENT_MS and not is_away and may_be_cut(inc, info)
-end
-
-local function try(inc, f)
-  f.count, f.trial = math.max(f.count, 1), true
-  keep_failures(inc, f, now)
+    or left_ms <= 0 and left_ms > -SILENT_MS and not is_away and may_be_cut
 end
 
 -- Whether its engine has come to be another worker, whose agent is there.
@@ -70,27 +54,32 @@ local function vouch(inc)
   local info = info_of(inc)
   local lease_ms = tonumber(redis.call('ZSCORE', leases, inc) or '')
   local ttl_ms = tonumber(info.lease_ttl_ms)
-  local since_ms, until_ms = away(inc)
-  local is_away = lease_ms and since_ms and lease_ms <= until_ms -- else it has renewed since
   if not lease_ms or not ttl_ms or type(info.worker) ~= 'string'
-    or is_held(inc, info, lease_ms, ttl_ms, is_away) or redis.call('HGET', current, info.worker) ~= inc
-    or redis.call('HEXISTS', load, inc) == 0 or is_another(info) then
+    or redis.call('HGET', current, info.worker) ~= inc or redis.call('HEXISTS', load, inc) == 0
+    or is_another(info) then
     return 0
   end
+  local marks = marks_of(info.worker, now)
+  local away = marks.away
+  local is_away = away and lease_ms <= away.until_ms -- else it has renewed since
   if not is_away then
-    since_ms, until_ms = now, now
+    away = {since_ms = now, until_ms = now}
   end
-  if now - since_ms >= most_ms then
+  if is_held(marks, lease_ms, ttl_ms, is_away) or now - away.since_ms >= most_ms then
     return 0
   end
-  if until_ms > since_ms and not is_told(since_ms, until_ms) then
+  if away.until_ms > away.since_ms and not is_told(away) then
     note_event('away', info.worker, 'its agent is not heard of, its engine answers')
   end
-  if is_ill(info) and lease_ms <= now then
-    try(inc, failures_of(inc, now) or no_failures('ill'))
+  if marks.ill then
+    local failed = marks.failed or new_failures('ill', now)
+    failed.count, failed.until_ms = math.max(failed.count, 1), math.max(failed.until_ms, now)
+    marks.failed, marks.ill = failed, nil
   end
-  redis.call('HSET', failures, 'away:' .. inc, string.format('%d %d', since_ms, now + VOUCHED_MS))
-  local is_out = is_draining(info.worker) or is_tainted(info.worker) or is_paused(inc, now)
+  away.until_ms = now + VOUCHED_MS
+  marks.away = away
+  keep_marks(info.worker, marks, now)
+  local is_out = marks.draining or marks.tainted or is_paused(inc, marks.failed, now)
   local lasts_ms = is_out and 0 or math.min(VOUCHED_MS, ttl_ms)
   redis.call('ZADD', leases, string.format('%d', now + lasts_ms), inc)
   return 1

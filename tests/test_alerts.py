@@ -99,7 +99,9 @@ CASES = {
         {counter("worker_stale", worker="a:0"): "1x40"},
     ),
     "KvrouteWorkersFail": on_and_off("worker_suspensions_total", RISES, STANDS),
-    "KvrouteWorkerTainted": on_and_off("worker_tainted", "1x40", "0x40", worker="a:0"),
+    "KvrouteWorkerTainted": on_and_off(
+        "worker_state", "1x40", "0x40", worker="a:0", state="tainted"
+    ),
     "KvrouteReservationsExpire": Case(
         {counter("reservations_total", event="expired"): RISES},
         {

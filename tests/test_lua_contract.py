@@ -31,7 +31,8 @@ BUILT_IN = set(
         r"\w+",
         """
         and break do else elseif end false for function if in local nil not or repeat return then
-        true until while error ipairs pairs pcall tonumber tostring type unpack math string table
+        true until while error ipairs next pairs pcall tonumber tostring type unpack math string
+        table
         ARGV KEYS cjson redis
         """,
     )

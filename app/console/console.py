@@ -17,6 +17,7 @@ from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.outcomes import Kind
 from app.core.types import Incarnation
+from app.core.verdicts import State
 from app.ops import checks, reuse
 from app.ops.conditions import holding
 from app.ops.drain import named
@@ -332,14 +333,15 @@ def _models(together: Together, view: View | None) -> dict[str, Any]:
 
 
 def _tiles(together: Together, view: View | None) -> dict[str, float | None]:
-    draining = sum(f.drains for i, f in view.failing.items() if i in view.paused) if view else 0
+    paused = [view.verdict(inc).state for inc in view.paused] if view else []
+    draining = paused.count(State.DRAINING)
     queues = [load.queue_s(view.now_ms) for load in view.loads] if view else []
     tiles = together.series() | {
         "cached_share": together.cached_share(together.minute),
         "predicted_share": together.predicted_share(together.minute),
         "workers": float(len(queues)),
         "draining": float(draining),
-        "paused": float(len(view.paused) - draining if view else 0),
+        "paused": float(len(paused) - draining),
         "queue_s": sum(queues) / len(queues) if queues else None,
     }
     return {name: short(value) for name, value in tiles.items()}

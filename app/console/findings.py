@@ -58,7 +58,7 @@ def of_workers(
     if live:
         yield from checks.of_workers(live, namespace, names)
         # Who fails requests computes none of what was predicted for them.
-        yield checks.predicted(records, [w for w in live if w.incarnation not in view.failing])
+        yield checks.predicted(records, [w for w in live if w.incarnation not in view.marks])
 
 
 def shown(results: Iterable[Check], conditions: Iterable[Check]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from app.core.outcomes import Kind
 from app.core.types import Incarnation
+from app.core.verdicts import State
 from app.core.worker_report import NO_READINGS, WorkerInfo
 from app.policy.view import View
 from app.state.last_errors import Errors
@@ -17,9 +18,10 @@ FEW = 10
 FAILING_SHARE = 0.2
 """Of a worker's requests of the last minute, unless they are fewer than FEW."""
 BY_TROUBLE = (
-    *("live", "draining", "degraded", "paused", "gone", "stale", "ill", "tainted", "failing"),
+    *(State.SERVING, State.DRAINING, State.AWAY, State.TRIAL, State.PAUSED, State.LAPSED),
+    *(State.GONE, "stale", State.ILL, State.TAINTED, "failing"),
 )
-"""States, the worst last."""
+"""States, and what else there may be amiss, the worst last."""
 RETRIED = ("failed", "full")
 """Requests that went on to another worker, before or within their answers."""
 GONE_MS = 60_000
@@ -46,19 +48,18 @@ class Roster:
             if view.now_ms - seen.at_ms > GONE_MS:
                 del self._seen[key]
             elif seen.at_ms < view.now_ms:
-                seen.row = seen.row | {"state": "gone"}
+                seen.row = seen.row | {"state": State.GONE}
         return [self._seen[key].row for key in sorted(self._seen)]
 
 
 def _rows(view: View) -> Iterator[dict[str, Any]]:
     number = len(view.infos)
-    for inc, info, load, measured, away_s in zip(
-        *(view.incarnations, view.infos, view.loads, view.measured, view.away_s), strict=True
+    for inc, info, load, measured in zip(
+        *(view.incarnations, view.infos, view.loads, view.measured), strict=True
     ):
         metrics, gpu = measured.metrics, measured.gpu
-        is_stale = measured.is_stale(view.now_ms, number)
-        yield _about(inc, info) | {
-            "state": "degraded" if away_s is not None else "stale" if is_stale else "live",
+        yield _about(view, inc, info) | {
+            "is_stale": measured.is_stale(view.now_ms, number),
             "queue_s": round(load.queue_s(view.now_ms), 4),
             "requests": load.requests,
             "decoding": load.decoding,
@@ -75,13 +76,11 @@ def _rows(view: View) -> Iterator[dict[str, Any]]:
             "reported_hit": round(metrics.gpu_prefix_cache_hit_rate, 4),
         }
     for inc, info in view.paused.items():
-        failing = view.failing[inc]
-        state = "draining" if failing.drains else "ill" if info.ill else "paused"
-        yield _about(inc, info) | {"state": "tainted" if failing.is_tainted else state}
+        yield _about(view, inc, info)
 
 
-def _about(inc: Incarnation, info: WorkerInfo) -> dict[str, Any]:
-    return {
+def _about(view: View, inc: Incarnation, info: WorkerInfo) -> dict[str, Any]:
+    return view.verdict(inc).told(view.now_ms) | {
         "worker": str(info.key),
         "incarnation": int(inc),
         "max_requests": info.max_requests,
@@ -104,7 +103,8 @@ def queues_by_model(view: View) -> dict[str, float]:
 
 
 COLUMNS = (
-    *("worker", "state", "queue_s", "requests", "max_requests", "decoding", "waiting", "kv_used"),
+    *("worker", "state", "since_s", "until_s", "cause", "witnesses"),
+    *("queue_s", "requests", "max_requests", "decoding", "waiting", "kv_used"),
     *("device_blocks", "host_blocks", "disk_blocks", "total_blocks", "unique_value_s", "gpu_util"),
     *("trust", "trust_cause", "metrics_age_s", "predicted_hit", "reported_hit", "model"),
     *("address", "role"),
@@ -143,17 +143,19 @@ def with_endings(
     complete = []
     for row in rows:
         counts = _endings(ended.get(row["worker"], {}), last.get(row["worker"]))
-        complete.append(row | counts | _trouble(row["state"], counts))
+        complete.append(row | counts | {"trouble": _trouble(row, counts)})
     return complete
 
 
-def _trouble(state: str, counts: Mapping[str, Any]) -> dict[str, Any]:
+def _trouble(row: Mapping[str, Any], counts: Mapping[str, Any]) -> int:
     """How much trouble a worker is in, for sorting: by its state, then by requests."""
     failed, tried = counts["failed"], counts["failed"] + counts["ok"]
-    if state == "live" and tried >= FEW and failed > FAILING_SHARE * tried:
-        state = "failing"
-    worse = BY_TROUBLE.index(state) * 1_000_000
-    return {"state": state, "trouble": worse + failed + counts["left_before"]}
+    amiss = [row["state"]]
+    if row["state"] == State.SERVING:
+        amiss += ["stale"] * row.get("is_stale", False)
+        amiss += ["failing"] * (tried >= FEW and failed > FAILING_SHARE * tried)
+    worst = max(map(BY_TROUBLE.index, amiss))
+    return int(worst * 1_000_000 + failed + counts["left_before"])
 
 
 def _endings(counts: Mapping[str, float], last: Errors | None) -> dict[str, Any]:

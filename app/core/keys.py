@@ -19,7 +19,7 @@ NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _KEY = re.compile(
     r"kvroute:1:\{(?P<namespace>[^#}]+)(?:#(?P<shard>\d{1,9}))?\}:(?P<name>.*)", re.DOTALL
 )
-DATA_VERSION = 4
+DATA_VERSION = 5
 """Of what keys hold, as `meta` records it. Parts of other versions write there what this one cannot
 read, or reads wrongly: raise it with the first such change after a release. Version 1
 recorded none."""
@@ -121,22 +121,17 @@ KEYSPACE = (
         "retired",
     ),
     Key(
-        "failures",
+        "verdicts",
         "hash",
-        "`<inc>` → `count last_ms until_ms share at_ms trial cause`: requests that its worker "
-        "failed in a row, when it failed the last one, until when it gets none, thousandths of its "
-        "tries that failed lately, as of `at_ms`, 1 if it gets one request at a time until it "
-        "answers one, and the last cause; times by the Redis clock. `<inc> <subject>` → the same "
-        "of a model or path that it lacks. `<worker_id>:<dp_rank>` → `draining <ms>`: it gets no "
-        "requests any more, and since when; or `undone`, which its agent is to hear of. "
-        "`away:<inc>` → `since_ms until_ms`: since when its agent is away, and until when routers "
-        "vouch for its engine. `tainted <worker_id>:<dp_rank>` → `<ms> <life>`: the engine may "
-        "hold KV of one prompt as another's, since when, and in which life of it",
+        "`<worker_id>:<dp_rank>` → JSON: what speaks against the worker, by name, each with "
+        "`since_ms`, `until_ms`, `cause` and `witnesses` (`lua/lib/verdict.lua`): `tainted`, "
+        "`draining`, `ill`, `away`, `failed`, `lacks <model or path>`, `caller <who>`. "
+        "A worker that serves has no field",
         (
-            *("suspend", "pardon", "release", "prefill_complete", "renew", "activate", "drain"),
-            *("vouch", "taint"),
+            *("suspend", "answers_again", "release", "prefill_complete", "renew", "activate"),
+            *("drain", "vouch", "taint", "retire", "retire_lapsed"),
         ),
-        "answered, undone, begun anew or retired",
+        "answered, undone, begun anew or retired; then for a day if it drains or is tainted",
     ),
     Key(
         "engines:<engine>",

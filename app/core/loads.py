@@ -10,8 +10,8 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from app.core.failures import Failing
 from app.core.types import Incarnation
+from app.core.verdicts import MarksByWorker, State, Verdict
 
 ROUND = 1_000_000
 """A round is as many reservations as there are workers; rounds are counted in millionths."""
@@ -200,23 +200,23 @@ class Snapshot:
     """Incarnations that would be routable if their leases had not run out."""
     unreadable: frozenset[Incarnation] = frozenset()
     """Live ones whose loads are missing, damaged, or written by another release."""
-    failing: dict[Incarnation, Failing] = field(default_factory=dict)
-    """Those whose workers failed requests, or drain; empty if not asked."""
-    lacking: dict[str, dict[Incarnation, Failing]] = field(default_factory=dict)
-    """By a model or path, those whose workers do not have it; empty if not asked."""
+    marks: MarksByWorker = field(default_factory=MarksByWorker)
+    """What speaks against workers; empty if not asked."""
 
-    away: dict[Incarnation, int] = field(default_factory=dict)
-    """Those whose agents are away, while routers vouch for their engines, and since when, in ms;
-    empty if not asked."""
+    @property
+    def away(self) -> dict[Incarnation, int]:
+        """Those whose agents are away, while routers vouch for their engines: since when, ms."""
+        since = ((inc, marks.away_ms(self.now_ms)) for inc, marks in self.marks.items())
+        return {inc: ms for inc, ms in since if ms is not None}
 
     @property
     def paused(self) -> list[Incarnation]:
-        """Those that get no requests because they failed some, or drain."""
-        return [
-            inc
-            for inc, failing in self.failing.items()
-            if inc in self.lapsed and failing.is_out(self.now_ms)
-        ]
+        """Those that get no requests, though it is known that they are there."""
+        lapsed = self.lapsed & self.marks.keys()
+        return [inc for inc in lapsed if self.verdict(inc).state is not State.LAPSED]
+
+    def verdict(self, inc: Incarnation) -> Verdict:
+        return self.marks[inc].verdict(self.now_ms, has_lease=inc not in self.lapsed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from app.core.failures import Failure
 from app.core.outcomes import of_refusal
 from app.core.types import WorkerKey
+from app.core.verdicts import LACKS
 from app.core.worker_report import WorkerInfo
 from app.door import blame, whole_answer
 from app.door.after_failure import Tally
@@ -17,6 +18,7 @@ from app.door.client import Client, Headers
 from app.door.connection import ConnectFailed, EngineAnswer, UpstreamError
 from app.door.engine_words import EngineWords
 from app.door.errors import Unreached, WorkerFailed
+from app.door.evidence import Evidence
 from app.door.forwarding import renamed
 from app.door.members import headers_back
 from app.door.models import Model
@@ -43,8 +45,6 @@ class AnyWorker:
         self._between_s = between_s
         self._asked = Counter[Path]()
         """Tries that go on, of each worker and path."""
-        self._failed = Counter[Path]()
-        """Those that have failed, as Redis is still to be told."""
 
     async def answer(
         self,
@@ -54,36 +54,40 @@ class AnyWorker:
         headers: Headers,
         client: Client,
         record: RequestRecord,
+        caller: str,
     ) -> None:
         """Have any worker of `model` answer. Raises WorkerFailed if none does."""
         body = asked.changed(renamed(asked.fields.get("model"), model.name))
-        asking = _Asking(model, asked, body, path, headers, client, record)
-        while not asking.is_over:
-            worker = self._fittest(asking)
-            if worker is None:
-                break
-            at = worker.key, path
-            self._asked[at] += 1
-            try:
-                if await self._is_answered(asking, worker):
-                    return
-            finally:
-                _count_down(self._asked, at)
-        await asking.pardon_if_all_refuse()
+        evidence = Evidence(model.router, caller)
+        asking = _Asking(model, asked, body, path, headers, client, record, caller, evidence)
+        try:
+            while not asking.is_over:
+                worker = self._fittest(asking)
+                if worker is None:
+                    break
+                at = worker.key, path
+                self._asked[at] += 1
+                try:
+                    if await self._is_answered(asking, worker):
+                        return
+                finally:
+                    _count_down(self._asked, at)
+            await evidence.judge(is_answered=False)
+        finally:
+            evidence.withdraw()
         failed = Unreached if asking.is_unreached else WorkerFailed
         raise failed(f"model {model.name}: {asking.told}")
 
     def _fittest(self, asking: _Asking) -> WorkerInfo | None:
         """None: all were asked."""
         model, path = asking.model, asking.path
-        shares, failed = model.failed_shares(path), model.failed(path)
+        shares, failed = model.failed_shares(path, asking.caller), model.failed(path)
 
         def unfitness(worker: WorkerInfo) -> tuple[float, int, float]:
-            at = worker.key, path
-            is_tried = worker.key in failed and self._asked[at] > 0
-            is_left_alone = is_tried or self._failed[at] > 0
-            share = 1.0 if is_left_alone else shares.get(worker.key, 0.0)
-            return share, self._asked[at], random.random()
+            num_asked = self._asked[worker.key, path]
+            is_tried = worker.key in failed and num_asked > 0
+            share = 1.0 if is_tried else shares.get(worker.key, 0.0)
+            return share, num_asked, random.random()
 
         left = [worker for worker in model.workers if worker.key not in asking.tried]
         return min(left, key=unfitness, default=None)
@@ -108,8 +112,6 @@ class AnyWorker:
             if failure is None:
                 asking.has_begun = True
                 await self._pass_on(asking, worker, answer, piece, is_all)
-                if worker.key in model.failed(path):
-                    await model.answers_again(worker, path)
                 return True
             words = self._words.of(piece, asking.asked)
             failure = asking.refused(worker, failure, answer.status, words)
@@ -119,12 +121,8 @@ class AnyWorker:
             if answer is not None:
                 answer.abort()
         log.warning("worker %s: %s; %s", worker.key, asking.told, path)
-        at = worker.key, path
-        self._failed[at] += 1
-        try:
-            await model.worker_failed(worker, failure, sent_ms)
-        finally:
-            _count_down(self._failed, at)
+        if failure is not None:
+            await asking.evidence.add(failure, [worker], sent_ms, began=asking.has_begun)
         return False
 
     async def _pass_on(
@@ -137,9 +135,12 @@ class AnyWorker:
             asking.record.error = self._words.of(piece, asking.asked)
             outcome = of_refusal(status, is_failure=False, is_full=False)
             asking.record.end(outcome, ended_by="worker")
+            await asking.evidence.judge(is_answered=False, is_own=True)
             await client.refuse(status, headers, piece, worker)
-            await asking.pardon()
             return
+        path = asking.path
+        has_failed = worker.key in asking.model.failed(path)
+        await asking.evidence.answered(worker, [LACKS + path] if has_failed else [])
         more = [(b"content-length", b"%d" % len(piece))] if is_all else []
         await client.start(answer.status, headers + more)
         while not is_all and piece:
@@ -160,11 +161,12 @@ class _Asking:
     headers: Headers
     client: Client
     record: RequestRecord
+    caller: str
+    evidence: Evidence
     tried: set[WorkerKey] = field(default_factory=set)
     told: str = "no worker takes requests"
     has_begun: bool = False
     _tally: Tally = field(default_factory=Tally)
-    _refusals: list[tuple[WorkerInfo, Failure]] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -180,10 +182,7 @@ class _Asking:
         self.told = f"{failure.cause} (status {status}){words and f': {words}'}"
         result = "full" if blame.takes_no_more(failure) else "failed"
         self.record.failures.append(FailedTry(str(worker.key), result, failure.cause, words))
-        failure = blame.at_path(failure, self.path)
-        if not blame.takes_no_more(failure):
-            self._refusals.append((worker, failure))
-        return failure
+        return blame.at_path(failure, self.path)
 
     def broke(self, worker: WorkerInfo, error: UpstreamError) -> Failure | None:
         """The same of a worker that did not answer, or not to the end."""
@@ -192,14 +191,6 @@ class _Asking:
         self.told = str(error)
         failure = blame.of_break(error.cause, is_late=error.is_late, is_whole=not self.has_begun)
         return failure and blame.at_path(failure, self.path)
-
-    async def pardon_if_all_refuse(self) -> None:
-        if self._tally.refused > 1:
-            await self.pardon()
-
-    async def pardon(self) -> None:
-        """It was the request's own fault."""
-        await self.model.pardon(self._refusals)
 
 
 def _count_down(counts: Counter[Path], at: Path) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import orjson
 
-from app.core.failures import LATE_S, SOON_S, Failure, Whose
+from app.core.failures import LATE_S, SOON_S, Counts, Failure, Whose
+from app.core.verdicts import FAILED, LACKS
 from app.door.stream import fields_of
 
 MAX_RETRY_AFTER_S = 60.0
@@ -36,7 +37,8 @@ in either."""
 _NO_PATH = (404, 405)
 _OF_REQUEST = (501, 505, 506, 510)
 _OVERLOADED = (429, 529)
-_OVERLOAD_TYPES = ("overloaded_error", "rate_limit_error", "rate_limit_exceeded")
+_OVERLOADED_TYPE = "overloaded_error"
+_RATE_TYPES = ("rate_limit_error", "rate_limit_exceeded")
 _REQUEST_AT_FAULT = re.compile(
     r"(?i)invalid_request|bad_?request|context_length|invalid_prompt|too_large"
 )
@@ -48,6 +50,8 @@ _TOO_LONG_WORDS = re.compile(
 )
 _REFUSES = Failure("refuses", Whose.WORKER, in_a_row=_IN_A_ROW, most_s=SOON_S)
 BACK_PRESSURE = Failure(_LOAD, Whose.WORKER, weight=0.0, in_a_row=0, pause_s=1.0)
+_RATE_LIMIT = replace(BACK_PRESSURE, counts=Counts.CALLER)
+"""It may be the caller's own."""
 
 
 def takes_no_more(failure: Failure) -> bool:
@@ -58,9 +62,9 @@ def takes_no_more(failure: Failure) -> bool:
 def at_path(failure: Failure, path: str) -> Failure:
     """The same of a path for which an engine computes nothing: the worker is left alone for that
     path, and not for others, unless it is not reached or takes no more."""
-    if failure.cause == UNREACHABLE or takes_no_more(failure) or failure.subject:
+    if failure.cause == UNREACHABLE or takes_no_more(failure) or failure.mark != FAILED:
         return failure
-    return replace(failure, subject=path)
+    return replace(failure, mark=LACKS + path)
 
 
 def of_status(
@@ -77,14 +81,15 @@ def of_status(
     """
     after_s = _retry_after_s(headers)
     if status in _OVERLOADED or (status == 503 and after_s is not None):
-        return replace(BACK_PRESSURE, pause_s=min(after_s or 1.0, MAX_RETRY_AFTER_S))
+        pressure = _RATE_LIMIT if status == 429 else BACK_PRESSURE
+        return replace(pressure, pause_s=min(after_s or 1.0, MAX_RETRY_AFTER_S))
     if status in (502, 504):  # what stands before the engine does not reach it
         return Failure(f"status_{status}", Whose.WORKER, most_s=SOON_S)
     if missing_path:
-        return replace(_REFUSES, cause="no_path", subject=missing_path)
+        return replace(_REFUSES, cause="no_path", mark=LACKS + missing_path)
     if status in _OF_WORKER:
-        subject = model if status == 404 else ""
-        return replace(_REFUSES, cause=_OF_WORKER[status], subject=subject)
+        mark = LACKS + model if status == 404 else FAILED
+        return replace(_REFUSES, cause=_OF_WORKER[status], mark=mark)
     if status == 408 or (status >= 500 and status not in _OF_REQUEST):
         return wrong(f"status_{status}")
     if 200 < status < 400:  # what stands before the engine sends clients elsewhere
@@ -121,7 +126,9 @@ def of_error(fields: Mapping[str, Any]) -> Failure | None:
     """The same of what says what is wrong in `error`, in `response.error`, or as a whole."""
     said = _said_in(fields)
     code, kind = str(said.get("code") or ""), str(said.get("type") or "")
-    if not {code, kind}.isdisjoint(_OVERLOAD_TYPES):
+    if not {code, kind}.isdisjoint(_RATE_TYPES):
+        return _RATE_LIMIT
+    if _OVERLOADED_TYPE in (code, kind):
         return BACK_PRESSURE
     if status := status_in(fields):
         failure = of_status(status)
@@ -158,8 +165,10 @@ def of_break(cause: str, *, is_late: bool, is_whole: bool) -> Failure | None:
         return None
     if cause in (CUT, ERROR_EVENT):
         return wrong(cause)
-    whose = Whose.WORKER if cause == UNREACHABLE else Whose.EITHER
-    return Failure(cause, whose, most_s=LATE_S if is_late else SOON_S)
+    most_s = LATE_S if is_late else SOON_S
+    if cause == UNREACHABLE:  # no request can be at fault that never came there
+        return Failure(cause, Whose.WORKER, most_s=most_s, counts=Counts.ALL)
+    return Failure(cause, most_s=most_s)
 
 
 def _retry_after_s(headers: Sequence[tuple[bytes, bytes]]) -> float | None:

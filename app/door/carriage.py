@@ -11,7 +11,7 @@ from app.door.beginning import Beginning
 from app.door.client import Client, Headers
 from app.door.connection import UpstreamBroken, UpstreamError
 from app.door.door import Door
-from app.door.errors import RepeatedFailure
+from app.door.errors import RepeatedFailure, WorkerFailed
 from app.door.forwarding import Outgoing, Parser
 from app.door.lifecycle import Lifecycle
 from app.door.members import headers_back
@@ -49,8 +49,12 @@ class Carriage:
         """
         try:
             await self._relay(await self._tries.begin())
+        except WorkerFailed:
+            await self.life.evidence.judge(is_answered=False)
+            raise
         finally:
             self._tries.abort()
+            self.life.evidence.withdraw()
 
     async def _relay(self, begun: Beginning) -> None:
         """Pass an answer on. While it migrates, another worker's beginning takes the place of
@@ -89,7 +93,10 @@ class Carriage:
             outcome = "error_event"
             life.record.error = self._tries.said(parser.error)
             if begun.failure is None and (failure := blame.of_event(parser.error)):
-                await self._tries.leave(failure, failure.cause, life.record.error)
+                await life.worker_failed(failure, failure.cause, life.record.error)
+            await life.evidence.judge(is_answered=False)
+        elif life.evidence.tries or life.marked:
+            await life.answered()
         usage = self._usage(parser.tail, begun.worker) if outcome == "ok" else None
         life.end(outcome, ended_by="worker", usage=usage)
         await client.send(rest, last=True)
@@ -99,6 +106,8 @@ class Carriage:
         life, failure = self.life, begun.failure
         if status < 400:
             life.first_token(is_seen=False)
+            if life.evidence.tries or life.marked:
+                await life.answered()
             life.end("ok", usage=self._usage(begun.first, begun.worker))
             await self.client.whole(begun.answer.status, headers, begun.first)
             return

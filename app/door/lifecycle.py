@@ -13,6 +13,7 @@ from app.core.hashing import token_bytes
 from app.core.outcomes import Ending
 from app.core.worker_report import WorkerInfo
 from app.door.blame import takes_no_more
+from app.door.evidence import Evidence
 from app.door.record import Admission, FailedTry, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
 from app.policy.answers import Answer
@@ -37,6 +38,7 @@ class Lifecycle:
         self._prompt = admitted.prompt
         """Of which the chain is still to be made."""
         self._router = admitted.model.router
+        self.evidence = Evidence(self._router, admitted.request.holder)
         self._held: Decision | None = None
         self._heard: Callable[[], tuple[int, Usage | None]] = _nothing_heard
         self._has_first_token = False
@@ -44,6 +46,8 @@ class Lifecycle:
         """When it was given to that worker, by the Redis clock."""
         self._doubted: frozenset[str] = frozenset()
         """Sources with which a worker failed it."""
+        self.marked: Sequence[str] = ()
+        """For what of the request its worker was left alone when it was decided on."""
 
     @property
     def decision(self) -> Decision:
@@ -83,6 +87,9 @@ class Lifecycle:
         self._prompt = None
         self._held = decision
         self._sent_ms = self._router.fleet.redis_now_ms
+        view, inc = self._router.fleet.last_view, decision.incarnation
+        if view is not None and view.knows_failures:
+            self.marked = [name for name in self._request.marks if inc in view.marked(name)]
         self.record.decided(decision)
         return decision
 
@@ -96,8 +103,8 @@ class Lifecycle:
         """It has not: the next decision is for another one, or for none. All as below."""
         source = self.decision.source
         assert source is not None
-        of_source = failure and replace(failure, whose=Whose.SOURCE)
-        await self._leave(FailedTry(str(source.worker.key), "failed", cause, words), of_source)
+        failed = FailedTry(str(source.worker.key), "failed", cause, words)
+        await self._leave(failed, failure, [source.worker])
 
     def goes_alone(self, why: str, *, elsewhere: bool) -> None:
         """The next decision is for one worker, which computes the prompt itself; elsewhere: for
@@ -118,12 +125,17 @@ class Lifecycle:
         its source may be at fault just as well, the next decision is for other sources, too, if
         there are any.
         """
-        source = self.decision.source
+        worker, source = self.decision.worker, self.decision.source
+        blamed = [worker]
         if failure is not None and failure.whose is Whose.EITHER and source is not None:
             self._doubted |= {str(source.worker.key)}
+            # Each is counted half: what they do with others tells.
+            in_a_row, weight = max(failure.in_a_row, 2), failure.weight / 2
+            failure = replace(failure, in_a_row=in_a_row, weight=weight)
+            blamed.append(source.worker)
         is_full = failure is not None and takes_no_more(failure)
         result = "full" if is_full else "failed"
-        await self._leave(FailedTry(str(self.decision.worker.key), result, cause, words), failure)
+        await self._leave(FailedTry(str(worker.key), result, cause, words), failure, blamed)
 
     def asks_again(self, worker: WorkerInfo) -> None:
         """A worker that failed it may have it once more, as there is no other."""
@@ -134,33 +146,24 @@ class Lifecycle:
         """The next decision is for none of these."""
         self._request = replace(self._request, exclude=self._request.exclude.union(workers))
 
-    async def pardon(self, failures: Iterable[tuple[Decision, Failure]]) -> None:
-        """It was this request that those workers failed of."""
-        blamed = []
-        for decision, failure in failures:
-            source = decision.source
-            if source is None or failure.whose is not Whose.EITHER:
-                blamed.append((decision.incarnation, failure))
-                continue
-            half = replace(failure, weight=failure.weight / 2)
-            inc = self._router.fleet.incarnation_of(source.worker.key)
-            blamed += [(one, half) for one in (decision.incarnation, inc) if one is not None]
-        await self._router.pardon(blamed)
+    async def answered(self) -> None:
+        """The worker has answered to the end, and is no longer left alone: at fault are those that
+        failed the request before."""
+        await self.evidence.answered(self.decision.worker, self.marked)
 
-    async def _leave(self, failed: FailedTry, failure: Failure | None) -> None:
+    async def _leave(
+        self, failed: FailedTry, failure: Failure | None, blamed: Iterable[WorkerInfo]
+    ) -> None:
         self.trace.try_ends("worker_failed")
         decision, self._held = self.decision, None
         exclude = self._request.exclude | self._doubted | {failed.worker}
         self._request = replace(self._request, exclude=exclude)
         self.record.worker_failed(failed)
-        if not decision.reserved:
-            return
-        if failure is not None:
-            await self._router.release(
-                decision.reservation_id, failure=failure, sent_ms=self._sent_ms
-            )
-        else:
+        if decision.reserved:
             self._router.end(decision.reservation_id, answered=False)
+        if failure is not None:
+            began = self._has_first_token
+            await self.evidence.add(failure, blamed, self._sent_ms, began=began)
 
     def goes_on(self, output: Sequence[int]) -> None:
         """The next decision is for a worker that goes on behind the tokens so far. output: those

@@ -6,20 +6,16 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
-from contextlib import suppress
 from dataclasses import dataclass
 
 from app.core.errors import (
     InvalidRequest,
-    NamespaceMissing,
     NoWorkers,
-    RedisUnavailable,
-    WrongVersion,
     cut,
 )
-from app.core.failures import Failure
 from app.core.roles import Role
 from app.core.types import WorkerKey
+from app.core.verdicts import CALLER, LACKS
 from app.core.worker_report import WorkerInfo
 from app.door.errors import ModelUnavailable, UnknownModel
 from app.door.session_places import SessionPlaces, point_of
@@ -57,39 +53,14 @@ class Model:
     def namespace(self) -> str:
         return self.router.namespace
 
-    def failed_shares(self, path: str) -> Mapping[WorkerKey, float]:
+    def failed_shares(self, path: str, caller: str) -> Mapping[WorkerKey, float]:
         """What of its tries each worker failed lately; 1.0: it is left alone for now."""
-        return self.router.fleet.failed_shares(self.name, path)
+        names = LACKS + self.name, LACKS + path, CALLER + caller
+        return self.router.fleet.failed_shares(*names)
 
     def failed(self, path: str) -> Set[WorkerKey]:
         """The workers that failed that path, and have not answered there since."""
-        return self.router.fleet.lacking(path)
-
-    async def worker_failed(
-        self, worker: WorkerInfo, failure: Failure | None, sent_ms: int | None
-    ) -> None:
-        """Count a failure against one of them, for all replicas; this one knows of it once this
-        returns. sent_ms: see `leases.suspend`."""
-        incarnation = self.router.fleet.incarnation_of(worker.key)
-        if failure is None or incarnation is None:
-            return
-        with suppress(RedisUnavailable, NamespaceMissing, WrongVersion):
-            await self.router.worker_failed(failure, incarnation=incarnation, sent_ms=sent_ms)
-            await self.router.refresh()
-
-    async def answers_again(self, worker: WorkerInfo, path: str) -> None:
-        """Forget that it failed that path."""
-        incarnation = self.router.fleet.incarnation_of(worker.key)
-        if incarnation is not None:
-            with suppress(RedisUnavailable, NamespaceMissing, WrongVersion):
-                await self.router.answers_again(incarnation, path)
-                await self.router.refresh()
-
-    async def pardon(self, failures: Iterable[tuple[WorkerInfo, Failure]]) -> None:
-        """Take back what was counted against some of them."""
-        pairs = [(self.router.fleet.incarnation_of(info.key), one) for info, one in failures]
-        with suppress(RedisUnavailable):
-            await self.router.pardon([(inc, one) for inc, one in pairs if inc is not None])
+        return self.router.fleet.marked(LACKS + path)
 
     @property
     def base(self) -> str:
@@ -339,7 +310,7 @@ def _state(router: Router) -> object:
     view, fleet = router.fleet.last_view, router.fleet
     if view is None:
         return fleet.sleeps
-    paused = [(info, view.failing[inc].drains) for inc, info in view.paused.items()]
+    paused = [(info, view.verdict(inc).state) for inc, info in view.paused.items()]
     lapsed = [*view.lapsed.values()]
     return view.infos, paused, lapsed, fleet.is_missing, fleet.sleeps
 

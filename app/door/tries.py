@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from app.core.errors import KvrouteError, NoWorkers, RedisUnavailable
+from app.core.errors import KvrouteError, NoWorkers
 from app.core.failures import Failure
 from app.core.trust import Trust
 from app.door import blame, whole_answer
@@ -41,11 +41,7 @@ hangs. What is predicted of engines that others use as well may be far too short
 
 @dataclass(slots=True)
 class Tries:
-    """One request's.
-
-    refusals: decisions whose workers have answered that they fail, and how. That is counted against
-    them, and taken back if no other worker answers better.
-    """
+    """One request's."""
 
     door: Door
     life: Lifecycle
@@ -53,7 +49,6 @@ class Tries:
     path: str
     headers: Headers
     tally: Tally = field(default_factory=Tally)
-    refusals: list[tuple[Decision, Failure]] = field(default_factory=list)
     _latest: EngineAnswer | None = None
     """The last answer that began, of which more may be to come than was read."""
 
@@ -86,8 +81,11 @@ class Tries:
                     failure = AnswerTimeout(str(failure))
             else:
                 if begun.failure is None:
-                    if begun.answer.status >= 400:
-                        await self._pardon()
+                    is_own = begun.answer.status >= 400
+                    if self.life.evidence.tries:
+                        await self.life.evidence.judge(
+                            is_answered=not is_own, is_own=is_own, began=is_own
+                        )
                     return begun
                 ended, refusal = Try.REFUSED, begun
                 await self._refused(begun, begun.failure)
@@ -101,8 +99,7 @@ class Tries:
             if then is Then.ASK_AGAIN and refusal is not None:
                 self.tally.asked_again = True
                 self.life.asks_again(refusal.worker)
-        if len(self.refusals) > 1:
-            await self._pardon()
+        await self.life.evidence.judge(is_answered=False)
         if then is Then.REFUSE and refusal is not None:
             return refusal
         try:
@@ -149,25 +146,16 @@ class Tries:
         self.tally.refused += 1
         words = self.said(begun.first)
         if not blame.takes_no_more(failure):
-            self.refusals.append((self.life.decision, failure))
             log.warning(
                 "worker %s: %s (status %d): %s; request %s",
                 *(begun.worker.key, failure.cause, begun.answer.status, words),
                 self.life.record.request_id,
             )
-        await self.leave(failure, failure.cause, words)
+        await self.life.worker_failed(failure, failure.cause, words)
 
     def said(self, by_engine: bytes) -> str:
         """As logs may have it."""
         return self.door.words.of(by_engine, self.outgoing.body)
-
-    async def _pardon(self) -> None:
-        """What workers refused, others refuse too: that is the request's own fault."""
-        try:
-            await self.life.pardon(self.refusals)
-        except RedisUnavailable as error:
-            log.debug("workers not pardoned: %s", error)
-        self.refusals = []
 
     async def broken(self, error: UpstreamError) -> WorkerFailed:
         """Leave a worker that broke off; returns how it did."""
@@ -177,17 +165,10 @@ class Tries:
         failure = blame.of_break(
             error.cause, is_late=error.is_late, is_whole=not self.outgoing.asked.streams
         )
-        await self.leave(failure, error.cause, str(error))
+        await self.life.worker_failed(failure, error.cause, str(error))
         if self.tally.has_broken_all:
             return RepeatedFailure(f"{failed}; so did another one while it had this request")
         return failed
-
-    async def leave(self, failure: Failure | None, cause: str, words: str) -> None:
-        """Have another worker decided on: see Lifecycle.worker_failed."""
-        try:
-            await self.life.worker_failed(failure, cause, words)
-        except RedisUnavailable as error:
-            log.debug("not told of a failed worker: %s", error)
 
     def _goes_elsewhere(self, error: UpstreamError) -> WorkerFailed:
         """What a source handed on, now or before, is at fault: leave its target, without a word
@@ -204,8 +185,7 @@ class Tries:
         failure = WorkerFailed(f"source {source.worker.key}: {error}")
         log.warning("%s; request %s", failure, self.life.record.request_id)
         self.tally.refused += 1
-        with suppress(RedisUnavailable):
-            await self.life.source_failed(error.failure, error.cause, str(error))
+        await self.life.source_failed(error.failure, error.cause, str(error))
         return failure
 
     def _call(self, decision: Decision, source: Source, deadline_s: float) -> SourceCall:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, create_model
 from app.core.report_items import Item
 from app.core.roles import Role
 from app.core.trust import Trust
+from app.core.verdicts import State
 from app.core.worker_report import GPU, INFO, METRICS
 from app.edge.schemas import RequestId
 from app.policy.locality import Locality
@@ -161,6 +162,20 @@ def _field(annotation: Any, description: str) -> tuple[Any, Any]:
 
 
 GpuModel = create_model("GpuReadings", **_reported(GPU))
+VERDICT: dict[str, Any] = {
+    "state": _field(str, f"what it is for requests: {', '.join(State)}"),
+    "since_s": _field(float | None, "for so long; null: it is not known"),
+    "until_s": _field(float | None, "for so much longer; null: nobody knows"),
+    "cause": _field(
+        str | None, "why, or of its last failure; null: there is none, or it failed none lately"
+    ),
+    "witnesses": _field(list[str], "callers that saw failures there: keys, or else addresses"),
+    "failures": _field(int, "requests that it failed in a row; 7 at most"),
+    "failed_share": _field(float, "of its tries lately, those that failed, 0-1"),
+}
+"""What is told of each worker: its record."""
+
+
 WorkerModel = create_model(
     "WorkerModel",
     worker_id=(str, ...),
@@ -173,20 +188,12 @@ WorkerModel = create_model(
     active_blocks=_field(int, "KV blocks reserved"),
     prefill_tokens=_field(int, "prompt tokens reserved and still to be computed"),
     queue_s=_field(float, "predicted length of the queue of prefills"),
-    failures=_field(int, "requests that it failed in a row; 7 at most"),
-    failed_share=_field(float, "of its tries lately, those that failed, 0-1"),
-    cause=_field(str | None, "of its last failure; null: it failed none lately"),
+    **VERDICT,
     **_reported(METRICS),
     gpu=_field(GpuModel | None, "null if nothing was read"),
     stale=_field(
         bool, "the measurements are older than a second; longer with more than 256 workers"
     ),
-    degraded=_field(
-        bool,
-        "its agent is away and its engine answers: it is routed to by what was known of it last, "
-        "and by what was routed there since",
-    ),
-    agent_away_s=_field(float | None, "for so long its agent has been away; null: it is not"),
     unique_value_s=_field(
         float | None,
         "seconds of recent prefills that would be done again without the worker's process; null if "
@@ -195,31 +202,20 @@ WorkerModel = create_model(
 )
 
 
-class PausedWorker(BaseModel):
-    """A worker that gets no requests: it drains, is ill, may hold KV of one prompt as another's, or
-    failed some, and then gets none until it renews its lease after a pause."""
-
-    worker_id: str
-    dp_rank: int
-    incarnation: int
-    failures: int = Field(description="requests that it failed in a row; 7 at most")
-    failed_share: float = Field(description="of its tries lately, those that failed, 0-1")
-    cause: str | None = Field(description="of its last failure; null: it failed none lately")
-    pause_s: float = Field(description="seconds left of the pause")
-    draining: bool = Field(description="it gets none any more: `kvroute drain`")
-    ill: str | None = Field(
-        description="why its agent takes its engine to be ill; null: it is well"
-    )
-    tainted: bool = Field(
-        description="it gets none before its engine has begun anew, or dropped what it holds: that "
-        "may be KV of one prompt as another's"
-    )
+PausedWorker = create_model(
+    "PausedWorker",
+    __doc__="A worker that is there, and gets no requests.",
+    worker_id=(str, ...),
+    dp_rank=(int, ...),
+    incarnation=(int, ...),
+    **VERDICT,
+)
 
 
 Workers = create_model(
     "Workers",
     workers=(list[WorkerModel], ...),  # type: ignore[valid-type]
-    paused=(list[PausedWorker], ...),
+    paused=(list[PausedWorker], ...),  # type: ignore[valid-type]
     load_avg=_field(float, "mean used fraction of KV blocks, over the workers that are not stale"),
     load_std=_field(float, "its sample standard deviation"),
 )

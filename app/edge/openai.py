@@ -303,7 +303,9 @@ async def _ask_any(client: Client, model: Model, body: JsonBody) -> None:
     while True:
         record.model = model
         try:
-            await door.door.any_worker.answer(model, body, path, headers, client, record)
+            await door.door.any_worker.answer(
+                *(model, body, path, headers, client, record, client.holder)
+            )
             return
         except WorkerFailed as error:
             gave_up.add(model.namespace)

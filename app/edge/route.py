@@ -116,6 +116,7 @@ async def release(client: Client) -> None:
     was_reserved = await router.release(
         checked_reservation_id(request_id),
         failure=REPORTED if options.worker_failed else None,
+        caller=client.holder,
         ending=Ending(options.output_tokens, options.ttft_ms) if options.output_tokens else None,
     )
     await client.answer({"request_id": request_id, "found": was_reserved})

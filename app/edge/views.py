@@ -103,41 +103,29 @@ def workers(
             "active_blocks": load.blocks,
             "prefill_tokens": load.prefill_tokens,
             "queue_s": load.queue_s(view.now_ms),
-            **_failures(view, inc),
+            **_verdict(view, inc),
             **_reported(METRICS, measured.metrics),
             "gpu": None if measured.gpu == NO_READINGS else _reported(GPU, measured.gpu),
             "stale": measured.is_stale(view.now_ms, len(view.infos)),
-            "degraded": away_s is not None,
-            "agent_away_s": away_s,
             "unique_value_s": values.get(info.key.worker_id),
         }
-        for inc, info, load, measured, others, away_s in zip(
+        for inc, info, load, measured, others in zip(
             *(view.incarnations, view.infos, view.loads, view.measured, view.others_requests),
-            view.away_s,
             strict=True,
         )
     ]
     paused = [
-        {
-            **_key(info.key),
-            "incarnation": inc,
-            **_failures(view, inc),
-            "pause_s": view.failing[inc].pause_s(view.now_ms),
-            "draining": view.failing[inc].drains,
-            "ill": info.ill or None,
-            "tainted": view.failing[inc].is_tainted,
-        }
+        {**_key(info.key), "incarnation": inc, **_verdict(view, inc)}
         for inc, info in view.paused.items()
     ]
     return {"workers": live, "paused": paused, "load_avg": load_avg, "load_std": load_std}
 
 
-def _failures(view: View, inc: Incarnation) -> dict[str, object]:
-    failing = view.failing[inc]
-    return {
-        "failures": failing.failures,
-        "failed_share": round(failing.share_at(view.now_ms), 3),
-        "cause": failing.cause or None,
+def _verdict(view: View, inc: Incarnation) -> dict[str, object]:
+    failed = view.marks[inc].failed
+    return view.verdict(inc).told(view.now_ms) | {
+        "failures": failed.count,
+        "failed_share": round(failed.share_at(view.now_ms), 3),
     }
 
 

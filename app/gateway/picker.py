@@ -11,7 +11,7 @@ from dataclasses import replace
 from starlette.requests import ClientDisconnect
 
 from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
-from app.core.failures import Failure
+from app.core.failures import SOON_S, Failure, Whose
 from app.core.outcomes import of_refusal
 from app.core.roles import Role
 from app.core.types import WorkerKey
@@ -35,6 +35,8 @@ from app.policy.decision import Decision
 MAX_LOOKED_AT = 16
 """Workers of which the least loaded are those to fall back to."""
 MOVED_WITHIN_S = 0.5
+UNREACHED = Failure(blame.UNREACHABLE, Whose.WORKER, most_s=SOON_S)
+"""As a gateway says: the worker may have had the request, and broken off."""
 REFUSED_WITHIN_S = 10.0
 """What has not come of a refusal's body by then is left out."""
 _KEPT = (b"host", b"content-length", b"content-type", b"transfer-encoding")
@@ -279,14 +281,16 @@ class GatewayCarriage:
         if outcome == "ok":
             usage = usage_in(parser.tail, self._outgoing.most_tokens(self._worker))
             life.first_token(is_seen=False)
+            await life.answered()
         if failure is not None:
             await self._leave(failure, cause, words)
+            await life.evidence.judge(is_answered=False)
         life.end(outcome, ended_by="" if outcome == "ok" else "worker", usage=usage)
 
     def _failure_of(self, answer: Answer) -> Failure | None:
         """How the worker failed; None: it did not, or nobody can tell."""
         if answer.is_of_gateway:
-            return blame.of_break(blame.UNREACHABLE, is_late=False, is_whole=False)
+            return UNREACHED
         if answer.in_events:
             if answer.parser.failed:
                 return blame.of_event(answer.parser.error)
@@ -311,8 +315,7 @@ class GatewayCarriage:
         there = [info for info in workers if self._at.get(info.key) == served]
         if not there:
             return
-        unreached = blame.of_break(blame.UNREACHABLE, is_late=False, is_whole=False)
-        await self._leave(unreached, blame.UNREACHABLE, f"served at {served} instead")
+        await self._leave(UNREACHED, blame.UNREACHABLE, f"served at {served} instead")
         self._worker = there[0]
         self._life.passes_over(str(info.key) for info in workers if info not in there)
         # It is there now, whether or not that worker takes more: the answer waits for no slot.
@@ -320,9 +323,8 @@ class GatewayCarriage:
             async with asyncio.timeout(MOVED_WITHIN_S):
                 self._worker = (await self._life.decide()).worker
 
-    async def _leave(self, failure: Failure | None, cause: str, words: str) -> None:
-        if not self._life.is_decided:  # it was moved to where no slot was free
-            await self._life.admitted.model.worker_failed(self._worker, failure, None)
-            return
-        with suppress(RedisUnavailable):
+    async def _leave(self, failure: Failure, cause: str, words: str) -> None:
+        if self._life.is_decided:
             await self._life.worker_failed(failure, cause, words)
+        else:  # it was moved to where no slot was free
+            await self._life.evidence.add(failure, [self._worker], None)

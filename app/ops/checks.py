@@ -20,6 +20,7 @@ from app.core.errors import KvrouteError, RedisUnavailable, cut
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.registration import version_in
 from app.core.trust import Trust
+from app.core.verdicts import State
 from app.core.worker_report import WorkerInfo
 from app.ops import namespaces
 from app.ops.names import Names, names_of
@@ -132,10 +133,9 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         )
         return
     routed_to = [w for w in summary.workers if w.is_routed_to and w.info is not None]
-    live = [w for w in routed_to if w.state == "live"]
-    states = {w.state for w in summary.workers} - {"live"}
-    counts = [(s, sum(w.state == s for w in summary.workers)) for s in sorted(states)]
-    text = ", ".join([counted(len(live), "live worker"), *(f"{n} {s}" for s, n in counts)])
+    live = [w for w in routed_to if w.verdict.state is not State.AWAY]
+    states = Counter(w.state for w in summary.workers)
+    text = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
     yield Check(
         "workers",
         bool(routed_to),
@@ -143,11 +143,12 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         "start a worker, or an agent, whose log says which engines it finds",
     )
     infos = [w.info for w in routed_to if w.info]
-    yield agents({str(w.info.key): w.away_s for w in routed_to if w.info})
+    away_s = [None if w in live else w.verdict.told(control.now_ms)["since_s"] for w in routed_to]
+    yield agents(dict(zip([str(info.key) for info in infos], away_s, strict=True)))
     yield engines(w.info for w in summary.workers if w.info and w.current)
     for check in (*below_exact(infos), *findings(infos)):
         yield check
-    tainted = [str(w.info.key) for w in summary.workers if w.state == "tainted" and w.info]
+    tainted = [str(w.info.key) for w in summary.workers if w.state == State.TAINTED and w.info]
     if tainted:
         yield Check(
             "tainted workers",

@@ -81,7 +81,7 @@ async def summary(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None
 
 def _worker_dict(worker: workers.WorkerStatus) -> dict[str, Any]:
     by_tier = {tier.name.lower(): count for tier, count in worker.blocks.items()}
-    return asdict(worker) | {"blocks": by_tier}
+    return asdict(worker) | {"blocks": by_tier, "state": worker.state}
 
 
 def _workers_table(rows: list[workers.WorkerStatus]) -> list[str]:

@@ -13,7 +13,7 @@ from app.core.keys import Keyspace
 from app.core.settings.kinds import parse_sharing
 from app.core.worker_report import WorkerInfo
 from app.ops import workers
-from app.policy.spread import Availability, Groups, owner_of, spread
+from app.policy.spread import AVAILABILITY, Availability, Groups, owner_of, spread
 from app.state import models, replicas
 from app.state.client import RedisClient
 
@@ -21,11 +21,6 @@ MOST = 64
 """Namespaces that are looked at: each takes some round trips."""
 SHOWN = 5
 """Names that are listed of those that are spread alike."""
-_STANDINGS = {
-    "live": Availability.SERVES,
-    "ill": Availability.STAYS,
-    "draining": Availability.LEAVES,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,7 @@ async def names_of(redis: RedisClient, namespace: str, infos: Iterable[WorkerInf
 def _note(
     standings: dict[str, dict[str, Availability]], namespace: str, status: workers.WorkerStatus
 ) -> None:
-    standing = _STANDINGS.get(status.state)
+    standing = AVAILABILITY.get(status.verdict.state) if status.current else None
     if status.info is None or standing is None:
         return
     for name in standings.keys() & {*status.info.models, *status.info.adapters}:

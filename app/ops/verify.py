@@ -16,13 +16,13 @@ from redis.asyncio.client import Pipeline
 
 from app.core.chains import parse_owners
 from app.core.errors import RedisUnavailable, cut
-from app.core.failures import AWAY, ENTRY
 from app.core.keys import KEYSPACE, MODELS, Keyspace
 from app.core.limits import MAX_MODELS
 from app.core.registration import decode_info
 from app.core.resume import parse_backs, parse_field
 from app.core.settings.kinds import LONGEST_S
 from app.core.types import Incarnation, parse_incarnation
+from app.core.verdicts import is_readable
 from app.ops.names import names_of
 from app.ops.terminal import counted
 from app.state import models
@@ -47,9 +47,6 @@ from app.state.reading import (
 BACKS = re.compile(rb"[1-9]\d{0,9}[-=][1-9]\d{0,8}")
 OWNERS = re.compile(rb"(?:(?:%b,)*%b )?(?:[1-9]\d{0,9}[dhk])+" % (BACKS.pattern, BACKS.pattern))
 REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pdh]) \S+( s)?")
-FAILURE = re.compile(ENTRY.pattern.encode() + rb"|draining \d{1,15}|undone")
-AWAY_MARK = re.compile(rb"\d{1,15} \d{1,15}")
-TAINT = re.compile(rb"\d{1,15} \S*")
 NUMBER = re.compile(rb"[1-9]\d{0,9}")
 MAX_SHARDS = 1024
 LONGEST_LEASE_S = 3600
@@ -285,14 +282,9 @@ def _unreadable(c: Control, reserved: ReservationRecords) -> Iterator[tuple[str,
             yield "a worker with another block size than the namespace", readable(inc)
         if c.leases.get(inc, 0) > c.now_ms + ttl_ms:
             yield "a lease that ends later than its worker asks for", readable(inc)
-    for name, text in c.failures.items():
-        wanted = FAILURE
-        if name.startswith(b"tainted "):
-            wanted = TAINT
-        elif name.startswith(AWAY):
-            wanted = AWAY_MARK
-        if not wanted.fullmatch(text):
-            yield "a worker's failures that cannot be read", readable(name)
+    for name, text in c.verdicts.items():
+        if not is_readable(text):
+            yield "a worker's record that cannot be read", readable(name)
     for request, expires_ms in reserved.expiry.items():
         if expires_ms > c.now_ms + 1000 * LONGEST_S:
             yield "a reservation that lasts longer than any router asks for", readable(request)

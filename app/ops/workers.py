@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.core import metrics_entry, registration
-from app.core.failures import AWAY, parse_away
 from app.core.keys import Keyspace
 from app.core.loads import Load
 from app.core.types import Incarnation, Tier, parse_incarnation
+from app.core.verdicts import NO_MARKS, SERVING, State, Verdict, parse_marks
 from app.core.worker_report import (
     DEFAULT_SPEED,
     NO_READINGS,
@@ -34,8 +34,7 @@ LATEST_MS = 1e15
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
-    its newest entry in the metrics stream, which gpu and hit_rate (0-1) are of. away_s: for how
-    long its agent has been away; None: it is not."""
+    its newest entry in the metrics stream, which gpu and hit_rate (0-1) are of."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -45,26 +44,18 @@ class WorkerStatus:
     metrics_age_s: float | None
     gpu: GpuReadings
     blocks: dict[Tier, int]
-    drains: bool = False
-    away_s: float | None = None
-    tainted: bool = False
+    verdict: Verdict = SERVING
     hit_rate: float = 0.0
 
     @property
     def state(self) -> str:
-        if self.tainted:
-            return "tainted"
-        if self.drains:
-            return "draining"
-        if self.lease_ms is None or self.lease_ms <= 0:
-            return "ill" if self.info and self.info.ill else "lapsed"
-        if not self.current:
-            return "staged"
-        return "live" if self.away_s is None else "degraded"
+        """The worker's, or `staged` before the worker is switched over to the incarnation."""
+        is_staged = not self.current and self.verdict.state is not State.LAPSED
+        return "staged" if is_staged else self.verdict.state
 
     @property
     def is_routed_to(self) -> bool:
-        return self.state in ("live", "degraded")
+        return self.state in (State.SERVING, State.TRIAL, State.AWAY)
 
 
 async def everyone(redis: RedisClient, keyspace: Keyspace) -> list[WorkerStatus]:
@@ -99,15 +90,8 @@ async def with_blocks(
     held: Counter[tuple[Incarnation, Tier]],
 ) -> list[WorkerStatus]:
     newest = await _newest(redis, keyspace)
-    serving = set(control.current.values())
-    draining = {
-        inc
-        for worker, inc in control.current.items()
-        if control.failures.get(worker, b"").startswith(b"draining")
-    }
-    tainted = {
-        inc for worker, inc in control.current.items() if b"tainted " + worker in control.failures
-    }
+    known = control.verdicts
+    marks = {inc: parse_marks(known.get(name, b"")) for name, inc in control.current.items()}
     counted = []
     for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
         expiry = control.leases.get(inc)
@@ -115,20 +99,19 @@ async def with_blocks(
         number = _number(inc)
         at_ms, entry = newest.get(inc, (None, {}))
         measured, _, gpu = _readable_report(entry)
-        since_ms = parse_away(control.failures.get(AWAY + inc, b""), control.now_ms)
+        lease_ms = None if expiry is None else _finite(expiry) - control.now_ms
+        has_lease = lease_ms is not None and lease_ms > 0
         counted.append(
             WorkerStatus(
                 incarnation=number,
                 info=_readable_info(info),
-                current=inc in serving,
-                lease_ms=None if expiry is None else _finite(expiry) - control.now_ms,
+                current=inc in marks,
+                lease_ms=lease_ms,
                 load=parse_load(control.load.get(inc, b"")),
                 metrics_age_s=None if at_ms is None else max(0, control.now_ms - at_ms) / 1000,
                 gpu=gpu,
                 blocks={tier: held[number, tier] for tier in Tier},
-                drains=inc in draining,
-                away_s=None if since_ms is None else (control.now_ms - since_ms) / 1000,
-                tainted=inc in tainted,
+                verdict=marks.get(inc, NO_MARKS).verdict(control.now_ms, has_lease=has_lease),
                 hit_rate=measured.gpu_prefix_cache_hit_rate,
             )
         )

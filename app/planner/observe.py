@@ -110,12 +110,11 @@ class Observer:
         by_model: dict[str, list[tuple[WorkerInfo, Load | None, Measurement, bool]]] = {}
         for inc, info in infos.items():
             measured = self._fleet.measured(inc)
-            failing = snapshot.failing.get(inc)
-            load = snapshot.loads.get(inc) or (Load() if failing else None)
+            marks = snapshot.marks[inc]
+            load = snapshot.loads.get(inc) or (Load() if marks else None)
             if measured.is_stale(snapshot.now_ms, len(infos)):
                 load = None
-            drains = failing is not None and (failing.drains or failing.is_tainted)
-            by_model.setdefault(info.key.worker_id, []).append((info, load, measured, drains))
+            by_model.setdefault(info.key.worker_id, []).append((info, load, measured, marks.is_out))
         for name in self.workers_seen.keys() - by_model.keys():
             del self.workers_seen[name]
         for name, ranks in by_model.items():

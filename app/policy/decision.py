@@ -10,6 +10,7 @@ from app.core.loads import Load, Reservation
 from app.core.overlaps import Overlaps
 from app.core.trust import Trust
 from app.core.types import Incarnation, SequenceHash, TierOverlap
+from app.core.verdicts import CALLER, LACKS
 from app.core.worker_report import WorkerInfo
 from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.policy.locality import Best, Locality
@@ -39,8 +40,8 @@ class RouteRequest:
     is not known. output_tokens: of these, what is asked for.
     began_ms: when it was sent, or else came in, by the Redis clock; None: that is not known yet.
     session: "" for none. keeps_session: where it went is remembered in any case, as other
-    namespaces have the same model. tenant, priority: used if it has to wait; holder: who takes
-    places in the line by that. retry: it takes the place of what earlier tries with its id hold.
+    namespaces have the same model. tenant, priority: used if it has to wait. holder: who sent it:
+    a key, or else an address. retry: it takes the place of what earlier tries with its id hold.
     balancer_id: the same if a balancer sends a request again; "" for none.
     local_only: no other worker computes its prompt, or hands any of it on.
     is_blind: its tokens are not known, and isl_tokens is a guess. trail: then, names of its
@@ -76,6 +77,11 @@ class RouteRequest:
     output_tokens: int = 1
     asked_blocks: int | None = None
     """Leading blocks that were asked before, as its first decision found; None: there was none."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Names of those for which it leaves workers alone."""
+        return LACKS + self.model, LACKS + self.path, CALLER + self.holder
 
 
 _ALIKE = "+"

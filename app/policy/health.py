@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.failures import Counts, Failure
 from app.policy.cost import (
     AWAY_TERM,
     FAILED_TERM,
@@ -24,6 +25,21 @@ Mask = NDArray[np.bool_]
 
 AVOIDED = 0.5
 """A worker that failed this share of its tries lately is compared only where no other has room."""
+
+
+def counts_for(failure: Failure, is_answered: bool, num_failed: int) -> Counts | None:
+    """For whom a failure counts; None: for nobody. What follows a request from worker to worker is
+    the request's own.
+
+    is_answered: whether another worker has answered the request then. num_failed: of workers.
+    """
+    if failure.counts is not Counts.WITNESSED:
+        return failure.counts
+    if is_answered:
+        return Counts.ALL
+    if failure.weight == 0.0:
+        return Counts.CALLER
+    return Counts.WITNESSED if num_failed == 1 else None
 
 
 def avoiding(cost: CostFunction, failed_shares: Floats) -> CostFunction:
@@ -74,16 +90,16 @@ def _twice_the_spread(costs: Costs) -> float:
     return 2.0 * spread + 1e-6
 
 
-def avoided(view: View, subjects: Iterable[str]) -> Mask | None:
+def avoided(view: View, names: Iterable[str]) -> Mask | None:
     """Which workers are to be compared only where no other has room, (workers,); None: there is
-    none. They fail most of their tries, have the one request of their trial, or lack what the
-    request is for.
+    none. They fail most of their tries, have the one request of their trial, or are left alone for
+    what the request is for, or by who sent it.
 
-    subjects: the model and the path that it asks for.
+    names: of marks that are heeded.
     """
     shares = view.failed_shares
     failing = None if shares is None else shares >= AVOIDED
-    masks = [one for one in (failing, view.tried(), view.lack(subjects)) if one is not None]
+    masks = [one for one in (failing, view.tried(), view.left_alone(names)) if one is not None]
     avoid: Mask | None = np.logical_or.reduce(masks) if masks else None
     return avoid
 

@@ -331,7 +331,8 @@ def _who_may(
         # A source computes the prompt and one token.
         alone = request.context_tokens - request.output_tokens + 1
         able = targets if view.roles is None else fitting(view, allowed, alone)
-    avoid = avoided(view, (request.model, request.path)) if view.knows_failures else None
+    heeds = view.knows_failures or view.suspected
+    avoid = avoided(view, request.marks) if heeds else None
     if avoid is None:
         return _WhoMay(allowed, able, able, targets)
     room = has_room(candidates, size)

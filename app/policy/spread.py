@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
+from app.core.verdicts import State
 from app.core.worker_report import WorkerInfo
 from app.policy.view import View
 
@@ -29,6 +30,14 @@ class Availability(IntEnum):
     """Workers that take requests."""
 
 
+AVAILABILITY = {
+    **dict.fromkeys((State.SERVING, State.TRIAL, State.AWAY), Availability.SERVES),
+    **dict.fromkeys((State.PAUSED, State.ILL, State.TAINTED), Availability.STAYS),
+    State.DRAINING: Availability.LEAVES,
+}
+"""Of a name, by the state of a worker that serves it; of others, nothing."""
+
+
 def standings(view: View) -> dict[str, Availability]:
     """Of a namespace, for each name that its workers serve."""
     by_name: dict[str, Availability] = {}
@@ -40,7 +49,7 @@ def standings(view: View) -> dict[str, Availability]:
     for info in view.infos:
         note(info, Availability.SERVES)
     for inc, info in view.paused.items():
-        note(info, Availability.LEAVES if view.failing[inc].drains else Availability.STAYS)
+        note(info, AVAILABILITY[view.verdict(inc).state])
     return by_name
 
 

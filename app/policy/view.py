@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
@@ -10,7 +11,6 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from app.core.failures import FailingByWorker
 from app.core.loads import (
     ROUND,
     Load,
@@ -21,6 +21,7 @@ from app.core.loads import (
 from app.core.overlaps import Overlaps
 from app.core.trust import Rung, Trust, lowest
 from app.core.types import Incarnation, TierOverlap
+from app.core.verdicts import CALLER, LACKS, Mark, Verdict
 from app.core.worker_report import (
     WorkerInfo,
 )
@@ -54,16 +55,17 @@ class View:
         paused: Mapping[Incarnation, WorkerInfo] = MappingProxyType({}),
         lapsed: Mapping[Incarnation, WorkerInfo] = MappingProxyType({}),
     ) -> None:
-        """paused: workers that are live, but get no requests because they failed some, are ill or
-        drain. lapsed: those of which nothing is heard."""
+        """paused: workers that are there, but get no requests. lapsed: those of which nothing is
+        heard."""
         self.now_ms = snapshot.now_ms
         self.rounds = snapshot.rounds
-        self.failing = FailingByWorker(snapshot.failing)
-        self.lacking = snapshot.lacking
+        self.marks = snapshot.marks
         self.paused, self.lapsed = paused, lapsed
+        self.suspected: Counter[tuple[str, Incarnation]] = Counter()
+        """By a mark, whom this replica leaves alone for it until a failure is judged."""
         self.pairs_left_alone: frozenset[Pair] = frozenset()
         """Sources and targets between which KV does not arrive."""
-        self.away = snapshot.away
+        self.away = snapshot.away if snapshot.marks else {}
         self.trusts = workers.trusts
         """Of the workers that are not exact."""
         if self.away:
@@ -90,10 +92,11 @@ class View:
         self.failed_shares: Floats | None = None
         """Of each worker's tries lately, (workers,); None: of nobody's."""
         self._on_trial: NDArray[np.bool_] | None = None
-        if self.failing:
-            self._heed_failing()
+        self._left_alone: defaultdict[str, dict[Incarnation, Mark]] = defaultdict(dict)
+        if self.marks:
+            self._heed_marks()
         has_any = self.failed_shares is not None or self._on_trial is not None
-        self.knows_failures = has_any or bool(self.lacking)
+        self.knows_failures = has_any or bool(self._left_alone)
         """Whether any worker is known to have failed lately."""
         self._rows = rows_of(self._loads, self.now_ms, workers.max_requests, self.rounds)
 
@@ -106,16 +109,19 @@ class View:
             )
             self._rows += self._others
 
-    def _heed_failing(self) -> None:
+    def _heed_marks(self) -> None:
         """Those on trial have their usual price, so that they get a request."""
         shares, on_trial = np.zeros(len(self.infos)), np.zeros(len(self.infos), np.bool_)
-        for inc, failing in self.failing.items():
+        for inc, marks in self.marks.items():
             position = self.position(inc)
             if position is None:
                 continue
-            on_trial[position] = failing.is_on_trial
-            if not failing.is_on_trial:
-                shares[position] = failing.share_at(self.now_ms)
+            on_trial[position] = marks.is_on_trial
+            if not marks.is_on_trial:
+                shares[position] = marks.failed.share_at(self.now_ms)
+            for name, mark in marks.items():
+                if name.startswith((LACKS, CALLER)):
+                    self._left_alone[name][inc] = mark
         self.failed_shares = shares if shares.any() else None
         self._on_trial = on_trial if on_trial.any() else None
 
@@ -139,6 +145,14 @@ class View:
         ones = np.array([inc in self.away for inc in self.incarnations])
         return ones if ones.any() and not ones.all() else None
 
+    def verdict(self, inc: Incarnation) -> Verdict:
+        return self.marks[inc].verdict(self.now_ms, has_lease=self.position(inc) is not None)
+
+    def marked(self, name: str) -> Mapping[Incarnation, Mark]:
+        """Whom that model, path or caller found failing lately, be it that they are left alone for
+        it, or to be tried again."""
+        return self._left_alone.get(name, {})
+
     def tried(self) -> NDArray[np.bool_] | None:
         """Which workers on trial have the one request that they get until they answer it,
         (workers,); None: there is none."""
@@ -148,18 +162,23 @@ class View:
         tried: NDArray[np.bool_] = self._on_trial & (columns[RESERVED] > columns[DECODING])
         return tried
 
-    def lack(self, subjects: Iterable[str]) -> NDArray[np.bool_] | None:
-        """Which workers do not have a model or path, and are to be left alone for it, (workers,);
-        None: there is none."""
-        if not self.lacking:
+    def left_alone(self, names: Iterable[str]) -> NDArray[np.bool_] | None:
+        """Which workers are to be left alone for one of these marks, (workers,); None: there is
+        none. After the pause for it, each gets one request at a time until it answers one."""
+        if not self._left_alone and not self.suspected:
             return None
-        lacking = np.zeros(len(self.infos), np.bool_)
-        for subject in subjects:
-            for inc, failing in self.lacking.get(subject, {}).items():
-                position = self.position(inc)
-                if position is not None and failing.until_ms > self.now_ms:
-                    lacking[position] = True
-        return lacking
+        alone, columns = np.zeros(len(self.infos), np.bool_), self._loads.columns
+        asked = frozenset(names)
+        for name in asked & self._left_alone.keys():
+            for inc, mark in self._left_alone[name].items():
+                at = self.position(inc)
+                if at is not None and mark.until_ms:
+                    is_tried = columns[RESERVED, at] > columns[DECODING, at]
+                    alone[at] |= mark.until_ms > self.now_ms or is_tried
+        for name, inc in self.suspected:
+            if name in asked and (at := self.position(inc)) is not None:
+                alone[at] = True
+        return alone
 
     @property
     def loads(self) -> list[Load]:

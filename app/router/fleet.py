@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -21,10 +22,10 @@ from app.core.errors import (
     RedisUnavailable,
     WrongVersion,
 )
-from app.core.failures import IS_TAINTED
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.loads import Snapshot
 from app.core.types import Incarnation, WorkerKey
+from app.core.verdicts import Mark, Marks, MarksByWorker
 from app.core.worker_report import WorkerInfo, process_of
 from app.policy.kv_lease import LeaseBooks, Transfers
 from app.policy.pair_failures import Pair
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 CLOCK_SET_BACK_MS = 1000.0
 CLOCK_DRIFT_MS = 0.01
 """Between two answers of Redis, at most."""
+TAINTED = Marks(tainted=Mark())
 RECOVERY_S = 5.0
 """How long recovery may take after Redis was unreachable or emptied. Agents renew or register a
 third of a lease after it is back, usually 1 s."""
@@ -97,6 +99,8 @@ class Fleet:
         self._snapshot: Snapshot | None = None
         """That of the last view."""
         self.pairs_left_alone: frozenset[Pair] = frozenset()
+        self.suspected: Counter[tuple[str, Incarnation]] = Counter()
+        """By a mark, whom this replica leaves alone for it until a failure is judged."""
         self._left_out: set[Incarnation] = set()
         """Workers that are tainted, of which Redis has yet to be told."""
 
@@ -122,27 +126,25 @@ class Fleet:
         )
         return next((inc for inc, info in live if info.key == key), None)
 
-    def failed_shares(self, *subjects: str) -> dict[WorkerKey, float]:
-        """What of its tries each worker failed lately, from 0 to 1; 1 while it is paused, or lacks
-        one of the models or paths that are asked for. Others failed none."""
+    def failed_shares(self, *names: str) -> dict[WorkerKey, float]:
+        """What of its tries each worker failed lately, from 0 to 1; 1 while it is paused, or left
+        alone for one of `names`, those of marks. Others failed none."""
         view = self.last_view
         if view is None:
             return {}
         shares = {
-            self._infos[inc].key: failing.share_at(view.now_ms)
-            for inc, failing in view.failing.items()
+            self._infos[inc].key: marks.failed.share_at(view.now_ms)
+            for inc, marks in view.marks.items()
             if inc in self._infos
         }
-        lacking = view.lack(subjects)
-        if lacking is not None:
-            shares |= {view.infos[place].key: 1.0 for place in lacking.nonzero()[0]}
+        alone = view.left_alone(names)
+        if alone is not None:
+            shares |= {view.infos[place].key: 1.0 for place in alone.nonzero()[0]}
         return shares | {info.key: 1.0 for info in view.paused.values()}
 
-    def lacking(self, subject: str) -> frozenset[WorkerKey]:
-        """Whom that model or path was asked of in vain lately, be it that they are left alone for
-        it, or to be tried again."""
-        view = self.last_view
-        known = {} if view is None else view.lacking.get(subject, {})
+    def marked(self, name: str) -> frozenset[WorkerKey]:
+        """As View.marked."""
+        known = {} if self.last_view is None else self.last_view.marked(name)
         return frozenset(self._infos[inc].key for inc in known if inc in self._infos)
 
     def lease_books(self, info: WorkerInfo) -> LeaseBooks | None:
@@ -181,12 +183,11 @@ class Fleet:
 
     def is_tainted(self, key: WorkerKey) -> bool:
         """Whether that worker's engine may hold KV of one prompt as another's."""
-        view = self.last_view
-        failing = view.failing if view is not None else {}
-        if not self._left_out and not any(one.is_tainted for one in failing.values()):
+        marks = self.last_view.marks if self.last_view is not None else {}
+        if not self._left_out and not any("tainted" in one for one in marks.values()):
             return False
         inc = self.incarnation_of(key)
-        return inc in self._left_out or (inc in failing and failing[inc].is_tainted)
+        return inc in self._left_out or (inc in marks and "tainted" in marks[inc])
 
     def leave_out(self, inc: Incarnation) -> None:
         """Until `let_in`, route nothing to a worker of which Redis has yet to be told that it is
@@ -270,10 +271,7 @@ class Fleet:
         snapshot.changed.clear()
         if snapshot.workers_ms is None and self.last_view is not None:
             # A reservation that is refused tells of loads alone.
-            known = self.last_view
-            snapshot = replace(
-                snapshot, failing=known.failing, lacking=known.lacking, away=known.away
-            )
+            snapshot = replace(snapshot, marks=self.last_view.marks)
         if 2 * snapshot.rounds < self._rounds:
             self._recover("Redis was emptied", is_emptied=True)
         self._rounds = snapshot.rounds
@@ -308,10 +306,10 @@ class Fleet:
             self._workers = self._workers.with_measured(self.measurements.unshown)
         self.measurements.unshown = {}
         lapsed = {inc: self._infos[inc] for inc in snapshot.lapsed if inc in self._infos}
-        are_there = {*snapshot.paused, *(inc for inc, info in lapsed.items() if info.ill)}
-        paused = {inc: lapsed.pop(inc) for inc in are_there & lapsed.keys()}
+        paused = {inc: lapsed.pop(inc) for inc in snapshot.paused if inc in lapsed}
         self.last_view = View(snapshot, self._workers, paused, lapsed)
         self.last_view.pairs_left_alone = self.pairs_left_alone
+        self.last_view.suspected = self.suspected
         return self.last_view
 
     def _without_tainted(self, snapshot: Snapshot) -> Snapshot:
@@ -322,7 +320,7 @@ class Fleet:
         return replace(
             snapshot,
             loads=snapshot.loads.of_those(others),
-            failing=snapshot.failing | dict.fromkeys(left_out, IS_TAINTED),
+            marks=MarksByWorker(snapshot.marks | dict.fromkeys(left_out, TAINTED)),
             lapsed=snapshot.lapsed | left_out,
         )
 

@@ -12,6 +12,7 @@ from prometheus_client.samples import Sample
 
 from app.core.report_items import Item
 from app.core.types import Incarnation, TierOverlap
+from app.core.verdicts import FAILED, State
 from app.core.worker_report import GPU, METRICS, WorkerInfo
 from app.http.metrics import (
     Counter,
@@ -58,26 +59,19 @@ WORKER_FAMILIES = {
         "others_requests",
         "Requests in a worker's engine that no router reserved, if there are any.",
     ),
+    "state": Family(
+        "kvroute_worker_state",
+        "gauge",
+        f"1 for what a worker is for requests: {', '.join(State)}.",
+        ("worker", "state"),
+    ),
     "failures": _of_worker("failures", "Requests that a worker failed in a row; 7 at most."),
     "failed_share": _of_worker(
         "failed_share", "Of a worker's tries lately, the share that failed; it fades in seconds."
     ),
-    "ill": _of_worker(
-        "ill",
-        "1 if a worker's agent takes its engine to be ill: it gets no requests, if it can be.",
-    ),
     "agent_away_seconds": _of_worker(
         "agent_away_seconds",
         "For so long a worker's agent has been away, while its engine answers and is routed to.",
-    ),
-    "draining": _of_worker("draining", "1 if a worker gets no requests any more, as it drains."),
-    "tainted": _of_worker(
-        "tainted",
-        "1 if a worker gets no requests, as it may hold KV of one prompt as another's: restart its "
-        "engine.",
-    ),
-    "pause_seconds": _of_worker(
-        "pause_seconds", "Seconds until a worker that failed requests gets new ones."
     ),
     **_reported(METRICS),
     "stale": _of_worker(
@@ -93,16 +87,20 @@ sample; nor do failures and requests of others without any."""
 
 def _samples(view: View | None) -> Iterator[Sampled]:
     """What a view shows of its workers. view: None shows nothing."""
-    for worker, values in () if view is None else _shown(view):
+    if view is None:
+        return
+    for inc, info, values in _shown(view):
+        worker = str(info.key)
+        yield WORKER_FAMILIES["state"], (worker, view.verdict(inc).state.value), 1.0
         for name, value in values.items():
             if value is not None:
                 yield WORKER_FAMILIES[name], (worker,), value
 
 
-def _shown(view: View) -> Iterator[tuple[str, dict[str, float | None]]]:
+def _shown(view: View) -> Iterator[tuple[Incarnation, WorkerInfo, dict[str, float | None]]]:
     """Each worker with its values, by the names of WORKER_FAMILIES."""
     for inc, info in view.paused.items():
-        yield str(info.key), {**_failures(view, inc), **_illness(info)}
+        yield inc, info, _failures(view, inc)
     for inc, info, load, measured, others, away_s in zip(
         *(view.incarnations, view.infos, view.loads, view.measured, view.others_requests),
         view.away_s,
@@ -117,32 +115,19 @@ def _shown(view: View) -> Iterator[tuple[str, dict[str, float | None]]]:
             "others_requests": others or None,
             "agent_away_seconds": away_s,
             **_failures(view, inc),
-            **_illness(info),
             **_values(METRICS, measured.metrics),
             "stale": is_stale,
         }
         if not is_stale:
             values |= _values(GPU, measured.gpu)
-        yield str(info.key), values
+        yield inc, info, values
 
 
 def _failures(view: View, inc: Incarnation) -> dict[str, float | None]:
-    failing = view.failing.get(inc)
-    if failing is None:
+    failed = view.marks[inc].get(FAILED)
+    if failed is None:
         return {}
-    if failing.is_tainted:
-        return {"tainted": 1.0}
-    if failing.drains:
-        return {"draining": 1.0}
-    return {
-        "failures": failing.failures,
-        "failed_share": failing.share_at(view.now_ms),
-        "pause_seconds": failing.pause_s(view.now_ms),
-    }
-
-
-def _illness(info: WorkerInfo) -> dict[str, float]:
-    return {"ill": 1.0} if info.ill else {}
+    return {"failures": failed.count, "failed_share": failed.share_at(view.now_ms)}
 
 
 def _values(items: Iterable[Item], report: object) -> dict[str, float | None]:

@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 from app.core.errors import (
     AllWorkersBusy,
@@ -46,7 +47,7 @@ from app.router.vouching import Signs, Vouching
 from app.router.waiting import Waiting
 from app.state import leases, reservations
 from app.state.reservations import Release
-from app.state.scripts import ScriptRunner
+from app.state.scripts import Call, ScriptRunner
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +82,9 @@ class Router:
         for outcome in (GONE, *(error.outcome for error in RoutingError.__subclasses__())):
             telemetry.decisions_of(settings.policy, outcome)
         self._reports_every = 1 if POLICIES[settings.policy].reads_reports else REPORTS_EVERY
-        self.namespace = keyspace.namespace
+        self.namespace, self.keyspace = keyspace.namespace, keyspace
         self.redis = runner.redis
         self._runner = runner
-        self._keyspace = keyspace
         self._history = History(replica)
         self._recent = Recent()
         self._known_chains = KnownChains()
@@ -277,13 +277,13 @@ class Router:
         request_id: str,
         *,
         failure: Failure | None = None,
-        sent_ms: int | None = None,
+        caller: str = "",
         ending: Ending | None = None,
     ) -> bool:
         """False if there is no such reservation (any more).
 
         ending: what came of the request, to be recorded; None: nobody says.
-        failure: how its worker failed it; None: it did not. sent_ms: as for `leases.suspend`.
+        failure: how its worker failed it; None: it did not. caller: who says so.
         Raises RedisUnavailable; the release then follows once Redis is back, if this router lives,
         and so it does if it is cancelled. Raises WrongVersion.
         """
@@ -297,9 +297,11 @@ class Router:
         try:
             # First, as only the reservation tells which worker that is. In the same round trip it
             # would come second if Redis had yet to be sent this script, but not the other.
-            await self.worker_failed(failure, request_id, sent_ms=sent_ms)
+            await self.count_failures(
+                [leases.suspend(self.keyspace, failure, request_id, caller=caller)]
+            )
             (attempt,) = await self._runner.one(
-                reservations.release(self._keyspace, [Release(request_id)])
+                reservations.release(self.keyspace, [Release(request_id)])
             )
         except (RedisUnavailable, asyncio.CancelledError):
             if now_ms is not None:
@@ -317,27 +319,15 @@ class Router:
         if self.fleet.wrong_version is not None:
             raise self.fleet.wrong_version
 
-    async def worker_failed(
-        self,
-        failure: Failure,
-        request_id: str = "",
-        *,
-        incarnation: Incarnation | None = None,
-        sent_ms: int | None = None,
-    ) -> None:
-        """Count a failure against a worker, for all replicas; see `leases.suspend`. Raises
+    async def count_failures(self, calls: Sequence[Call[list[Incarnation]]]) -> None:
+        """Count failures of workers, for all replicas. calls: of `leases.suspend`. Raises
         RedisUnavailable."""
-        suspended = await self._runner.one(
-            leases.suspend(
-                self._keyspace, failure, request_id, incarnation=incarnation, sent_ms=sent_ms
-            )
-        )
-        for one in suspended:
+        for one in chain.from_iterable(await self._runner.run(calls)):
             self.telemetry.suspensions.inc()
             log.warning(
-                "%s failed request %s (%s): nothing is routed there until it renews its lease, or "
-                "longer, if it fails more in a row",
-                *(self.fleet.name_of(one), request_id, failure.cause),
+                "%s failed requests: nothing is routed there until it renews its lease, or longer, "
+                "if it fails more in a row",
+                self.fleet.name_of(one),
             )
 
     async def taint(self, info: WorkerInfo, why: str) -> None:
@@ -351,17 +341,11 @@ class Router:
         )
         await self._maintenance.taint(info, why)
 
-    async def pardon(self, failures: Iterable[tuple[Incarnation, Failure]]) -> None:
-        """Take back what was counted against workers: their request was at fault. Raises
-        RedisUnavailable."""
-        calls = [leases.pardon(self._keyspace, inc, failure) for inc, failure in failures]
-        if calls:
-            await self._runner.run(calls)
-
-    async def answers_again(self, incarnation: Incarnation, subject: str) -> None:
-        """A worker answers for a model or path that it was left alone for. Raises
-        RedisUnavailable."""
-        await self._runner.one(leases.answers_again(self._keyspace, incarnation, subject))
+    async def answers_again(self, worker: WorkerInfo, names: Iterable[str]) -> None:
+        """Forget the marks of these names, for which a worker was left alone: it has answered.
+        Raises as `refresh`."""
+        await self._runner.one(leases.answers_again(self.keyspace, worker.key, names))
+        await self.refresh()
 
     def _look_again(self) -> None:
         if self._waiting is not None:

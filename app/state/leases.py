@@ -232,13 +232,17 @@ def suspend(
     failure: Failure,
     request_id: str = "",
     *,
+    caller: str = "",
     incarnation: Incarnation | None = None,
     sent_ms: int | None = None,
+    failed_ms: int | None = None,
 ) -> Call[list[Incarnation]]:
-    """Count a failure against the worker of a request, and let its lease lapse if that is due.
+    """Count a failure against a worker, for whom `failure.counts` says, and let its lease lapse if
+    that is due.
 
-    incarnation: the worker's; None: as the request's reservation and `failure.whose` say.
-    sent_ms: when the request was sent there, by the Redis clock; None: as it was reserved.
+    caller: who sent the request; "": nobody knows. incarnation: the worker's; None: as the
+    request's reservation says. sent_ms: when it was sent there, by the Redis clock; None: as it was
+    reserved. failed_ms: when that failed; None: now.
     Returns those whose leases lapse. None: it is too few failures, or too many workers have lapsed;
     or the request has no reservation, or the lease had lapsed.
     """
@@ -247,24 +251,18 @@ def suspend(
         return [inc for text in suspended if (inc := parse_incarnation(text))]
 
     args = (
-        *(incarnation or "", request_id, failure.whose, -1 if sent_ms is None else sent_ms),
-        *(failure.cause, round(1000 * failure.weight), failure.in_a_row),
-        *(round(1000 * failure.most_s), round(1000 * failure.pause_s), failure.subject),
+        *(incarnation or "", request_id, caller, int(failure.counts)),
+        *(-1 if ms is None else ms for ms in (sent_ms, failed_ms)),
+        *(failure.mark, failure.cause, round(1000 * failure.weight), failure.in_a_row),
+        *(round(1000 * failure.most_s), round(1000 * failure.pause_s)),
     )
     return call("suspend", keyspace, *args, parse=parse)
 
 
-def pardon(keyspace: Keyspace, incarnation: Incarnation, failure: Failure) -> Call[bool]:
-    """Take back what was counted against a worker: its request was at fault. False: nothing is
-    known of its failures any more."""
-    weight = round(1000 * failure.weight)
-    return call("pardon", keyspace, incarnation, weight, failure.subject, parse=bool)
-
-
-def answers_again(keyspace: Keyspace, incarnation: Incarnation, subject: str) -> Call[bool]:
-    """Forget that a worker lacks a model or path. False: nothing is known of that."""
-    field = f"{incarnation} {subject}"
-    return command("answers_again", "HDEL", keyspace["failures"], field, parse=bool)
+def answers_again(keyspace: Keyspace, key: WorkerKey, marks: Iterable[str]) -> Call[int]:
+    """Forget that a worker is left alone for these, as it has answered; returns how many of them it
+    was."""
+    return call("answers_again", keyspace, str(key), *marks, parse=int)
 
 
 def taint(keyspace: Keyspace, info: WorkerInfo, why: str) -> Call[bool]:

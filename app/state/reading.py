@@ -40,7 +40,7 @@ class Control:
     leases: dict[bytes, float]
     writers: dict[bytes, bytes]
     load: dict[bytes, bytes]
-    failures: dict[bytes, bytes]
+    verdicts: dict[bytes, bytes]
 
 
 async def read_together(node: Redis, queue: Callable[[Pipeline], object]) -> list[Any]:
@@ -71,16 +71,16 @@ async def read_control(redis: RedisClient, keyspace: Keyspace) -> Control:
 
     def queue(pipe: Pipeline) -> None:
         pipe.time()
-        for name in ("meta", "workers", "current", "writers", "load", "failures"):
+        for name in ("meta", "workers", "current", "writers", "load", "verdicts"):
             pipe.hgetall(keyspace[name])
         pipe.zrange(keyspace["leases"], 0, -1, withscores=True)
 
     node = redis.node_of(keyspace["meta"]).client
     (seconds, micros), *replies = await read_together(node, queue)
-    meta, workers, current, writers, load, failures, lease_list = replies
+    meta, workers, current, writers, load, verdicts, lease_list = replies
     check_version(keyspace, meta, workers.values())
     now_ms = seconds * 1000 + micros // 1000
-    return Control(now_ms, meta, workers, current, dict(lease_list), writers, load, failures)
+    return Control(now_ms, meta, workers, current, dict(lease_list), writers, load, verdicts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from enum import IntEnum
 from typing import Any
 
 from app.core.errors import NamespaceMissing, WrongVersion
-from app.core.failures import AWAY, Failing, parse_away, parse_failing
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.loads import Load, Refusal, Reservation, Snapshot, Wish
 from app.core.types import Incarnation, parse_incarnation
+from app.core.verdicts import MarksByWorker, parse_marks
 from app.state.columns import Columns, parse_load
 from app.state.records import ExtendRow, PrefillCompleteRow, ReleaseRow, ReserveRow
 from app.state.scripts import Call, call, command
@@ -212,48 +212,15 @@ def _snapshot(keyspace: Keyspace, reply: list[Any] | None, columns: Columns) -> 
         raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
     if len(reply) == 1:
         raise WrongVersion(keyspace.namespace, reply[0], DATA_VERSION)
-    rows, workers_ms, shards, waiting, failing = reply
+    rows, workers_ms, shards, waiting, marked = reply
     snapshot = columns.take(rows)
     if snapshot is None:
         return None
-    failures, lacking = _failures(failing)
-    away = _away(failing, snapshot.now_ms) if failing else {}
+    pairs = zip(map(parse_incarnation, marked[::2]), marked[1::2], strict=True)
     return replace(
         snapshot,
         workers_ms=workers_ms,
         shards=shards,
         somebody_waits=bool(waiting),
-        failing=failures,
-        lacking=lacking,
-        away=away,
+        marks=MarksByWorker((inc, parse_marks(text)) for inc, text in pairs if inc is not None),
     )
-
-
-def _away(entries: Sequence[bytes], now_ms: int) -> dict[Incarnation, int]:
-    """entries: as for `_failures`."""
-    away: dict[Incarnation, int] = {}
-    for name, text in zip(entries[::2], entries[1::2], strict=True):
-        if name.startswith(AWAY):
-            inc, since_ms = parse_incarnation(name[len(AWAY) :]), parse_away(text, now_ms)
-            if inc is not None and since_ms is not None:
-                away[inc] = since_ms
-    return away
-
-
-def _failures(
-    entries: Sequence[bytes],
-) -> tuple[dict[Incarnation, Failing], dict[str, dict[Incarnation, Failing]]]:
-    """Of workers, and of those that lack something, by that. entries: names and what is kept of
-    each, in turn."""
-    failures: dict[Incarnation, Failing] = {}
-    lacking: dict[str, dict[Incarnation, Failing]] = {}
-    for name, text in zip(entries[::2], entries[1::2], strict=True):
-        worker, _, subject = name.partition(b" ")
-        inc, known = parse_incarnation(worker), parse_failing(text)
-        if inc is None or known is None:
-            continue
-        if subject:
-            lacking.setdefault(subject.decode(errors="replace"), {})[inc] = known
-        else:
-            failures[inc] = known
-    return failures, lacking

@@ -1,7 +1,7 @@
 -- may_lapse(inc, now): whether a worker may be out of service, or stay so: no more than half of all
 -- workers, or one, are, and never the last, nor the last of a role. Those that drain are none of them.
 -- Incarnations that are not routed to yet have leases too, but nothing in `load`.
--- Wants locals: leases, load; and libs info, draining.
+-- Wants locals: leases, load; and libs info, verdict.
 -- Whether no other live worker does what this one alone does of a request.
 local function is_last_of_role(inc, now)
   local role = info_of(inc).role
@@ -19,7 +19,7 @@ end
 local function may_lapse(inc, now)
   local all = redis.call('HLEN', load)
   local lapsed = redis.call('ZCOUNT', leases, '-inf', now)
-  for drains in pairs(draining()) do
+  for _, drains in ipairs(out_of_service(now)) do
     if redis.call('HEXISTS', load, drains) == 1 then
       all, lapsed = all - 1, lapsed - 1
     end

@@ -1,9 +1,8 @@
--- is_paused(inc, now): whether the lease of `inc` must stay lapsed, as it failed requests. Never that
--- of the last worker.
--- Wants locals: leases, load; and lib failures.
-local function is_paused(inc, now)
-  local f = failures_of(inc, now)
-  if not f or f.until_ms <= now then
+-- is_paused(inc, failed, now): whether the lease of `inc` must stay lapsed, as it failed requests. Never
+-- that of the last worker. failed: its mark; nil: none.
+-- Wants locals: leases, load.
+local function is_paused(inc, failed, now)
+  if not failed or failed.until_ms <= now then
     return false
   end
   local lapsed = redis.call('ZCOUNT', leases, '-inf', now)

@@ -4,7 +4,7 @@
 -- is_alive(inc, now): whether it has a lease.
 -- is_replaced(worker, previous, nonce, now): whether a live process other than that of `nonce`, which
 -- acted as `previous`, has taken over the worker. One for which routers vouch is not heard of.
--- Wants locals: current, leases; and libs writer, info, away.
+-- Wants locals: current, leases; and libs writer, info, verdict.
 local function serving(worker)
   local inc = redis.call('HGET', current, worker)
   if inc and writer_of(inc) and (info_of(inc).worker or worker) == worker then
@@ -26,5 +26,5 @@ end
 local function is_replaced(worker, previous, nonce, now)
   local other = serving(worker)
   return other and other ~= previous and info_of(other).worker == worker
-    and writer_of(other) ~= nonce and is_alive(other, now) and not away(other)
+    and writer_of(other) ~= nonce and is_alive(other, now) and not marks_of(worker, now).away
 end

@@ -175,7 +175,7 @@ def test_workers_in_trouble_come_first(cluster: Cluster, watch: Any) -> None:
     table = httpx.get(f"{cluster.balancer_url}/console/api/workers").json()
     place = {name: at for at, name in enumerate(table["columns"])}
     rows = []
-    for name, state, trouble in (("a", "live", 3), ("b", "paused", 3e6), ("c", "failing", 8e6)):
+    for name, state, trouble in (("a", "serving", 3), ("b", "paused", 3e6), ("c", "tainted", 8e6)):
         row = list(table["rows"][0])
         for column, value in (("worker", f"{name}:0"), ("state", state), ("trouble", trouble)):
             row[place[column]] = value
@@ -184,7 +184,7 @@ def test_workers_in_trouble_come_first(cluster: Cluster, watch: Any) -> None:
         seen.page.route("**/api/workers", lambda route: route.fulfill(json=table | {"rows": rows}))
         page = seen.open("workers")
         expect(page.locator("tbody a.id")).to_have_text(["c:0", "b:0", "a:0"])
-        expect(page.locator("td .bad", has_text="failing")).to_be_visible()
+        expect(page.locator("td .bad", has_text="tainted")).to_be_visible()
 
 
 @pytest.fixture

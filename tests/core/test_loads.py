@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.failures import DRAINING, Failing
 from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.types import Incarnation
+from app.core.verdicts import Mark, Marks, MarksByWorker, State
 
 BUSY = Load(
     prefill_tokens=900,
@@ -54,19 +54,36 @@ def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failing", "is_paused"),
+    ("marks", "state"),
     [
-        (Failing(1, 0, at_ms=9_000), True),
-        (Failing(1, 0, at_ms=7_000), False),
-        (Failing(2, 8_000, at_ms=6_000), True),
-        (Failing(2, 7_000, at_ms=5_000), False),
-        (Failing(0, DRAINING), True),
+        (Marks(failed=Mark(count=1, at_ms=9_000)), State.PAUSED),
+        (Marks(failed=Mark(count=1, at_ms=7_000)), State.LAPSED),
+        (Marks(failed=Mark(count=2, until_ms=8_000, at_ms=6_000)), State.PAUSED),
+        (Marks(failed=Mark(count=2, until_ms=7_000, at_ms=5_000)), State.LAPSED),
+        (Marks(draining=Mark(), failed=Mark(until_ms=11_000)), State.DRAINING),
+        (Marks(draining=Mark(), tainted=Mark()), State.TAINTED),
+        (Marks(ill=Mark()), State.ILL),
     ],
 )
-def test_a_worker_that_renews_no_lease_after_its_pause_is_gone(
-    failing: Failing, is_paused: bool
+def test_a_worker_without_a_lease_is_gone_unless_its_record_says_why(
+    marks: Marks, state: State
 ) -> None:
-    failed, gone = Incarnation(1), Incarnation(2)
-    lapsed = frozenset({failed, gone})
-    seen = Snapshot(10_000, Loads.of({}), lapsed=lapsed, failing={failed: failing})
-    assert seen.paused == [failed] * is_paused
+    one, gone = Incarnation(1), Incarnation(2)
+    lapsed = frozenset({one, gone})
+    seen = Snapshot(10_000, Loads.of({}), lapsed=lapsed, marks=MarksByWorker({one: marks}))
+    assert (seen.verdict(one).state, seen.verdict(gone).state) == (state, State.LAPSED)
+    assert seen.paused == [one] * (state is not State.LAPSED)
+
+
+@pytest.mark.parametrize(
+    ("marks", "state"),
+    [
+        (Marks(), State.SERVING),
+        (Marks({"failed": Mark(count=1), "caller a": Mark(until_ms=11_000)}), State.SERVING),
+        (Marks(away=Mark(until_ms=11_000)), State.AWAY),
+        (Marks(away=Mark(until_ms=9_000)), State.SERVING),
+        (Marks(away=Mark(until_ms=11_000), failed=Mark(until_ms=9_000)), State.TRIAL),
+    ],
+)
+def test_a_worker_with_a_lease_serves_whatever_its_record_says(marks: Marks, state: State) -> None:
+    assert marks.verdict(10_000, has_lease=True).state is state

@@ -85,7 +85,7 @@ WORKER_TEXT = (
     b'"kv_hosts":["10.0.0.7"],"bootstrap_port":8998,'
     b'"host_total_blocks":50000,'
     b'"event_addresses":["tcp://10.0.0.7:5557"],'
-    b'"lease_ttl_ms":3000,"version":4}'
+    b'"lease_ttl_ms":3000,"version":5}'
 )
 METRICS_SEEN = ForwardPassMetrics(
     request_active_slots=3,
@@ -241,7 +241,7 @@ def test_a_registration_is_this_text_and_is_read_as_it_was_written() -> None:
     assert encode_info(WORKER, 3000) == WORKER_TEXT
     assert decode_info(WORKER_TEXT) == WORKER
     assert decode_info(WORKER_TEXT.decode()) == WORKER
-    assert version_in(WORKER_TEXT) == 4
+    assert version_in(WORKER_TEXT) == 5
 
 
 def test_a_registration_without_a_version_is_of_the_first() -> None:

@@ -8,13 +8,14 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import httpx
+import pytest
 from redis.asyncio import Redis
 
 from app.core.failures import SOON_S
@@ -44,6 +45,12 @@ def asked(path: str, text: str = "hi", **more: Any) -> dict[str, Any]:
         TOKENIZE: {"prompt": text},
     }[path]
     return {"model": "m", **members, **more}
+
+
+def few_quick(names: Iterable[str], *quick: str) -> list[Any]:
+    """All but `quick` are for make test-slow."""
+    slow = pytest.mark.slow
+    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
 
 
 @dataclass(slots=True)

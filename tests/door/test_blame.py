@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 import pytest
 
-from app.core.failures import LATE_S, SOON_S, Whose
+from app.core.failures import LATE_S, SOON_S, Counts, Whose
+from app.core.verdicts import LACKS
 from app.door import blame
 from app.door.blame import BACK_PRESSURE
 
@@ -60,6 +63,7 @@ def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(
     assert failure is not None
     assert blame.takes_no_more(failure)
     assert failure.pause_s == pause_s
+    assert failure.counts is (Counts.CALLER if status == 429 else Counts.WITNESSED)
 
 
 @pytest.mark.parametrize(
@@ -78,20 +82,24 @@ def test_a_404_is_of_a_model_or_of_a_path(status: int, body: object, subject: st
     missing = PATH if blame.is_path_missing(status, text) else ""
     failure = blame.of_status(status, model="m", missing_path=missing)
     assert failure is not None
-    assert failure.subject == subject
+    assert failure.mark == LACKS + subject
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}\n\n',
         b'data: {"error":{"type":"rate_limit_error"}}\n\n',
         b'data: {"error":{"message":"slow down","code":429}}\n\n',
         b'data: {"error":{"message":"slow down","code":"429"}}\n\n',
         b'event: error\ndata: {"type":"error","code":"rate_limit_exceeded"}\n\n',
     ],
 )
-def test_events_that_ask_for_patience(event: bytes) -> None:
+def test_events_that_ask_their_caller_for_patience(event: bytes) -> None:
+    assert blame.of_event(event) == replace(BACK_PRESSURE, counts=Counts.CALLER)
+
+
+def test_an_overloaded_engine_asks_all_for_patience() -> None:
+    event = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}\n\n'
     assert blame.of_event(event) == BACK_PRESSURE
 
 
@@ -125,4 +133,4 @@ def test_what_is_of_the_worker_is_not_of_a_path() -> None:
     for failure in (unreachable, of_model, BACK_PRESSURE):
         assert failure is not None
         assert blame.at_path(failure, PATH) is failure
-    assert blame.at_path(blame.wrong("status_500"), PATH).subject == PATH
+    assert blame.at_path(blame.wrong("status_500"), PATH).mark == LACKS + PATH

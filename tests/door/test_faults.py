@@ -212,10 +212,10 @@ async def test_full_engines_are_back_pressure_and_not_failures(
         assert {answer.status_code for answer in answers} == {503}
         assert {answer.headers["retry-after"] for answer in answers} == {"7"}
         shown = (await door.get("/v1/workers")).json()
-        # One of them is left alone for as long as it asks; never both.
-        assert len(shown["paused"]) == 1
-        assert 0 < shown["paused"][0]["pause_s"] <= 7
-        assert [one["failures"] for one in (*shown["paused"], *shown["workers"])] == [0, 0]
+        # Their caller leaves them alone for as long as they ask; nobody else does.
+        assert [one["state"] for one in shown["workers"]] == ["serving"] * 2
+        assert all(one["witnesses"] for one in shown["workers"])
+        assert [one["failures"] for one in shown["workers"]] == [0, 0]
         await nothing_reserved(redis)
 
 

@@ -34,7 +34,7 @@ async def test_an_ill_worker_is_left_alone_and_its_model_is_answered(
         await until_serving(door, 3)
         ill.ill = WHY
         [one] = await eventually(lambda: paused(door))
-        assert (one["worker_id"], one["ill"], one["draining"]) == ("ill", WHY, False)
+        assert (one["worker_id"], one["state"], one["cause"]) == ("ill", "ill", WHY)
         for path in (*STREAMED, EMBEDDINGS, TOKENIZE):
             answer = await door.post(path, json=asked(path))
             assert answer.status_code == 200, (path, answer.text)

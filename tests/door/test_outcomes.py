@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from redis.asyncio import Redis
 
+from app.core.keys import DATA_VERSION
 from app.core.outcomes import KINDS, Kind, kind_of, of_refusal, told_apart
 from app.local.redis_server import EmbeddedRedis
 from app.ops.inspect import inspect
@@ -166,7 +167,7 @@ async def test_errors_are_shown_together(one_redis_server: EmbeddedRedis, redis:
     oom = Error("m", "e:0", "status_500", OOM, "r1")
     unknown = Error("", "", "model_not_found", "The model 'x' does not exist.", "r3")
     runner = ScriptRunner(redis, 5.0)
-    await redis.hset(KEYS["meta"], mapping={"version": 4, "block_size": 4, "shards": 1})
+    await redis.hset(KEYS["meta"], mapping={"version": DATA_VERSION, "block_size": 4, "shards": 1})
     for error, requests in (
         (oom, 3),
         (unknown, 1),

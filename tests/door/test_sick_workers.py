@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.door.sick_fleet import (
     TOKENIZE,
     SickFleet,
     asked,
+    few_quick,
     leased,
     sick_fleet,
     statuses,
@@ -53,12 +53,6 @@ REFUSALS = {
     "half": (2, Faults(how="unfinished")),
 }
 """Of whole answers: how many fall ill with what."""
-
-
-def few_quick(names: Iterable[str], *quick: str) -> list[Any]:
-    """All but `quick` are for make test-slow."""
-    slow = pytest.mark.slow
-    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
 
 
 async def failed_tries(door: httpx.AsyncClient, worker: str) -> float:

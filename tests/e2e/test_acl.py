@@ -85,7 +85,7 @@ SCRIPTS = {
         "leave",
         "loads",
         "match",
-        "pardon",
+        "answers_again",
         "predict",
         "prefill_complete",
         "prune",

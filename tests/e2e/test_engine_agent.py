@@ -141,9 +141,9 @@ async def test_agents_of_many_engines_know_what_each_holds_and_take_over_from_on
                 dying.end(signal.SIGKILL)
             with Process(*flags, f"--memory-folder={tmp_path / 'heir'}").ending() as heir:
 
-                async def degraded() -> list[bool]:
+                async def states() -> list[str]:
                     workers: Any = (await router.get("/v1/workers")).json()["workers"]
-                    return [worker["degraded"] for worker in workers]
+                    return [worker["state"] for worker in workers]
 
                 async with client_of(heir) as agent_http:
 
@@ -151,7 +151,7 @@ async def test_agents_of_many_engines_know_what_each_holds_and_take_over_from_on
                         return len((await agent_http.get("/health")).json()["engines"])
 
                     await eventually(followed, lambda number: number == 2)
-                await eventually(degraded, lambda seen: seen == [False, False])
+                await eventually(states, lambda seen: seen == ["serving"] * 2)
                 # The index is told again, by one that knew nothing.
                 await until_known(router, prompt, "a")
             # Nobody has said that the engines end.

@@ -1,12 +1,12 @@
-"""A worker that is alive but fails its requests, seen by two replicas over its agent's renewals."""
+"""A client that carries its requests itself says of a worker that it fails: that counts for the
+client, at all replicas, and for nobody else."""
 
 from __future__ import annotations
 
-import time
+from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from redis.asyncio import Redis
 
 from app.local.redis_server import EmbeddedRedis
@@ -15,74 +15,45 @@ from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, fake_agent, running
 
-
-async def fail(client: httpx.AsyncClient) -> float:
-    """Have worker `bad` fail a request, once it is routed to. Returns when: not before that, in
-    monotonic seconds."""
-
-    async def routed() -> Any:
-        asked = {"token_ids": [1] * 8, "request_id": "r", "exclude": ["good:0"]}
-        return (await client.post("/v1/route", json=asked)).status_code
-
-    await eventually(routed, lambda status: status == 200)
-    failed_s = time.monotonic()
-    answer = await client.delete("/v1/requests/r?worker_failed=true")
-    assert answer.json()["found"]
-    return failed_s
+MINE, OTHERS = ({"authorization": f"Bearer {key}"} for key in ("key-of-mine", "key-of-others"))
 
 
-async def test_a_worker_that_fails_every_request_is_left_alone_for_longer_by_all_replicas(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
+async def routed(client: httpx.AsyncClient, headers: dict[str, str], **asked: Any) -> str:
+    """The worker that a request goes to; "": none."""
+    body = {"token_ids": [1] * 8, **asked}
+    answer = await client.post("/v1/route", json=body, headers=headers)
+    return str(answer.json().get("worker_id", ""))
+
+
+async def fail(client: httpx.AsyncClient) -> None:
+    """Say of a request that worker `bad` has failed it."""
+    assert await routed(client, MINE, request_id="r", exclude=["good:0"]) == "bad"
+    said = await client.delete("/v1/requests/r?worker_failed=true", headers=MINE)
+    assert said.json()["found"]
+
+
+async def test_a_client_s_word_about_a_worker_counts_for_that_client_at_all_replicas(
+    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("workers.agent.agent.MAX_RENEWAL_S", 0.2)
-    runner = ScriptRunner(redis, 5.0)
-    agents = [fake_agent(runner, KEYS, name, lease_ttl_s=60.0) for name in ("bad", "good")]
+    keys = tmp_path / "keys"
+    keys.write_text("mine key-of-mine\nothers key-of-others\n")
+    url, runner = one_redis_server.url, ScriptRunner(redis, 5.0)
     async with (
-        running(agents[0]) as bad,
-        running(agents[1]),
-        started_replica(one_redis_server.url) as one,
-        started_replica(one_redis_server.url) as other,
+        running(fake_agent(runner, KEYS, "bad")),
+        running(fake_agent(runner, KEYS, "good")),
+        started_replica(url, api_key_file=str(keys), policy="random") as one,
+        started_replica(url, api_key_file=str(keys), policy="random") as other,
     ):
-
-        async def seen(by: httpx.AsyncClient = other) -> Any:
-            answer = (await by.get("/v1/workers")).json()
-            return answer["paused"], [worker["worker_id"] for worker in answer["workers"]]
-
-        async def lease() -> Any:
-            return await redis.zscore(KEYS["leases"], str(bad.incarnation))
-
-        await fail(one)
-        await fail(one)  # when it has renewed its lease
-        failed_s = await fail(other)  # two seconds later
-        lapsed_ms = await lease()
-        await eventually(lease, lambda expiry_ms: expiry_ms != lapsed_ms)
         for replica in (one, other):
-            [paused], live = await seen(replica)
-            assert live == ["good"]
-            pause_s, since_s = paused.pop("pause_s"), time.monotonic() - failed_s
-            assert 4.0 - since_s < pause_s <= 4.0
-            assert 0.2 < paused.pop("failed_share") < 0.7
-            assert paused == {
-                "worker_id": "bad",
-                "dp_rank": 0,
-                "incarnation": bad.incarnation,
-                "failures": 3,
-                "cause": "reported",
-                "draining": False,
-                "ill": None,
-                "tainted": False,
-            }
-            shown = (await replica.get("/metrics")).text
-            assert 'kvroute_worker_failures{worker="bad:0"} 3.0' in shown
-            assert 'kvroute_worker_pause_seconds{worker="bad:0"}' in shown
-        await eventually(seen, lambda found: found == ([], ["bad", "good"]))
-        asked = {"token_ids": [1] * 8, "request_id": "r", "exclude": ["good:0"]}
-        assert (await one.post("/v1/route", json=asked)).status_code == 200
-        await one.post("/v1/requests/r/prefill_complete")
-        await one.delete("/v1/requests/r")
-        [failures] = [
-            worker["failures"]
-            for worker in (await other.get("/v1/workers")).json()["workers"]
-            if worker["worker_id"] == "bad"
-        ]
-        assert failures == 0
+            await eventually(lambda by=replica: routed(by, OTHERS, exclude=["good:0"]))
+        for replica in (one, one, other):
+            await fail(replica)
+        for replica in (one, other):
+            assert {await routed(replica, MINE) for _ in range(20)} == {"good"}
+            assert {await routed(replica, OTHERS) for _ in range(20)} == {"bad", "good"}
+            shown = (await replica.get("/v1/workers", headers=MINE)).json()
+            bad, good = sorted(shown["workers"], key=lambda worker: str(worker["worker_id"]))
+            assert (bad["state"], bad["cause"], bad["witnesses"]) == (
+                *("serving", "reported", ["mine"]),
+            )
+            assert (bad["failures"], good["witnesses"]) == (0, [])

@@ -110,11 +110,11 @@ async def test_workers_are_rows_and_one_that_is_gone_stays_for_a_while(
     rows = await eventually(
         lambda: answer(client, "workers"), lambda t: objects(t)[1]["state"] == "gone"
     )
-    assert objects(rows)[0]["state"] in ("live", "stale")
+    assert objects(rows)[0]["state"] == "serving"
 
 
 def test_a_worker_that_fails_is_in_more_trouble_than_one_that_is_paused() -> None:
-    states = ("live", "live", "live", "paused", "gone", "ill")
+    states = (*["serving"] * 3, "paused", "gone", "ill")
     rows = [{"worker": f"w{n}:0", "state": state} for n, state in enumerate(states)]
     ended = {
         "w0:0": {"ok": 90.0, "failed": 10.0, "left_before": 2.0},
@@ -124,8 +124,8 @@ def test_a_worker_that_fails_is_in_more_trouble_than_one_that_is_paused() -> Non
     found = sorted(roster.with_endings(rows, ended, []), key=lambda row: -row["trouble"])
     seen = [(row["worker"], row["state"]) for row in found]
     assert seen == [
-        *(("w1:0", "failing"), ("w5:0", "ill"), ("w4:0", "gone"), ("w3:0", "paused")),
-        *(("w0:0", "live"), ("w2:0", "live")),
+        *(("w1:0", "serving"), ("w5:0", "ill"), ("w4:0", "gone"), ("w3:0", "paused")),
+        *(("w0:0", "serving"), ("w2:0", "serving")),
     ]
     counts = [found[0][name] for name in ("ok", "failed", "retried", "output", "sources")]
     assert counts == [10, 5, 3, 70, 1]
@@ -308,7 +308,7 @@ async def test_a_page_of_another_site_drains_nothing(
             reply = await client.post(f"{API}/drain", content=content, headers=headers | key)
             assert reply.status_code == status, headers
             assert "access-control-allow-origin" not in reply.headers
-        assert await fleet.redis.hget(KEYS["failures"], "w1:0") is None
+        assert await fleet.redis.hget(KEYS["verdicts"], "w1:0") is None
         own = ASKED | key | {"origin": "http://localhost"}
         reply = await client.post(f"{API}/drain", json={"worker": "w1"}, headers=own)
         assert reply.status_code == 200

@@ -78,7 +78,11 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
         "others_requests": 0,
         "failures": 0,
         "failed_share": 0.0,
+        "state": "serving",
+        "since_s": None,
+        "until_s": None,
         "cause": None,
+        "witnesses": [],
         "active_blocks": 10,
         "prefill_tokens": 4,
         "kv_active_blocks": 0,
@@ -89,8 +93,6 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
         "kv_idle_before_evict_s": 0.0,
         "gpu": None,
         "stale": True,
-        "degraded": False,
-        "agent_away_s": None,
         "unique_value_s": None,
     }
     # One prefill of 1 ms is left, and is draining.

@@ -117,4 +117,5 @@ async def joined(servers: list[PdServer], url: str, folder: Path) -> AsyncIterat
 
 async def marks(redis: Redis) -> list[bytes]:
     """Of workers that are tainted."""
-    return [name for name in await redis.hkeys(KEYS["failures"]) if b"tainted" in name]
+    records = await redis.hgetall(KEYS["verdicts"])
+    return [name for name, text in records.items() if b"tainted" in text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -10,11 +11,12 @@ import pytest
 from redis.asyncio import Redis
 
 from app.core.chains import GROUP_BLOCKS
-from app.core.failures import REPORTED, Failure
+from app.core.failures import Counts, Failure
 from app.core.keys import Keyspace
 from app.core.loads import Load, Refusal, Reservation, Snapshot, Wish
 from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
+from app.core.verdicts import Verdict
 from app.core.worker_report import WorkerInfo
 from app.state import index, leases, overlap, predictions, reservations, sessions, waiting
 from app.state.index import Change, SweepStep
@@ -37,6 +39,8 @@ CROWD = [SequenceHash(0xAA << 56 | n) for n in range(3000)]
 DEVICE, HOST, DISK = Tier
 LONG_MS = 60_000
 NO_LOAD = Load()
+BROKEN = Failure("broken", counts=Counts.ALL)
+"""As another worker has answered the request."""
 
 
 class Namespace:
@@ -165,12 +169,19 @@ class Namespace:
         return [{inc: o for inc, o in found.items() if inc not in ended} for found in overlaps]
 
     async def suspend(
-        self, request_id: str, failure: Failure = REPORTED, **about: Any
+        self, request_id: str, failure: Failure = BROKEN, **about: Any
     ) -> Incarnation | None:
         """The one worker that is suspended."""
         suspended = await self.do(leases.suspend(self.keys, failure, request_id, **about))
         assert len(suspended) <= 1
         return suspended[0] if suspended else None
+
+    async def mark(self, worker: str, **marks: dict[str, Any]) -> None:
+        """Write a worker's record by hand."""
+        await self.redis.hset(self.keys["verdicts"], f"{worker}:0", json.dumps(marks))
+
+    async def verdict(self, inc: Incarnation) -> Verdict:
+        return (await self.loads()).verdict(inc)
 
     async def retire_lapsed(self, grace_ms: int = 0) -> int:
         return await self.do(leases.retire_lapsed(self.keys, grace_ms, await self.now_ms()))

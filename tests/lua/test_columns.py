@@ -68,8 +68,8 @@ async def assert_same(space: Namespace, *known: Columns) -> None:
             load.routed_us for load in full.loads.values()
         ]
         assert (seen.lapsed, seen.unreadable) == (full.lapsed, full.unreadable)
-        assert (seen.rounds, seen.workers_ms, seen.failing) == (
-            *(full.rounds, full.workers_ms, full.failing),
+        assert (seen.rounds, seen.workers_ms, seen.marks) == (
+            *(full.rounds, full.workers_ms, full.marks),
         )
 
 

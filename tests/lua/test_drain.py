@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.core.types import WorkerKey
+from app.core.verdicts import State
 from app.state import leases
 from tests.lua.conftest import A, Namespace
 
@@ -23,7 +24,7 @@ async def test_nothing_goes_to_a_worker_that_drains_though_it_renews(space: Name
         snapshot = await space.loads()
         assert list(snapshot.loads) == [other]
         assert snapshot.paused == [first]
-        assert snapshot.failing[first].drains
+        assert snapshot.verdict(first).state is State.DRAINING
         assert await space.renew(first)
     refused = await space.reserve(first, "r1")
     assert refused is not None
@@ -51,7 +52,7 @@ async def test_once_it_is_undone_the_next_renewal_brings_the_worker_back(space: 
     assert await space.renew(first)
     snapshot = await space.loads()
     assert list(snapshot.loads) == [first]
-    assert not snapshot.failing
+    assert not snapshot.marks
 
 
 async def test_undoing_forgets_no_failures(space: Namespace) -> None:
@@ -59,7 +60,7 @@ async def test_undoing_forgets_no_failures(space: Namespace) -> None:
     await space.reserve(first, "r0")
     await space.suspend("r0")
     await drain(space, undo=True)
-    assert (await space.loads()).failing[first].failures == 1
+    assert (await space.loads()).marks[first].failed.count == 1
 
 
 async def test_a_worker_that_resyncs_goes_on_draining_and_a_new_process_does_not(
@@ -89,7 +90,7 @@ async def test_a_worker_stays_out_of_service_when_its_agent_was_frozen_for_long(
         assert await space.renew(again)
         snapshot = await space.loads()
         assert (list(snapshot.loads), snapshot.paused) == ([other], [again])
-        assert snapshot.failing[again].drains
+        assert snapshot.verdict(again).state is State.DRAINING
         assert first != again
     assert await drain(space, undo=True) == 0
     assert await space.renew(again)
@@ -99,7 +100,7 @@ async def test_a_worker_stays_out_of_service_when_its_agent_was_frozen_for_long(
 async def test_a_worker_stays_out_of_service_when_redis_lost_its_data(space: Namespace) -> None:
     first = await space.worker("w0")
     await drain(space)
-    await space.redis.delete(space.keys["failures"])
+    await space.redis.delete(space.keys["verdicts"])
     assert await space.renew(first, drains=True)
     assert (await space.loads()).paused == [first]
     await drain(space, undo=True)
@@ -117,14 +118,13 @@ async def test_a_worker_that_was_stopped_leaves_no_mark_and_one_that_was_killed_
             assert await space.retire(name, inc)
         elif name == "w1":
             assert await space.retire_lapsed() == 1
-    assert await space.redis.hkeys(space.keys["failures"]) == [b"w1:0", b"w2:0"]
-    for name in ("w1:0", "w2:0"):
-        await space.redis.hset(space.keys["failures"], name, "draining 1000")
-    await drain(space, WorkerKey("w2"))
-    assert await space.redis.hgetall(space.keys["failures"]) == {b"w2:0": b"draining 1000"}
+    assert sorted(await space.redis.hkeys(space.keys["verdicts"])) == [b"w1:0", b"w2:0"]
+    await space.mark("w1", draining={"since_ms": 1000}, gone={"since_ms": 1000})
+    assert await space.retire("w3", await space.worker("w3"))
+    assert await space.redis.hkeys(space.keys["verdicts"]) == [b"w2:0"]
 
 
 async def test_a_worker_that_nobody_runs_cannot_drain(space: Namespace) -> None:
     await space.worker("w1")
     assert await drain(space) is None
-    assert list((await space.loads()).failing) == []
+    assert not (await space.loads()).marks

@@ -40,7 +40,7 @@ async def test_a_worker_that_fails_and_dies_is_told(space: Namespace) -> None:
     found = await events.read(space.redis, space.keys, "", 2)
     assert [(e.kind, e.subject, e.text) for e in found] == [
         ("lost", "a:0", "1 requests were on it"),
-        ("suspended", "a:0", "it failed r1: reported"),
+        ("suspended", "a:0", "it failed r1: broken"),
     ]
 
 

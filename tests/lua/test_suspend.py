@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from app.core.failures import REPORTED, SOON_S, Failing, Failure, Whose
-from app.core.loads import Reservation, Wish
+from app.core.failures import REPORTED, SOON_S, Counts, Failure
 from app.core.types import Incarnation, WorkerKey
+from app.core.verdicts import CALLER, LACKS, Mark, State
 from app.state import leases
 from tests.eventually import eventually
-from tests.lua.conftest import NO_LOAD, A, Namespace
+from tests.lua.conftest import BROKEN, NO_LOAD, A, Namespace
 
 
 async def fleet(space: Namespace, size: int) -> list[Incarnation]:
@@ -116,22 +117,26 @@ async def test_a_reservation_of_a_worker_that_does_not_exist_suspends_nobody(
     assert (await space.loads()).loads[both[1]] != NO_LOAD
 
 
-def entry(count: int, *, share: int = 300, trial: int = 0, until_ms: int = 0) -> str:
+def failed(count: int, *, share: int = 300, until_ms: int = 0) -> dict[str, Any]:
     """What is kept of a worker that failed so many in a row, the last one long ago."""
-    return f"{count} 1000 {until_ms} {share} 1000 {trial} reported"
+    return {"count": count, "last_ms": 1000, "until_ms": until_ms, "share": share, "at_ms": 1000}
 
 
-async def known(space: Namespace, inc: Incarnation) -> Failing:
-    return (await space.loads()).failing[inc]
+async def known(space: Namespace, inc: Incarnation) -> Mark:
+    return (await space.loads()).marks[inc].failed
+
+
+async def is_on_trial(space: Namespace, inc: Incarnation) -> bool:
+    return (await space.verdict(inc)).state is State.TRIAL
 
 
 async def fail_again(
-    space: Namespace, failing: Incarnation, failure: Failure = REPORTED
+    space: Namespace, failing: Incarnation, failure: Failure = BROKEN
 ) -> Incarnation | None:
-    """Have the worker, whose pause is over, fail one more request."""
-    if await space.redis.hexists(space.keys["failures"], str(failing)):
-        count = (await known(space, failing)).failures
-        await space.redis.hset(space.keys["failures"], str(failing), entry(count))
+    """Have the worker `w0`, whose pause is over, fail one more request."""
+    count = (await known(space, failing)).count
+    if count:
+        await space.mark("w0", failed=failed(count))
     assert await space.renew(failing)
     assert failing in await live(space)
     await space.reserve(failing, "again", attempt=f"{await space.now_ms()}-a")
@@ -141,8 +146,8 @@ async def fail_again(
 
 
 async def pause_ms(space: Namespace, failing: Incarnation) -> int:
-    *_, last_ms, until_ms = (await space.get("failures", failing) or "").split()[:3]
-    return max(0, int(until_ms) - int(last_ms))
+    mark = await known(space, failing)
+    return max(0, mark.until_ms - mark.last_ms)
 
 
 async def test_the_pause_doubles_with_each_failure_up_to_a_minute(space: Namespace) -> None:
@@ -175,7 +180,7 @@ async def test_renewals_keep_a_paused_worker_but_do_not_revive_it(space: Namespa
 async def test_a_worker_that_refuses_at_once_is_soon_tried_again(space: Namespace) -> None:
     failing, _ = await fleet(space, 2)
     for _ in range(7):
-        await fail_again(space, failing, Failure("status_500", in_a_row=1, most_s=SOON_S))
+        await fail_again(space, failing, replace(BROKEN, most_s=SOON_S))
     assert await pause_ms(space, failing) == 1000 * SOON_S < 10_000
 
 
@@ -186,7 +191,7 @@ async def test_a_worker_that_cannot_be_left_alone_is_not_for_longer_when_it_can(
     await space.do(leases.drain(space.keys, WorkerKey("w1")))
     for _ in range(7):
         assert await fail_again(space, failing) is None
-    assert not (await known(space, failing)).is_on_trial
+    assert not await is_on_trial(space, failing)
     await space.do(leases.drain(space.keys, WorkerKey("w1"), undo=True))
     await space.renew(other)
     assert await fail_again(space, failing) == failing
@@ -195,52 +200,51 @@ async def test_a_worker_that_cannot_be_left_alone_is_not_for_longer_when_it_can(
 
 async def test_an_answer_ends_a_row_of_failures_and_the_trial(space: Namespace) -> None:
     failing, _ = await fleet(space, 2)
-    await space.redis.hset(space.keys["failures"], str(failing), entry(3, share=1000, trial=1))
-    assert (await known(space, failing)).is_on_trial
+    await space.mark("w0", failed=failed(3, share=1000, until_ms=1000))
+    assert await is_on_trial(space, failing)
     await space.reserve(failing, "good", attempt="2000-a")
     await space.prefill_complete("good")
-    began = await known(space, failing)
-    assert (began.failures, began.is_on_trial) == (3, False)
+    assert not await is_on_trial(space, failing)
+    assert (await known(space, failing)).count == 3
     await space.release("good", answered=True)
-    assert await space.get("failures", failing) is None
+    assert not (await space.loads()).marks
 
 
 async def test_only_one_that_was_left_alone_is_on_trial(space: Namespace) -> None:
     failing, _ = await fleet(space, 2)
-    refuses = Failure("status_500", in_a_row=2)
     trials = []
     for _ in range(2):
-        await fail_again(space, failing, refuses)
-        trials.append((await known(space, failing)).is_on_trial)
+        await fail_again(space, failing, replace(BROKEN, in_a_row=2))
+        await space.redis.zadd(space.keys["leases"], {str(failing): 1e15})
+        trials.append(await is_on_trial(space, failing))
     assert trials == [False, True]
 
 
 async def test_first_tokens_of_before_the_pause_are_none_of_the_trial(space: Namespace) -> None:
-    failing, _ = await fleet(space, 2)
-    ends_ms = await space.now_ms() + 60_000
-    text = entry(3, trial=1, until_ms=ends_ms)
-    await space.redis.hset(space.keys["failures"], str(failing), text)
+    await fleet(space, 2)
+    await space.mark("w0", failed=failed(3, until_ms=await space.now_ms() + 60_000))
+    before = await space.get("verdicts", "w0:0")
     await space.prefill_complete("r0")
-    assert await space.get("failures", failing) == text
+    assert await space.get("verdicts", "w0:0") == before
 
 
 async def test_a_first_token_ends_a_trial_however_long_its_request_had_waited(
     space: Namespace,
 ) -> None:
     failing, _ = await fleet(space, 2)
-    await space.redis.hset(space.keys["failures"], str(failing), entry(3, share=1000, trial=1))
+    await space.mark("w0", failed=failed(3, share=1000, until_ms=1000))
     await space.reserve(failing, "waited", attempt="500-a")
     await space.prefill_complete("waited")
     found = await known(space, failing)
-    assert (found.failures, found.share, found.is_on_trial) == (3, 0.0, False)
+    assert (found.count, found.share, await is_on_trial(space, failing)) == (3, 0, False)
 
 
 async def test_an_answer_that_came_whole_ends_a_row_of_failures(space: Namespace) -> None:
     failing, _ = await fleet(space, 2)
-    await space.redis.hset(space.keys["failures"], str(failing), entry(3, trial=1))
+    await space.mark("w0", failed=failed(3, until_ms=1000))
     await space.reserve(failing, "other", attempt="2000-a")
     await space.release("other", whole=True)
-    assert await space.get("failures", failing) is None
+    assert not (await space.loads()).marks
 
 
 @pytest.mark.parametrize(
@@ -252,12 +256,12 @@ async def test_no_other_release_ends_it(
     space: Namespace, attempt: str, answered: bool, first_token: bool
 ) -> None:
     failing, _ = await fleet(space, 2)
-    await space.redis.hset(space.keys["failures"], str(failing), entry(3))
+    await space.mark("w0", failed=failed(3))
     await space.reserve(failing, "other", attempt=attempt)
     if first_token:
         await space.prefill_complete("other")
     await space.release("other", answered=answered)
-    assert await space.get("failures", failing) == entry(3)
+    assert (await known(space, failing)).count == 3
 
 
 async def test_failed_tries_are_a_share_that_grows_with_failures_and_fades(
@@ -270,12 +274,12 @@ async def test_failed_tries_are_a_share_that_grows_with_failures_and_fades(
         attempt = f"{now_ms + number + 1}-a"
         await eventually(space.now_ms, lambda now, least=now_ms: now > least + 5)
         await space.reserve(failing, "again", attempt=attempt)
-        await space.suspend("again", Failure("status_500", in_a_row=0))
+        await space.suspend("again", replace(BROKEN, in_a_row=9))
         await space.release("again")
-        shares.append((await known(space, failing)).share)
+        shares.append((await known(space, failing)).share / 1000)
     assert shares == pytest.approx([0.3, 0.51, 0.66], abs=0.02)
     now = await known(space, failing)
-    assert now.share_at(now.at_ms + 4000) == pytest.approx(now.share / math.e)
+    assert now.share_at(now.at_ms + 4000) == pytest.approx(now.share / 1000 / math.e)
     assert now.share_at(now.at_ms + 60_000) == 0.0
     assert failing in await live(space)
 
@@ -284,7 +288,7 @@ async def test_one_failure_of_a_kind_that_needs_two_in_a_row_suspends_nobody(
     space: Namespace,
 ) -> None:
     failing, _ = await fleet(space, 2)
-    refuses = Failure("status_500", in_a_row=2)
+    refuses = replace(BROKEN, in_a_row=2)
     assert await fail_again(space, failing, refuses) is None
     assert await fail_again(space, failing, refuses) == failing
 
@@ -293,13 +297,13 @@ async def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(
     space: Namespace,
 ) -> None:
     full, other = await fleet(space, 2)
-    failure = Failure("load", weight=0.0, in_a_row=0, pause_s=7.0)
+    failure = replace(BROKEN, weight=0.0, in_a_row=0, pause_s=7.0)
     before_ms = await space.now_ms()
     assert await space.suspend("r0", failure) == full
     assert await space.renew(full)
     assert await live(space) == [other]
     found = await known(space, full)
-    assert (found.failures, found.share, found.is_on_trial) == (0, 0.0, False)
+    assert (found.count, found.share) == (0, 0)
     assert before_ms + 7000 <= found.until_ms <= await space.now_ms() + 7000
 
 
@@ -309,7 +313,7 @@ async def test_a_failure_is_counted_against_a_worker_whose_reservation_has_ended
     failing, _ = await fleet(space, 2)
     await space.release("r0")
     assert await space.suspend("r0", incarnation=failing, sent_ms=1000) == failing
-    assert (await known(space, failing)).failures == 1
+    assert (await known(space, failing)).count == 1
     assert await space.suspend("r0", incarnation=Incarnation(99), sent_ms=1000) is None
 
 
@@ -317,87 +321,110 @@ async def test_requests_of_before_the_last_failure_do_not_add_to_it(space: Names
     failing, _ = await fleet(space, 2)
     await space.suspend("r0")
     await space.renew(failing)
-    before = await space.get("failures", failing)
+    before = await known(space, failing)
     await space.reserve(failing, "old", attempt="1000-a")
     assert await space.suspend("old") == failing
-    assert (await space.get("failures", failing) or "").split()[:3] == (before or "").split()[:3]
+    after = await known(space, failing)
+    assert (after.count, after.last_ms) == (before.count, before.last_ms)
 
 
 async def test_what_counts_is_when_a_request_was_sent_and_not_how_long_it_had_waited(
     space: Namespace,
 ) -> None:
     failing, _ = await fleet(space, 2)
-    await space.redis.hset(space.keys["failures"], str(failing), entry(1))
+    await space.mark("w0", failed=failed(1))
     await space.reserve(failing, "waited", attempt="500-a")
     assert await space.suspend("waited", sent_ms=1001) == failing
-    assert (await known(space, failing)).failures == 2
+    assert (await known(space, failing)).count == 2
 
 
-async def split(space: Namespace, target: Incarnation, source: Incarnation, name: str) -> None:
-    wish = Wish(source, Reservation(name, 100, 5000, 7, "2000-a"), 256, None)
-    assert await space.reserve(target, name, attempt="2000-a", source=wish) is None
-
-
-async def test_who_is_in_common_is_at_fault(space: Namespace) -> None:
-    *targets, source, _, _ = await fleet(space, 5)
-    suspended = []
-    for number, target in enumerate(targets):
-        await split(space, target, source, f"split{number}")
-        sent_ms = await space.now_ms()
-        await eventually(space.now_ms, lambda now, sent=sent_ms: now > sent)
-        call = leases.suspend(space.keys, REPORTED, f"split{number}", sent_ms=sent_ms + 1)
-        suspended += await space.do(call)
-        await space.release(f"split{number}")
-    assert suspended == [source]
-    shares = [(await known(space, inc)).share for inc in (*targets, source)]
-    assert shares == pytest.approx([0.15, 0.15, 0.28], abs=0.02)
-
-
-@pytest.mark.parametrize("whose", [Whose.WORKER, Whose.SOURCE])
-async def test_one_of_two_is_at_fault_where_that_is_known(space: Namespace, whose: Whose) -> None:
-    target, source, _ = await fleet(space, 3)
-    await split(space, target, source, "split")
-    at_fault = target if whose is Whose.WORKER else source
-    assert await space.suspend("split", Failure("unreachable", whose)) == at_fault
-    assert list((await space.loads()).failing) == [at_fault]
-
-
-LACKS = Failure("not_found", Whose.WORKER, in_a_row=2, most_s=SOON_S, subject="poems")
+POEMS = replace(BROKEN, cause="not_found", in_a_row=2, most_s=SOON_S, mark=f"{LACKS}poems")
 
 
 async def test_a_worker_is_left_alone_for_what_it_lacks_alone(space: Namespace) -> None:
     both = await fleet(space, 2)
-    assert await space.suspend("r0", LACKS, sent_ms=1000) is None
+    assert await space.suspend("r0", POEMS, sent_ms=1000) is None
     snapshot = await space.loads()
     assert sorted(snapshot.loads) == both
-    assert snapshot.failing == {}
-    assert snapshot.lacking["poems"][both[0]].until_ms == pytest.approx(
-        await space.now_ms() + 1000, abs=500
-    )
+    assert list(snapshot.marks[both[0]]) == [POEMS.mark]
 
 
 async def test_a_worker_that_lacks_many_things_fails(space: Namespace) -> None:
     failing, other = await fleet(space, 2)
     for number in range(6):
-        one = replace(LACKS, subject=f"poems {number}")
-        sent_ms = await space.now_ms() + 1
-        await eventually(space.now_ms, lambda now, sent=sent_ms: now > sent)
-        await space.suspend("r0", one, sent_ms=sent_ms)
+        await later(space)
+        one = replace(POEMS, mark=f"{LACKS}{number}")
+        await space.suspend("r0", one, sent_ms=await space.now_ms())
     assert await live(space) == [other]
-    snapshot = await space.loads()
-    assert sorted(snapshot.lacking) == [f"poems {number}" for number in range(4)]
-    assert snapshot.failing[failing].cause == "not_found"
+    marks = (await space.loads()).marks[failing]
+    assert sorted(marks) == ["failed", *(f"{LACKS}{number}" for number in range(4))]
+    assert marks.failed.cause == "not_found"
 
 
 async def test_what_a_worker_lacked_long_ago_is_forgotten(space: Namespace) -> None:
     failing, _ = await fleet(space, 2)
-    for number in range(4):
-        name = f"{failing} poems {number}"
-        await space.redis.hset(space.keys["failures"], name, entry(3))
-    await space.suspend("r0", LACKS, sent_ms=1000)
-    assert list((await space.loads()).lacking) == ["poems"]
+    await space.mark("w0", **{f"{LACKS}{number}": failed(3) for number in range(4)})
+    await space.suspend("r0", POEMS, sent_ms=1000)
+    assert list((await space.loads()).marks[failing]) == [POEMS.mark]
     assert await space.retire("w0", failing)
-    assert await space.redis.exists(space.keys["failures"]) == 0
+    assert await space.redis.exists(space.keys["verdicts"]) == 0
+
+
+async def later(space: Namespace) -> None:
+    """Return once the Redis clock shows another time."""
+    now_ms = await space.now_ms()
+    await eventually(space.now_ms, lambda now: now > now_ms)
+
+
+WITNESSED = replace(BROKEN, counts=Counts.WITNESSED)
+
+
+async def fail_for(
+    space: Namespace, *callers: str, failure: Failure = WITNESSED
+) -> list[Incarnation | None]:
+    """Have `r0` fail for one caller after another; who is suspended each time."""
+    found = []
+    for caller in callers:
+        await later(space)
+        sent_ms = await space.now_ms()
+        found.append(await space.suspend("r0", failure, caller=caller, sent_ms=sent_ms))
+    return found
+
+
+async def test_a_failure_that_one_caller_has_seen_is_its_own_until_another_has(
+    space: Namespace,
+) -> None:
+    both = await fleet(space, 2)
+    assert await fail_for(space, *"aaaa") == [None] * 4
+    assert await live(space) == both
+    marks = (await space.loads()).marks[both[0]]
+    assert (list(marks), marks["caller a"].count) == ([f"{CALLER}a"], 4)
+    assert await fail_for(space, "b") == [both[0]]
+    verdict = await space.verdict(both[0])
+    assert (verdict.state, verdict.cause) == (State.PAUSED, "broken")
+    assert sorted(verdict.witnesses) == ["a", "b"]
+
+
+@pytest.mark.parametrize("failure", [REPORTED, replace(WITNESSED, counts=Counts.CALLER)])
+async def test_what_is_a_caller_s_own_is_no_witness(space: Namespace, failure: Failure) -> None:
+    both = await fleet(space, 2)
+    assert await fail_for(space, *"abcabc", failure=failure) == [None] * 6
+    if failure is REPORTED:
+        assert await fail_for(space, "d") == [None]
+    assert await live(space) == both
+
+
+async def test_what_was_seen_long_ago_is_no_witness(space: Namespace) -> None:
+    first, _ = await fleet(space, 2)
+    await space.mark("w0", **{f"{CALLER}a": failed(1, until_ms=await space.now_ms())})
+    assert await fail_for(space, "b") == [None]
+    assert sorted((await space.loads()).marks[first]) == [f"{CALLER}a", f"{CALLER}b"]
+
+
+async def test_of_many_callers_the_latest_are_known(space: Namespace) -> None:
+    first, _ = await fleet(space, 2)
+    await fail_for(space, *"abcdefghijklmn", failure=REPORTED)
+    assert sorted((await space.loads()).marks[first]) == [f"{CALLER}{one}" for one in "ghijklmn"]
 
 
 async def test_the_last_worker_is_tried_again_however_often_it_failed(space: Namespace) -> None:
@@ -424,22 +451,25 @@ async def test_a_paused_worker_stays_so_under_a_new_incarnation_but_not_a_new_pr
     again = await space.worker("w0", resync=True)
     assert await live(space) == [other]
     assert (await space.loads()).paused == [again]
-    assert await space.get("failures", failing) is None
     restarted = await space.worker("w0", nonce="restarted")
     assert await live(space) == [other, restarted]
-    assert await space.redis.exists(space.keys["failures"]) == 0
+    assert await space.redis.exists(space.keys["verdicts"]) == 0
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "9 1 1 1 1 1 x", "-1 5", "5 99999999999999 1 1 1 1 x", "5"]
+    "text",
+    [
+        *("", "x", "[]", "7", '{"failed":7}', '{"failed":{"count":"9","until_ms":[]}}'),
+        '{"failed":{"count":9,"until_ms":99999999999999,"last_ms":99999999999999,"share":-1}}',
+    ],
 )
-async def test_a_spoilt_count_of_failures_counts_for_nothing(space: Namespace, text: str) -> None:
+async def test_a_spoilt_record_counts_for_nothing(space: Namespace, text: str) -> None:
     failing, other = await fleet(space, 2)
-    await space.redis.hset(space.keys["failures"], mapping={str(failing): text, "junk": text})
+    await space.redis.hset(space.keys["verdicts"], mapping={"w0:0": text, "junk": text})
     await space.renew(failing)
     assert await live(space) == [failing, other]
     assert await space.suspend("r0") == failing
-    assert (await space.get("failures", failing) or "").startswith("1 ")
+    assert (await known(space, failing)).count == 1
 
 
 async def test_the_worker_is_found_by_the_id_of_the_reservation(space: Namespace) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from app.core.types import Incarnation
+from app.core.verdicts import State
 from app.core.worker_report import WorkerInfo
 from app.state import leases
 from tests.lua.conftest import Namespace
@@ -26,8 +27,9 @@ async def taint(space: Namespace, info: WorkerInfo) -> bool:
     return await space.do(leases.taint(space.keys, info, "fetched after the lease of b:0"))
 
 
-async def marks(space: Namespace) -> list[bytes]:
-    return [name for name in await space.redis.hkeys(space.keys["failures"]) if b"tainted" in name]
+async def marked(space: Namespace) -> list[str]:
+    records = await space.redis.hgetall(space.keys["verdicts"])
+    return [name.decode() for name, text in records.items() if b"tainted" in text]
 
 
 @pytest.mark.oldest_too
@@ -40,7 +42,8 @@ async def test_nothing_goes_to_a_tainted_worker_be_it_the_last(space: Namespace)
         snapshot = await space.loads()
         assert not snapshot.loads
         assert snapshot.paused == [inc]
-        assert snapshot.failing[inc].is_tainted
+        verdict = snapshot.verdict(inc)
+        assert (verdict.state, verdict.cause) == (State.TAINTED, "fetched after the lease of b:0")
         assert await space.renew(inc)
     refused = await space.reserve(inc, "r1")
     assert refused is not None
@@ -64,7 +67,7 @@ async def test_an_engine_that_has_begun_anew_or_dropped_what_it_held_is_back(
     await taint(space, space.infos[inc])
     await lives(space, inc, life)
     assert list((await space.loads()).loads) == [inc]
-    assert await marks(space) == []
+    assert await marked(space) == []
 
 
 async def test_neither_another_agent_nor_a_resync_nor_an_operator_brings_it_back(
@@ -123,18 +126,17 @@ async def test_an_agent_restores_what_redis_has_lost_of_it(space: Namespace) -> 
     call = leases.renew(space.keys, space.infos[inc], inc, "nonce-a", ttl_ms=60_000, tainted=True)
     assert (await space.do(call)).tainted
     assert not (await space.loads()).loads
-    assert await space.redis.hkeys(space.keys["failures"]) == [b"tainted a:0"]
+    assert await marked(space) == ["a:0"]
 
 
 async def test_marks_of_workers_that_are_gone_are_dropped_after_a_day(space: Namespace) -> None:
-    inc = await alive(space, "a")
-    gone, here = "tainted gone:0", "tainted a:0"
-    now_ms = await space.now_ms()
-    for name in (gone, here):
-        await space.redis.hset(space.keys["failures"], name, f"{now_ms - 2 * 86_400_000} 1000.5")
-    await space.worker("b")
-    await taint(space, replace(space.infos[inc], engine_life="1000.5"))
-    assert await marks(space) == [here.encode()]
+    since_ms = await space.now_ms() - 2 * 86_400_000
+    for name in ("gone", "here"):
+        tainted = {"since_ms": since_ms, "life": "1000.5"}
+        await space.mark(name, tainted=tainted, gone={"since_ms": since_ms})
+    await alive(space, "here")
+    assert await space.retire("other", await space.worker("other"))
+    assert await marked(space) == ["here:0"]
 
 
 async def test_tainted_workers_do_not_count_among_those_that_may_be_suspended(

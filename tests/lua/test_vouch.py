@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from app.core.errors import WorkerReplaced
-from app.core.failures import Failure
 from app.core.types import Incarnation, WorkerKey
+from app.core.verdicts import State
 from app.state import leases
 from tests.eventually import eventually
-from tests.lua.conftest import LONG_MS, Namespace, info
+from tests.lua.conftest import BROKEN, LONG_MS, Namespace, info
 
 DAY_MS = 86_400_000
 
@@ -79,7 +79,7 @@ async def test_an_agent_that_is_back_renews_and_nothing_is_left_of_its_absence(
     snapshot = await space.loads()
     assert (list(snapshot.loads), snapshot.away) == ([inc], {})
     assert (await space.load(inc)).requests == 1
-    assert await space.redis.hlen(space.key("failures")) == 0
+    assert await space.redis.hlen(space.key("verdicts")) == 0
 
 
 async def test_an_agent_of_an_earlier_release_that_is_back_ends_the_absence_too(
@@ -137,7 +137,7 @@ async def test_one_that_said_goodbye_is_gone(space: Namespace) -> None:
     assert await space.retire("a", inc)
     assert await vouch(space, inc) == [False]
     assert not (await space.loads()).loads
-    assert await space.redis.hlen(space.key("failures")) == 0
+    assert await space.redis.hlen(space.key("verdicts")) == 0
 
 
 async def test_one_that_drains_gets_nothing_and_can_be_put_back(space: Namespace) -> None:
@@ -159,7 +159,7 @@ async def test_one_that_fails_requests_is_left_alone_until_its_pause_is_over(
 ) -> None:
     a, _ = await space.worker("a"), await space.worker("b")
     await space.reserve(a, "r1")
-    assert await space.suspend("r1", Failure("broken", pause_s=30.0)) == a
+    assert await space.suspend("r1", replace(BROKEN, pause_s=30.0)) == a
     await space.redis.zadd(space.key("leases"), {str(a): await space.now_ms() - 3001})
     assert await vouch(space, a) == [True]
     assert await vouch(space, a) == [True]
@@ -179,7 +179,7 @@ async def test_one_that_was_ill_when_its_agent_went_gets_one_request_at_a_time(
     assert await vouch(space, inc) == [True]
     snapshot = await space.loads()
     assert inc in snapshot.loads
-    assert snapshot.failing[inc].is_on_trial
+    assert snapshot.verdict(inc).state is State.TRIAL
 
 
 async def test_nobody_vouches_for_a_worker_that_is_out_of_service_while_its_agent_renews(
@@ -191,7 +191,7 @@ async def test_nobody_vouches_for_a_worker_that_is_out_of_service_while_its_agen
     await space.do(leases.renew(space.keys, told, ill, "nonce-a", ttl_ms=LONG_MS))
     await space.do(leases.drain(space.keys, WorkerKey("b")))
     await space.reserve(failed, "r1")
-    assert await space.suspend("r1", Failure("broken", pause_s=30.0)) == failed
+    assert await space.suspend("r1", replace(BROKEN, pause_s=30.0)) == failed
     assert await vouch(space, ill, drained, failed) == [False, False, False]
     await space.redis.zadd(space.key("leases"), {str(drained): await space.now_ms() - 3001})
     assert await space.renew(drained)
@@ -235,7 +235,7 @@ async def test_one_whose_engine_answers_no_more_is_kept_for_a_while_and_then_ret
     now_ms = await space.now_ms()
     late = leases.retire_lapsed(space.keys, 0, now_ms, away_grace_ms=-3001)
     assert await space.do(late) == 1
-    assert await space.redis.hlen(space.key("failures")) == 0
+    assert await space.redis.hlen(space.key("verdicts")) == 0
 
 
 async def test_those_that_are_kept_hold_up_no_retirement(space: Namespace) -> None:
@@ -266,10 +266,10 @@ async def test_operators_are_told_once_that_an_agent_is_away_and_once_that_it_is
     assert await told(space, *kinds) == [(b"away", b"a:0"), (b"back", b"a:0")]
 
 
-@pytest.mark.parametrize("mark", ["spoilt", "1 x", "-1 5", "9" * 30 + " 5"])
-async def test_a_mark_that_somebody_spoilt_is_written_anew(space: Namespace, mark: str) -> None:
+@pytest.mark.parametrize("text", ["spoilt", "[]", '{"away":7}', '{"away":{"until_ms":"5"}}'])
+async def test_a_record_that_somebody_spoilt_is_written_anew(space: Namespace, text: str) -> None:
     inc = await lapsed(space, "a")
-    await space.redis.hset(space.key("failures"), f"away:{inc}", mark)
+    await space.redis.hset(space.key("verdicts"), "a:0", text)
     assert not (await space.loads()).away
     assert await vouch(space, inc) == [True]
     assert list((await space.loads()).away) == [inc]

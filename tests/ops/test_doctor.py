@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from aiohttp import web
 from redis import Redis
@@ -99,11 +100,11 @@ def test_nothing_is_wrong_with_workers_that_are_alike(url: str, raw: Redis) -> N
 
 def test_workers_that_may_hold_kv_of_other_prompts_are_named(url: str, raw: Redis) -> None:
     measured(raw)
-    raw.hset(KEYS["failures"], "tainted w1:0", "1 1000.5")
+    raw.hset(KEYS["verdicts"], "w1:0", '{"tainted":{"since_ms":1,"life":"1000.5"}}')
     found = examined(url)
     assert bad(found) == {"tainted workers"}
     assert found["tainted workers"]["found"].startswith("w1:0: ")
-    assert found["workers"]["found"] == "1 live worker, 1 tainted"
+    assert found["workers"]["found"] == "1 serving, 1 tainted"
 
 
 def test_a_slow_redis_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +193,11 @@ def test_old_metrics_are_told(url: str, raw: Redis) -> None:
 def test_workers_whose_agents_are_away_are_told_and_take_requests(url: str, raw: Redis) -> None:
     measured(raw)
     seconds, _ = raw.time()
-    away = f"{int(seconds) * 1000 - 7000} {int(seconds) * 1000 + 60_000}"
-    raw.hset(KEYS["failures"], "away:" + inc_of(raw, b"w1:0").decode(), away)
+    away = {"since_ms": int(seconds) * 1000 - 7000, "until_ms": int(seconds) * 1000 + 60_000}
+    raw.hset(KEYS["verdicts"], "w1:0", orjson.dumps({"away": away}))
     found = examined(url)
     assert bad(found) == {"agents"}
-    assert found["workers"]["found"] == "1 live worker, 1 degraded"
+    assert found["workers"]["found"] == "1 away, 1 serving"
     assert re.match(r"1 of 2 are away: w1:0 for [78] s$", found["agents"]["found"])
 
 
@@ -205,7 +206,7 @@ def test_workers_that_drain_leave_none_that_is_live(url: str) -> None:
         kvroute(url, "drain", name, "--deadline-s", "0")
     found = examined(url)
     assert bad(found) == {"workers"}
-    assert found["workers"]["found"] == "0 live workers, 2 draining"
+    assert found["workers"]["found"] == "2 draining"
 
 
 async def hits_of(url: str, raw: Redis, prompts: list[list[int]], hit_rate: str) -> dict[str, Any]:

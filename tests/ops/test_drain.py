@@ -29,7 +29,7 @@ def test_a_worker_with_requests_is_not_drained_at_the_deadline(url: str, raw: Re
         "Error: after 0.3 s, 1 request left",
     ]
     assert "draining" in kvroute(url, "inspect", "summary").output
-    assert raw.hget(KEYS["failures"], "w1:0").startswith(b"draining ")
+    assert raw.hget(KEYS["verdicts"], "w1:0").startswith(b'{"draining":')
 
 
 def test_without_a_deadline_it_does_not_wait(url: str) -> None:
@@ -48,7 +48,7 @@ def test_a_worker_without_requests_is_drained_at_once_and_comes_back(url: str, r
     )
     result = kvroute(url, "drain", "w2", "--undo")
     assert (result.exit_code, result.output) == (0, "w2 gets requests again\n")
-    assert raw.hgetall(KEYS["failures"]) == {b"w2:1": b"undone"}
+    assert raw.hget(KEYS["verdicts"], "w2:1").startswith(b'{"undone":')
 
 
 @pytest.mark.parametrize("name", ["w3", "w1:1", "w"])
@@ -87,7 +87,7 @@ async def test_a_worker_that_redis_has_just_lost_is_not_called_drained(
     draining = asyncio.create_task(asyncio.to_thread(kvroute, one_redis_server.url, *arguments))
 
     async def marked() -> bool:
-        return bool(await redis.exists(KEYS["failures"]))
+        return bool(await redis.exists(KEYS["verdicts"]))
 
     await eventually(marked)
     await redis.flushall()
@@ -120,9 +120,9 @@ async def test_an_agent_that_is_told_to_stop_waits_for_the_requests_on_its_worke
                 answer = (await replica.post("/v1/route", json=asked)).json()
                 assert answer["worker_id"] == "b"
             listed = (await replica.get("/v1/workers")).json()
-            assert [(w["worker_id"], w["draining"]) for w in listed["paused"]] == [("a", True)]
+            assert [(w["worker_id"], w["state"]) for w in listed["paused"]] == [("a", "draining")]
             shown = (await replica.get("/metrics")).text
-            assert 'kvroute_worker_draining{worker="a:0"} 1.0' in shown
+            assert 'kvroute_worker_state{state="draining",worker="a:0"} 1.0' in shown
             assert not draining.done()
             for name in await redis.hkeys(KEYS[f"requests:{first.incarnation}"]):
                 releases = [reservations.Release(name.decode())]

@@ -36,8 +36,8 @@ def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
     assert "40 unique blocks, laid out for 128" in text
     assert "overfull" not in text
     assert [line.split()[:3] for line in text.splitlines()[-2:]] == [
-        ["w1:0", "1", "live"],
-        ["w2:1", "2", "live"],
+        ["w1:0", "1", "serving"],
+        ["w2:1", "2", "serving"],
     ]
 
 

@@ -21,7 +21,7 @@ def test_verify_finds_nothing_wrong_with_an_intact_namespace(url: str) -> None:
 
 
 def test_a_worker_whose_agent_is_away_is_no_contradiction(url: str, raw: Redis) -> None:
-    raw.hset(KEYS["failures"], "away:1", "1700000000000 1700000003000")
+    raw.hset(KEYS["verdicts"], "a:0", '{"away":{"since_ms":1700000000000}}')
     assert as_json(url, "inspect", "verify")["findings"] == []
 
 
@@ -93,8 +93,8 @@ Damage = Callable[[Redis], object]
         (lambda r: r.hset(KEYS["workers"], "1", "spoilt"), "a worker's entry that cannot be read"),
         (lambda r: r.zadd(KEYS["leases"], {"1": 9e15}), "a lease that ends later"),
         (lambda r: r.zadd(KEYS["expiry"], {"req-7": 9e15}), "a reservation that lasts longer"),
-        (lambda r: r.hset(KEYS["failures"], "1", "x"), "a worker's failures that cannot be read"),
-        (lambda r: r.hset(KEYS["failures"], "away:1", "5"), "a worker's failures that cannot be"),
+        (lambda r: r.hset(KEYS["verdicts"], "a:0", "x"), "a worker's record that cannot be read"),
+        (lambda r: r.hset(KEYS["verdicts"], "a:0", '{"away":5}'), "a worker's record that cannot"),
         (lambda r: r.hset(KEYS["planner"], "token", "abc"), "a field of the planner"),
         (lambda r: r.hset(KEYS["planner"], "state", "[]"), "a field of the planner"),
         (lambda r: r.hset(KEYS["planner"], "until_ms", 1 << 49), "a planner's lease that ends"),

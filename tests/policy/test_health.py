@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from app.core.failures import Failing
+from app.core.failures import Counts, Failure
 from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.types import Incarnation
+from app.core.verdicts import Mark, Marks, MarksByWorker
 from app.policy.cost import FAILED_TERM, POLICIES, Candidates, Costs, RequestSize
-from app.policy.health import Mask, avoided, avoiding, without_avoided
+from app.policy.health import Mask, avoided, avoiding, counts_for, without_avoided
 from app.policy.view import View
 from app.policy.workers import UNMEASURED, Workers
 from tests.policy.test_choose import SIZE, candidates
@@ -30,15 +32,17 @@ def costs(*values: float) -> Costs:
     return avoiding(fixed, shares)(candidates(len(values)), SIZE)
 
 
-def view(
-    failing: dict[Incarnation, Failing],
-    *loads: Load,
-    lacking: dict[str, dict[Incarnation, Failing]] | None = None,
-) -> View:
+def view(marks: Mapping[Incarnation, Marks], *loads: Load) -> View:
     incarnations = [Incarnation(1 + number) for number in range(len(loads))]
     workers = Workers([(inc, info(f"w{inc}", 8), UNMEASURED) for inc in incarnations])
     known = Loads.of(dict(zip(incarnations, loads, strict=True)))
-    return View(Snapshot(NOW_MS, known, failing=failing, lacking=lacking or {}), workers)
+    return View(Snapshot(NOW_MS, known, marks=MarksByWorker(marks)), workers)
+
+
+def failed(share: int, ago_ms: int = 0, until_ms: int = 0) -> Marks:
+    """What is known of a worker that failed so many of a thousand tries."""
+    at_ms = NOW_MS - ago_ms
+    return Marks(failed=Mark(count=1, share=share, at_ms=at_ms, until_ms=until_ms))
 
 
 def test_one_that_failed_half_of_its_tries_is_as_dear_as_the_dearest() -> None:
@@ -97,43 +101,74 @@ def test_the_only_one_of_a_role_is_not_avoided() -> None:
     assert_array_equal(found, expected)
 
 
-def test_those_that_fail_half_of_their_tries_or_lack_what_is_asked_for_are_avoided() -> None:
-    failed = {ONE: Failing(1, 0, share=0.4, at_ms=NOW_MS), TWO: Failing(2, 0, 0.6, NOW_MS)}
-    paused, over = Failing(1, NOW_MS + 1), Failing(1, NOW_MS - 1)
-    seen = view(failed, Load(), Load(), Load(), lacking={"poems": {THREE: paused, ONE: over}})
-    for subjects, expected in ((("m", ""), ".x."), (("poems", ""), ".xx"), (("m", "poems"), ".xx")):
-        avoid = avoided(seen, subjects)
-        assert avoid is not None
-        assert_array_equal(avoid, *masks(expected))
-    nothing = view({}, Load(), lacking={"poems": {ONE: over}})
-    assert avoided(nothing, ("m", "")) is not None
-    assert not np.any(avoided(nothing, ("poems", "")))
+def avoided_by(seen: View, *names: str) -> str:
+    mask = avoided(seen, names)
+    return "" if mask is None else "".join(".x"[int(one)] for one in mask)
+
+
+def test_those_are_avoided_that_fail_half_of_their_tries_or_are_left_alone() -> None:
+    paused, over = Mark(until_ms=NOW_MS + 1), Mark(until_ms=NOW_MS - 1)
+    one, three = Marks({"lacks poems": over, "caller a": Mark(count=1)}), Marks(failed(0))
+    three |= {"lacks poems": paused, "caller a": paused}
+    marks = {ONE: one, TWO: failed(600), THREE: three}
+    seen = view(marks, Load(), Load(requests=1), Load())
+    assert avoided_by(seen, "lacks m", "caller b") == ".x."
+    assert avoided_by(seen, "lacks poems", "caller b") == ".xx"
+    assert avoided_by(seen, "lacks m", "caller a") == ".xx"
+    # After a pause there is one request at a time.
+    tried = view({ONE: one, THREE: three}, Load(requests=1), Load(requests=1), Load())
+    assert avoided_by(tried, "lacks poems") == "x.x"
+    assert avoided_by(tried, "caller a") == "..x"
+
+
+def test_a_suspect_is_left_alone_by_its_caller() -> None:
+    seen = view({}, Load(), Load())
+    assert avoided(seen, ("caller a",)) is None
+    seen.suspected["caller a", TWO] = 1
+    assert avoided_by(seen, "lacks m", "caller a") == ".x"
+    assert avoided_by(seen, "lacks m", "caller b") == ".."
 
 
 def test_nothing_is_priced_where_nobody_failed() -> None:
     assert view({}, Load(), Load()).failed_shares is None
-    drains = {ONE: Failing(0, -1)}
+    drains = {ONE: Marks(draining=Mark())}
     assert view(drains, Load(), Load()).failed_shares is None
 
 
 def test_a_share_fades_until_it_says_nothing() -> None:
-    failed = Failing(1, 0, share=0.6, at_ms=NOW_MS - 4000)
-    shares = view({TWO: failed}, Load(), Load()).failed_shares
+    shares = view({TWO: failed(600, ago_ms=4000)}, Load(), Load()).failed_shares
     assert shares is not None
     assert_allclose(shares, [0, 0.6 / math.e])
-    old = Failing(1, 0, share=0.6, at_ms=NOW_MS - 8000)
-    assert view({TWO: old}, Load(), Load()).failed_shares is None
+    assert view({TWO: failed(600, ago_ms=8000)}, Load(), Load()).failed_shares is None
 
 
 def test_one_on_trial_gets_one_request_at_its_usual_price() -> None:
-    trial = Failing(2, NOW_MS - 1, share=0.9, at_ms=NOW_MS, is_on_trial=True)
+    trial = failed(900, until_ms=NOW_MS - 1)
     seen = view({ONE: trial}, Load(requests=3, decoding=3), Load())
     assert seen.failed_shares is None
-    avoid = avoided(seen, ("m", ""))
-    assert avoid is not None
-    assert_array_equal(avoid, *masks(".."))
+    assert avoided_by(seen, "lacks m") == ".."
     seen.add(0, Reservation("r", 10, 10, 1))
-    avoid = avoided(seen, ("m", ""))
-    assert avoid is not None
-    assert_array_equal(avoid, *masks("x."))
+    assert avoided_by(seen, "lacks m") == "x."
     assert seen.openings(math.inf) == 4 + 8
+
+
+CALLER, WITNESSED, ALL = Counts
+
+
+@pytest.mark.parametrize(
+    ("counts", "weight", "is_answered", "num_failed", "found"),
+    [
+        (WITNESSED, 0.3, True, 1, ALL),  # then another worker has answered the request
+        (WITNESSED, 0.3, True, 3, ALL),
+        (WITNESSED, 0.3, False, 1, WITNESSED),  # another caller may have seen failures, too
+        (WITNESSED, 0.3, False, 2, None),  # it follows the request from worker to worker
+        (WITNESSED, 0.0, True, 1, ALL),
+        (WITNESSED, 0.0, False, 2, CALLER),  # who is full is no less so
+        (CALLER, 0.0, True, 1, CALLER),
+        (ALL, 0.3, False, 2, ALL),
+    ],
+)
+def test_a_verdict_wants_witnesses(
+    counts: Counts, weight: float, is_answered: bool, num_failed: int, found: Counts | None
+) -> None:
+    assert counts_for(Failure("x", weight=weight, counts=counts), is_answered, num_failed) is found

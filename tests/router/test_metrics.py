@@ -93,6 +93,9 @@ def gauges_of(readings: GpuReadings, now_ms: int) -> dict[str, float]:
     names = {family.name for family in WORKER_FAMILIES.values()}
     collected = [family for family in telemetry.registry.collect() if family.name in names]
     samples = [sample for family in collected for sample in family.samples]
+    states = [sample.labels for sample in samples if "state" in sample.labels]
+    assert states == [{"worker": "a:0", "state": "serving"}]
+    samples = [sample for sample in samples if "state" not in sample.labels]
     assert {tuple(sample.labels.items()) for sample in samples} == {(("worker", "a:0"),)}
     return {sample.name.removeprefix("kvroute_worker_"): sample.value for sample in samples}
 

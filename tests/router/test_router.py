@@ -896,9 +896,9 @@ class TestWithoutRedis:
             await workers.register(name)
         decision = await router.route(request("r1"))
         assert await router.prefill_complete(decision.reservation_id)
-        assert await router.release(decision.reservation_id, failure=REPORTED)
-        (left,) = (await router.refresh()).infos
-        assert left.key != decision.worker.key
+        failed = decision.reservation_id
+        assert await router.release(failed, failure=REPORTED, caller="me")
+        assert (await router.refresh()).marked("caller me").keys() == {decision.incarnation}
 
     async def test_a_failure_whose_caller_goes_while_it_is_told_ends_the_reservation_too(
         self, own_redis_server: EmbeddedRedis

@@ -52,7 +52,8 @@ class Trio:
         return said["worker_id"], source and source["worker_id"]
 
     async def tainted(self) -> list[bytes]:
-        return [name for name in await self.redis.hkeys(KEYS["failures"]) if b"tainted" in name]
+        records = await self.redis.hgetall(KEYS["verdicts"])
+        return [name for name, text in records.items() if b"tainted" in text]
 
     async def lease_ends(self) -> None:
         """Until p has let go of what d was to fetch."""
@@ -111,7 +112,7 @@ async def test_a_target_that_fetched_after_the_lease_is_out_until_its_engine_has
         assert answer.status_code == 200
         assert "wrong" not in answer.text
         assert answer.headers["x-kvroute-worker"] == "e:0"
-        assert await three.tainted() == [b"tainted d:0"]
+        assert await three.tainted() == [b"d:0"]
         # It would answer that, and all that begins alike, wrongly: none of it ever goes there.
         for number in range(6):
             asked = prompt if number % 2 else prompt[:100] + some_prompt(number)
@@ -184,7 +185,7 @@ async def test_what_is_fetched_late_though_it_was_given_up_taints_as_well(
             assert "wrong" not in answer.text
             assert answer.headers["x-kvroute-worker"] == "e:0"
         assert three.d.transferred > 0
-        await eventually(three.tainted, lambda names: names == [b"tainted d:0"])
+        await eventually(three.tainted, lambda names: names == [b"d:0"])
 
 
 async def test_clients_that_leave_taint_nobody(

@@ -16,6 +16,7 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from app.core.roles import Role
+from app.core.verdicts import Marks, parse_marks
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.eventually import eventually
@@ -102,10 +103,9 @@ async def blocks_reserved(redis: Redis) -> list[int]:
     return [int(load.split()[4]) for _, load in sorted(loads.items())]
 
 
-async def failures(redis: Redis) -> list[bytes]:
-    """What those of workers have come to."""
-    kept: dict[bytes, bytes] = await redis.hgetall(KEYS["failures"])
-    return list(kept.values())
+async def failures(redis: Redis) -> list[Marks]:
+    """What speaks against workers."""
+    return list(map(parse_marks, await redis.hvals(KEYS["verdicts"])))
 
 
 async def test_the_source_is_asked_for_one_token_and_the_target_told_where_the_kv_is(
@@ -197,8 +197,7 @@ async def test_a_broken_answer_of_a_source_is_the_source_s_failure_and_no_client
             assert answer.json()["choices"][0]["text"] == "all of it"
             assert "x-kvroute-source" not in answer.headers
             [said] = await failures(redis)
-            assert said.startswith(b"%d " % number)
-            assert said.endswith(b" handover")
+            assert (said.failed.count, said.failed.cause) == (number, "handover")
     assert all("kv_transfer_params" not in asked for asked in target.asked)
 
 

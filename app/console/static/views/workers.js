@@ -24,7 +24,7 @@ function Blocks({ row, most }) {
   return html`<${Stack} parts=${parts} most=${most} label=${parts.map((p) => `${p.name} ${p.text}`).join(", ")} />`;
 }
 
-const TONES = { live: "", draining: "warn", degraded: "warn", paused: "warn" };
+const TONES = { serving: "", draining: "warn", away: "warn", trial: "warn", paused: "warn" };
 
 const held = (row) =>
   row.device_blocks === null ? null : TIERS.reduce((sum, [name]) => sum + row[`${name}_blocks`], 0);
@@ -52,7 +52,7 @@ function columns(rows) {
       title: "The one in most trouble first: failing, ill, paused or gone",
       down: true,
       sort: (row) => row.trouble,
-      cell: (row) => html`<span class=${TONES[row.state] ?? "bad"}>${row.state}</span>`,
+      cell: (row) => html`<span class=${TONES[row.state] ?? "bad"} title=${row.cause ?? ""}>${row.state}</span>`,
     },
     bar("queue", (row) => row.queue_s, queue, seconds, "Predicted seconds of prefill in line"),
     bar(
@@ -130,7 +130,7 @@ export function Workers() {
         <label class="note">find <input type="search" value=${text} placeholder="id, model, state" onInput=${(e) => setText(e.target.value)} /></label>
       </div>
       <${Table} label="Workers" columns=${heads} rows=${rows} initial="state" id=${(row) => row.worker} empty="No worker is registered."
-        tone=${(row) => (["live", "failing"].includes(row.state) ? "" : "off")} />
+        tone=${(row) => (["serving", "away", "trial"].includes(row.state) ? "" : "off")} />
     </section>
   `;
 }

@@ -1,0 +1,167 @@
+"""The record of a worker that does not simply serve, as Redis keeps it: what speaks against it, for
+how long, and who says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any
+
+import orjson
+
+from app.core.types import Incarnation
+
+FAILED = "failed"
+"""The mark of failures that count for all callers."""
+LACKS, CALLER = "lacks ", "caller "
+SHARE_FADES_MS = 4000
+"""By a factor of e, as in lua/lib/verdict.lua."""
+SHARE_COUNTS = 0.1
+"""A smaller share of failed tries says nothing of a worker."""
+RENEWED_MS = 2500
+"""So long after its failure, or its pause, a worker has renewed its lease, or is gone."""
+
+
+class State(StrEnum):
+    """What a worker is for requests, as all that tell of workers name it."""
+
+    SERVING = "serving"
+    AWAY = "away"  # and serves: its agent is not heard of, its engine answers
+    TRIAL = "trial"  # after a pause it gets one request at a time, until it answers one
+    PAUSED = "paused"  # it failed requests
+    LAPSED = "lapsed"  # nothing is heard of it
+    ILL = "ill"  # as its agent says of the engine
+    DRAINING = "draining"
+    TAINTED = "tainted"  # it may hold KV of one prompt as another's
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a worker's record comes to. until_ms: 0: nobody knows. cause: "": there is none.
+    witnesses: callers that saw failures there."""
+
+    state: State
+    since_ms: int = 0
+    until_ms: int = 0
+    cause: str = ""
+    witnesses: Sequence[str] = ()
+
+    def told(self, now_ms: int) -> dict[str, Any]:
+        """For whoever looks: times in seconds from now; None is not known."""
+        return {
+            "state": self.state,
+            "since_s": max(0, now_ms - self.since_ms) / 1000 if self.since_ms else None,
+            "until_s": max(0, self.until_ms - now_ms) / 1000 if self.until_ms else None,
+            "cause": self.cause or None,
+            "witnesses": self.witnesses,
+        }
+
+
+SERVING = Verdict(State.SERVING)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One thing that speaks against a worker; times by the Redis clock.
+
+    count, last_ms: failures in a row, and when the last one was. share: of its tries lately, those
+    that failed, in thousandths, as of at_ms. life: of its engine.
+    """
+
+    since_ms: int = 0
+    until_ms: int = 0
+    cause: str = ""
+    witnesses: Sequence[str] = field(default_factory=list)
+    count: int = 0
+    last_ms: int = 0
+    share: int = 0
+    at_ms: int = 0
+    life: str = ""
+
+    def share_at(self, now_ms: int) -> float:
+        """The share by now, from 0 to 1; 0 if it is too small to say anything."""
+        share = self.share / 1000 * math.exp(min(0, self.at_ms - now_ms) / SHARE_FADES_MS)
+        return share if share >= SHARE_COUNTS else 0.0
+
+
+NO_MARK = Mark()
+_TYPES = {name: type(value) for name, value in asdict(NO_MARK).items()}
+
+
+class Marks(dict[str, Mark]):
+    """All that speaks against a worker: `tainted`, `draining`, `ill`, `away`, FAILED, and by LACKS
+    and CALLER, for what or for whom it is left alone."""
+
+    @property
+    def failed(self) -> Mark:
+        return self.get(FAILED, NO_MARK)
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Of a worker that has a lease."""
+        return self.failed.until_ms > 0
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it gets no requests, however few others are left."""
+        return "tainted" in self or "draining" in self
+
+    def away_ms(self, now_ms: int) -> int | None:
+        """Since when its agent is away; None: it is not."""
+        away = self.get("away", NO_MARK)
+        return away.since_ms if away.until_ms > now_ms else None
+
+    def verdict(self, now_ms: int, *, has_lease: bool) -> Verdict:
+        renewed_ms = max(self.failed.until_ms, self.failed.at_ms) + RENEWED_MS
+        reasons = (
+            (State.TAINTED, "tainted", True),
+            (State.DRAINING, "draining", True),
+            (State.ILL, "ill", not has_lease),
+            (State.PAUSED, FAILED, not has_lease and now_ms < renewed_ms),
+            (State.TRIAL, FAILED, has_lease and self.is_on_trial),
+            (State.AWAY, "away", has_lease and self.away_ms(now_ms) is not None),
+        )
+        for state, name, holds in reasons:
+            if holds and name in self:
+                why = self[name]
+                until_ms = 0 if state is State.TRIAL else why.until_ms
+                return Verdict(state, why.since_ms, until_ms, why.cause, why.witnesses)
+        if not has_lease:
+            return Verdict(State.LAPSED)
+        callers = [name[len(CALLER) :] for name in self if name.startswith(CALLER)]
+        last = max(self.values(), key=lambda mark: mark.last_ms, default=NO_MARK)
+        return Verdict(State.SERVING, cause=last.cause, witnesses=last.witnesses or callers)
+
+
+NO_MARKS = Marks()
+
+
+class MarksByWorker(dict[Incarnation, Marks]):
+    """Of all others, `[...]` says NO_MARKS."""
+
+    def __missing__(self, _: Incarnation) -> Marks:
+        return NO_MARKS
+
+
+@lru_cache(maxsize=4096)
+def parse_marks(text: bytes) -> Marks:
+    """What is kept in Redis; what cannot be read is left out."""
+    try:
+        told = orjson.loads(text).items()
+    except (ValueError, AttributeError):
+        return NO_MARKS
+    return Marks({name: Mark(**mark) for name, mark in told if _is_mark(mark)})
+
+
+def is_readable(text: bytes) -> bool:
+    """Whether there are marks, and all of them can be read."""
+    marks = parse_marks(text)
+    return bool(marks) and len(marks) == len(orjson.loads(text))
+
+
+def _is_mark(told: object) -> bool:
+    return isinstance(told, dict) and all(type(v) is _TYPES.get(n) for n, v in told.items())
