@@ -63,7 +63,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"{server.MAX_ASKING} connections" in ports[-1]
     assert f"{tcp.MAX_SENDING} transfers" in ports[-1]
     assert f"{tcp.WHOLE_S / 60:g} minutes" in ports[-1]
-    assert f"bodies of {CONSOLE_BODY_BYTES >> 20} MiB" in console[-1]
+    assert f"bodies of {CONSOLE_BODY_BYTES >> 10} KiB" in console[-1]
     assert f"bodies of {chat_paths.MAX_BODY_BYTES >> 20} MiB" in ROWS["worker"][-1]
     assert f"headers in {protocol.HEAD_TIMEOUT_S:g} s" in ROWS["picker, gateways"][-1]
     assert f"a body in {body.BODY_TIMEOUT_S:g} s" in ROWS["picker, gateways"][-1]

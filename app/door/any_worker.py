@@ -17,7 +17,7 @@ from app.door.after_failure import Tally
 from app.door.client import Client, Headers
 from app.door.connection import ConnectFailed, EngineAnswer, UpstreamError
 from app.door.engine_words import EngineWords
-from app.door.errors import Unreached, WorkerFailed
+from app.door.errors import PathMissing, Unreached, WorkerFailed
 from app.door.evidence import Evidence
 from app.door.forwarding import renamed
 from app.door.members import headers_back
@@ -75,8 +75,7 @@ class AnyWorker:
             await evidence.judge(is_answered=False)
         finally:
             evidence.withdraw()
-        failed = Unreached if asking.is_unreached else WorkerFailed
-        raise failed(f"model {model.name}: {asking.told}")
+        raise asking.failed(f"model {model.name}: {asking.told}")
 
     def _fittest(self, asking: _Asking) -> WorkerInfo | None:
         """None: all were asked."""
@@ -173,8 +172,12 @@ class _Asking:
         return self.has_begun or self._tally.is_over
 
     @property
-    def is_unreached(self) -> bool:
-        return self._tally.nobody_had_it
+    def failed(self) -> type[WorkerFailed]:
+        """What is raised if no worker has answered."""
+        if self._tally.nobody_had_it:
+            return Unreached
+        causes = {failure.cause for failure in self.record.failures}
+        return PathMissing if causes == {"no_path"} else WorkerFailed
 
     def refused(self, worker: WorkerInfo, failure: Failure, status: int, words: str) -> Failure:
         """Returns what is to be counted. words: the engine's."""

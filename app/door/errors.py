@@ -52,6 +52,10 @@ class WorkerFailed(KvrouteError):
     """A worker gave no answer, or one that another worker would not give."""
 
 
+class PathMissing(WorkerFailed):
+    """No worker of the model has the path that was asked for."""
+
+
 class AnswerTimeout(WorkerFailed):
     """No answer began, or came whole, in the time that there is for all tries."""
 

@@ -328,7 +328,13 @@ async def test_a_routers_console_is_refused_nothing(guarded: Guarded) -> None:
         headers = {"x-kvroute-console": "1"}
         drained = await client.post(f"{api}/drain", json={"worker": "w0"}, headers=headers)
         assert drained.status_code == 200, drained.text
-        assert (await client.get(f"{api}/decisions")).json()["rows"]
+
+        async def listed() -> list[Any]:
+            rows: list[Any] = (await client.get(f"{api}/decisions")).json()["rows"]
+            return rows
+
+        # What was read before the decision was recorded is kept for a moment.
+        await eventually(listed, bool)
         assert (await client.get(f"{api}/waiting")).status_code == 200
         running.cancel()
         await asyncio.wait([running])

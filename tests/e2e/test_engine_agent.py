@@ -134,7 +134,10 @@ async def test_agents_of_many_engines_know_what_each_holds_and_take_over_from_on
                     await until_known(router, prompt, "a")
                     assert await overlap(router, prompt, "b") == 0
                     health = (await agent_http.get("/health")).json()
-                    assert health == {"engines": {n: {"engine": "serving"} for n in "ab"}}
+                    assert health == {
+                        "engines": {n: {"engine": "serving"} for n in "ab"},
+                        "findings": [],
+                    }
                     metrics = (await agent_http.get("/metrics/")).text
                     assert 'kvroute_agent_engine_state{state="serving",worker="b"} 1.0' in metrics
                     assert 'kvroute_agent_engines{what="followed"} 2.0' in metrics

@@ -348,6 +348,8 @@ class FakeEngine:
     async def _ids_of(self, path: str, body: Mapping[str, Any]) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list):
+            if not all(isinstance(one, int) for one in prompt):
+                raise web.HTTPBadRequest(text='{"error":{"message":"prompt: not ids"}}')
             return prompt
         if self._renderer is not None and path in RENDERED:
             with suppress(Unrenderable):  # media: it is opaque

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from app.core.types import SequenceHash, Tier
@@ -113,18 +113,20 @@ async def test_blocks_of_one_worker(filled: Namespace) -> None:
 
 async def test_decisions_and_why_locality_was_lost(filled: Namespace) -> None:
     for name, locality in (("r1", Locality.LOAD), ("r2", Locality.KEPT), ("r3", Locality.LOAD)):
-        asked = replace(record(name, [A, B]), locality=locality)
+        asked = msgspec.structs.replace(record(name, [A, B]), locality=locality)
         await filled.do(decisions.record(filled.keys, asked, kept=10))
     last = answer(filled, "What was decided last, and where was most of the prompt?")
-    last = [line for line in last if line != "--"]
-    assert dict(zip(last[::2], last[1::2], strict=True)) == {
-        "worker": "w1:0",
-        "locality": "load",
-        "overlap": "3 2 1",
-        "best": "w2:1 9",
-    }
+    assert last == [
+        '"worker":"w1:0"',
+        '"locality":"load"',
+        '"overlap":{"device":3,"host":2,"disk":1}',
+        '"best":["w2:1",9]',
+    ]
     [why] = [question for question in QUESTIONS if "longest overlap" in question]
-    assert [line.split() for line in answer(filled, why)] == [["1", "kept"], ["2", "load"]]
+    assert [line.split() for line in answer(filled, why)] == [
+        ["1", '"locality":"kept"'],
+        ["2", '"locality":"load"'],
+    ]
 
 
 async def test_models_and_the_planner_that_leads(filled: Namespace) -> None:
