@@ -70,7 +70,8 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert f"{protocol.MAX_HEAD_BYTES >> 10} KiB of headers" in PAGE
     assert f"{protocol.MAX_URL_BYTES >> 10} KiB of URL" in PAGE
     assert f"within {protocol.HEAD_TIMEOUT_S:g} s" in PAGE
-    assert f"a body within {body.BODY_TIMEOUT_S:g} s" in PAGE
+    rate = f"its first {body.BODY_TIMEOUT_S:g} s {body.LEAST_BYTES_PER_S >> 10} KB a second"
+    assert f"of a body something each {body.BODY_TIMEOUT_S:g} s, and after {rate}" in PAGE
     assert f"{protocol.MAX_CONNECTIONS:,} at most" in PAGE
     assert f"A body of {held.SMALL_BYTES >> 10} KiB is always taken" in PAGE
     assert TIMES_WHAT_IS_LEFT == 3

@@ -5,7 +5,7 @@ KvrouteError
 ├── MissingPackage        a package that comes with an extra is not installed
 ├── InvalidRequest        a caller's input is bad; names the field and the value
 ├── BodyTooLarge          a request body exceeds the configured size
-├── BodyTimeout           a request body is not complete in time
+├── BodyTimeout           a request body stops coming, or comes too slowly
 ├── BodiesTooLarge        all request bodies together have as many bytes as may be held
 ├── Unauthorized          a request carries no valid key
 ├── Crowded               too many wait for one of a few places, and this caller more than others
@@ -107,7 +107,7 @@ class Crowded(KvrouteError):
 
 
 class BodyTimeout(KvrouteError):
-    """A caller began a request body and did not finish it in time."""
+    """A caller began a request body that stopped coming, or came too slowly."""
 
 
 class BodiesTooLarge(KvrouteError):

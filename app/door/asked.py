@@ -212,6 +212,32 @@ _SCORED = (
 """Members that are compared, under the names of several releases of engines."""
 
 
+def prompt_sizes(api: Api, fields: Mapping[str, Any]) -> list[int]:
+    """Returns the bytes of each prompt in a body that may have several, four for each id; of other
+    bodies, nothing."""
+    if api in (Api.COMPLETIONS, Api.EMBEDDINGS):
+        return _sizes(fields.get(PROMPTS[api]))
+    pairs = {Api.RERANK: (("query", "documents"),), Api.SCORE: _SCORED}.get(api, ())
+    pair = next((pair for pair in pairs if all(_has(fields, name) for name in pair)), None)
+    if pair is None:
+        return []
+    # One text is compared with each of the others, or each with that at its place.
+    first, second = (_sizes(fields[name]) for name in pair)
+    first *= len(second) if len(first) == 1 else 1
+    return [sum(both) for both in zip(first, second, strict=False)]
+
+
+def _sizes(prompts: object) -> list[int]:
+    """One size for a list of numbers, or for what is no list."""
+    listed = prompts if isinstance(prompts, list) else [prompts]
+    return [
+        4 * len(one)
+        if isinstance(one, np.ndarray)
+        else len(str("" if one is None else one).encode(errors="surrogatepass"))
+        for one in listed
+    ]
+
+
 def check_answerable(api: Api, fields: Mapping[str, Any]) -> None:
     """Raises InvalidRequest for what no engine would answer: without a prompt, with no room for an
     answer, or with members that mean nothing."""

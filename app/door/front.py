@@ -139,6 +139,7 @@ class FrontDoor:
                 ),
             )
         request.isl_tokens, request.is_blind = ids.num_tokens, ids.ids is None
+        request.part_tokens = ids.part_tokens
         request.trail = ids.trail
         request.exclude = model.others
         request.output_tokens = max(1, asked.output_room)

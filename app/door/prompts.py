@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from app.core.errors import InvalidRequest, RouterOverloaded, shown
 from app.core.hashing import Tokens
 from app.core.text_trail import trail_of
-from app.door.asked import PROMPTS, Api, given_ids
+from app.door.asked import PROMPTS, Api, given_ids, prompt_sizes
 from app.door.engine_tokens import EngineTokens
 from app.door.engines import ids_field
 from app.door.errors import ContextTooLong, NotTokenized
@@ -67,9 +67,10 @@ TEMPLATE_TOKENS = 256
 class PromptIds:
     """tokens_from: client, router or engine; or, without ids, `blind:<why>`.
 
-    are_sent: the engine is to take these ids, rather than to tokenize again. bound: without ids,
-    more tokens than it has; None: nobody can tell. trail: without ids, the names of its text's
-    prefixes, the longest first. media: without ids, what of it is no text.
+    are_sent: the engine is to take these ids, rather than to tokenize again. part_tokens: of the
+    longest prompt, where there are several, of which num_tokens is the sum; 0: there is one. bound:
+    without ids, more tokens than any of them has; None: nobody can tell. trail: without ids, the
+    names of its text's prefixes, the longest first. media: without ids, what of it is no text.
     """
 
     ids: Tokens | None
@@ -79,6 +80,7 @@ class PromptIds:
     bound: int | None = None
     trail: Sequence[str] = ()
     media: Media | None = None
+    part_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -163,14 +165,20 @@ class Prompts:
             media = None
             if any(fields.mentions(name, _MEDIA) for name in _TEXTS[api]):
                 media = media_in(map(fields.get, _TEXTS[api]), length)
+            sizes = prompt_sizes(api, fields)
+            is_batch = len(sizes) > 1
+            length = sum(sizes) if is_batch else length
+            longest = max(sizes) if is_batch else length
+            num_tokens = self._num_tokens(model, length, media)
             return PromptIds(
                 None,
-                self._num_tokens(model, length, media),
+                num_tokens,
                 f"blind:{error.reason}",
                 # A token is a byte at least.
-                bound=None if media else length + TEMPLATE_TOKENS,
+                bound=None if media else longest + TEMPLATE_TOKENS,
                 trail=_trail(api, model, fields),
                 media=media,
+                part_tokens=max(1, num_tokens * longest // (length or 1)) if is_batch else 0,
             )
 
     def _num_tokens(self, model: Model, length: int, media: Media | None) -> int:

@@ -16,6 +16,9 @@ from app.http.held import HELD, HeldBody
 T = TypeVar("T")
 
 BODY_TIMEOUT_S = 30.0
+"""For a body, and between any two of its pieces."""
+LEAST_BYTES_PER_S = 8192
+"""What has come of a body earns it so much more time: slow lines bring large ones, too."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -26,7 +29,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     if held is not None and size <= limit:
         held.check(size)
     chunks: list[bytes] = []
-    deadline: float | None = None
+    began_s = 0.0
     more = size <= limit
     if more:
         size = 0
@@ -39,12 +42,17 @@ async def read_body(request: Request, limit: int) -> bytes:
             # of a decision's CPU.
             message: Message = arrived.value
         else:
-            deadline = deadline or asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+            now_s = asyncio.get_running_loop().time()
+            began_s = began_s or now_s
+            earned_s = size / LEAST_BYTES_PER_S
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(now_s, began_s + earned_s) + BODY_TIMEOUT_S):
                     message = await resumed(receiving, waits_for)
             except TimeoutError:
-                raise BodyTimeout(f"body: incomplete after {BODY_TIMEOUT_S:g} s") from None
+                raise BodyTimeout(
+                    f"body: nothing of it for {BODY_TIMEOUT_S:g} s, or under {LEAST_BYTES_PER_S} "
+                    "bytes a second"
+                ) from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunks.append(message.get("body", b""))

@@ -64,7 +64,7 @@ def choose(
     if num_eligible == 0:
         raise _nobody(eligible.size)
     pool = candidates.kv_total_blocks
-    if least(pool) < size.isl_blocks:
+    if least(pool) < size.least_blocks:
         eligible = _large_enough(pool, size, eligible)
         num_eligible = int(np.count_nonzero(eligible))
     rules = POLICIES[policy]
@@ -100,11 +100,11 @@ def has_room(candidates: Candidates, size: RequestSize) -> NDArray[np.bool_]:
     """Which workers can take the request, as far as they report, (workers,)."""
     room: NDArray[np.bool_] = candidates.active_requests < candidates.max_requests
     pool = candidates.kv_total_blocks
-    return room if least(pool) >= size.isl_blocks else room & _is_large_enough(pool, size)
+    return room if least(pool) >= size.least_blocks else room & _is_large_enough(pool, size)
 
 
 def _is_large_enough(pool: Floats, size: RequestSize) -> NDArray[np.bool_]:
-    return (pool >= size.isl_blocks) | (pool <= 0.0)
+    return (pool >= size.least_blocks) | (pool <= 0.0)
 
 
 def _of_some(
@@ -129,8 +129,9 @@ def _large_enough(
     large_enough = eligible & _is_large_enough(pool, size)
     if not large_enough.any():
         raise PromptTooLarge(
-            f"a prompt of {size.isl_tokens:,} tokens fills {size.isl_blocks:,} blocks; no eligible "
-            f"worker has more than {int(pool[eligible].max()):,}"
+            f"a prompt of {size.part_tokens or size.isl_tokens:,} tokens fills "
+            f"{size.least_blocks:,} blocks; no eligible worker has more than "
+            f"{int(pool[eligible].max()):,}"
         )
     return large_enough
 

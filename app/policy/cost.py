@@ -46,16 +46,23 @@ SLOWER = 4.0
 
 @dataclass(slots=True)
 class RequestSize:
-    """How long a prompt is, and how urgent. isl_tokens: at least 1."""
+    """How long a prompt is, and how urgent. isl_tokens: at least 1. part_tokens: of the longest
+    prompt, where the request has several; 0: it has one."""
 
     isl_tokens: int
     block_size: int
     priority: str = "normal"
+    part_tokens: int = 0
 
     @property
     def isl_blocks(self) -> int:
         """Blocks that the prompt occupies; a partly filled last one counts whole."""
         return -(-self.isl_tokens // self.block_size)
+
+    @property
+    def least_blocks(self) -> int:
+        """Blocks without which an engine cannot take the request: those of its longest prompt."""
+        return -(-(self.part_tokens or self.isl_tokens) // self.block_size)
 
 
 @dataclass(slots=True, eq=False)
@@ -284,7 +291,8 @@ def predicted_prefill_s(
     else:
         uncached = max(size.isl_tokens - held * size.block_size, 1.0)
     # uncached * cached + uncached² / 2 pairs, where cached = isl - uncached
-    attended = size.isl_tokens - 0.5 * uncached
+    # Of several prompts, which have no overlap, each attends to itself alone.
+    attended = 0.5 * size.part_tokens if size.part_tokens else size.isl_tokens - 0.5 * uncached
     seconds: Floats = uncached * (
         candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * attended
     )
@@ -304,11 +312,11 @@ def _memory_wait_s(candidates: Candidates, size: RequestSize, decode_s: Floats) 
     """
     in_use = candidates.kv_active_blocks + candidates.prefill_tokens / size.block_size
     free = candidates.kv_total_blocks - in_use
-    if least(free) >= size.isl_blocks:
+    if least(free) >= size.least_blocks:
         # The usual case. Returning here saves a third of all that the policy computes.
         return np.zeros(free.size)
     # With nothing in flight nothing is freed, and what was reported in use has ended since.
-    is_short = (size.isl_blocks - candidates.overlap_device > free) & (
+    is_short = (size.least_blocks - candidates.overlap_device > free) & (
         candidates.active_requests > 0
     )
     is_short &= candidates.kv_total_blocks > 0

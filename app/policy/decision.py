@@ -44,8 +44,10 @@ class RouteRequest:
     a key, or else an address. retry: it takes the place of what earlier tries with its id hold.
     balancer_id: the same if a balancer sends a request again; "" for none.
     local_only: no other worker computes its prompt, or hands any of it on.
-    is_blind: its tokens are not known, and isl_tokens is a guess. trail: then, names of its
-    text's prefixes, the longest first: it follows its session, or else the longest of these.
+    is_blind: its tokens are not known, and isl_tokens is a guess. part_tokens: of the longest
+    prompt, where it has several, of which isl_tokens is the sum; 0: it has one. trail: of a blind
+    one, names of its text's prefixes, the longest first: it follows its session, or else the
+    longest of these.
     model: or adapter, that was asked for; "": whichever there is. path: of its engine; "": any.
     carried: until it ends, its router's door carries it, and keeps extending what is reserved.
     Like everything that each decision creates, it is not frozen: that would take three times as
@@ -75,6 +77,7 @@ class RouteRequest:
     path: str = ""
     context_tokens: int = 0
     output_tokens: int = 1
+    part_tokens: int = 0
     asked_blocks: int | None = None
     """Leading blocks that were asked before, as its first decision found; None: there was none."""
 

@@ -138,6 +138,7 @@ class Plan:
             model=request.model,
             locality=decision.locality,
             isl_tokens=decision.isl_tokens,
+            part_tokens=request.part_tokens,
             full_blocks=len(request.chain),
             overlap=decision.overlap,
             best=decision.best,
@@ -172,7 +173,9 @@ class WorkerSelector:
         if view.block_size is None:
             raise NoWorkers("no worker is alive")
         policy = "least_loaded" if degraded else request.policy
-        size = RequestSize(request.isl_tokens, view.block_size, request.priority)
+        size = RequestSize(
+            request.isl_tokens, view.block_size, request.priority, request.part_tokens
+        )
         candidates, published = _candidates(query, view, degraded=degraded)
         affinity = self._affinity(query, view)
         allowed, able, eligible, targets = _who_may(request, view, candidates, size)

@@ -73,7 +73,8 @@ class DecisionSummary(Struct, omit_defaults=True):
     at_ms: when loads were looked up, by the Redis clock. hex_blocks: 16 digits for each block of
     the prompt at `positions` of `full_blocks`. source: `<kind> <worker key>`, where the worker gets
     blocks of the prompt from; "": from nowhere. model: the model or adapter that was asked for; "":
-    whichever the namespace has. ending: None: the stream of endings may tell it.
+    whichever the namespace has. part_tokens: as in RouteRequest. ending: None: the
+    stream of endings may tell it.
     """
 
     request_id: str
@@ -93,6 +94,7 @@ class DecisionSummary(Struct, omit_defaults=True):
     priority: str = "normal"
     model: str = ""
     source: str = ""
+    part_tokens: Count = 0
     ending: Ending | None = None
 
     @property
@@ -110,7 +112,7 @@ class DecisionRecord(DecisionSummary, kw_only=True):
     def size(self) -> RequestSize:
         """Raises AssertionError for a record without `seen`."""
         assert self.seen is not None
-        return RequestSize(self.isl_tokens, self.seen.block_size, self.priority)
+        return RequestSize(self.isl_tokens, self.seen.block_size, self.priority, self.part_tokens)
 
     @property
     def costs(self) -> Costs:

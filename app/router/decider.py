@@ -275,7 +275,10 @@ class Decider:
             # What is cached somewhere costs the fleet little; at least one block must be computed.
             tokens=max(request.isl_tokens - longest * block_size, block_size),
             picky=bool(request.exclude)
-            or not view.all_hold(-(-request.isl_tokens // block_size), request.context_tokens),
+            or not view.all_hold(
+                -(-(request.part_tokens or request.isl_tokens) // block_size),
+                request.context_tokens,
+            ),
             now_ms=view.now_ms,
         )
 

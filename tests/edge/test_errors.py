@@ -311,7 +311,7 @@ async def test_a_body_that_stalls_is_not_waited_for_forever(
     assert response.json() == {
         "error": {
             "code": "body_timeout",
-            "message": "body: incomplete after 0.05 s",
+            "message": "body: nothing of it for 0.05 s, or under 8192 bytes a second",
             "field": None,
         }
     }
