@@ -29,13 +29,11 @@ HEAD = """\
 
 <!-- Written by `python -m tools.measurements` from docs/measurements.json: do not edit. -->
 
-Measured on two shared cores with Redis 7.0. Trust the ratios rather than the absolute values.
-"0.9 to 1.1" is the least and the most of several runs. The rows of a table come from the command
-above it; `--help` of each command explains what it measures.
+The figures that a choice rests on, measured on two shared cores with Redis 7.0: trust the ratios.
+"0.9 to 1.1" is the least and the most of several runs.
 
-How a new figure gets in: run the command, most with `--json FILE`. Then run `python -m
-tools.measurements --take COMMAND FILE...`, or, for a row without `at`, edit the row in
-docs/measurements.json and run `make docs`.
+A new figure: run the command, most with `--json FILE`, then `python -m tools.measurements --take
+COMMAND FILE...`. A row without `at` is edited in docs/measurements.json, before `make docs`.
 """
 
 Subject = Mapping[str, Any]
