@@ -27,7 +27,7 @@ WRITTEN = {
     "measurements.md": lambda: measurements.page(orjson.loads(measurements.FIGURES.read_bytes())),
 }
 MAX_WORDS_OF_THE_README = 1300
-MAX_WORDS = 1500
+MAX_WORDS = 2000
 UNBOUNDED = {
     ROOT / "lua/README.md",
     *(DOCS / name for name in WRITTEN),
@@ -46,10 +46,13 @@ def prose(document: Path) -> str:
     return re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
 
 
+def anchor_of(heading: str) -> str:
+    """The name that GitHub gives to a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
 def anchors(document: Path) -> Iterator[str]:
-    """The names that GitHub gives to the headings."""
-    for heading in re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE):
-        yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+    yield from map(anchor_of, re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE))
 
 
 def linked(document: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""docs/listeners.md: it has every port that is opened, and bounds as the code has them. That each
+"""docs/front-door.md: it has every port that is opened, and bounds as the code has them. That each
 listener asks for what it says there is tested in tests/e2e/test_listeners.py."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.kv.transfer import server, tcp
 from workers.server import chat_paths
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/listeners.md").read_text()
+PAGE = (ROOT / "docs/front-door.md").read_text().split("## What listens")[1]
 ROWS = {
     cells[0]: cells[1:]
     for line in PAGE.splitlines()

@@ -1,34 +1,17 @@
-"""That each word of docs/design/words.md, and whatever else a stranger looks for, has a file of its
-name."""
+"""That each word of docs/design/words.md has a section that tells of it, and that strangers find
+what they look for by the names of files."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs/design/words.md"
-LINK = re.compile(r"\]\(\.\./\.\./([^)#]+)\)")
+from tests.test_docs import ROOT, anchor_of, prose
 
-NAMED = {
-    "approximate": "predictions",
-    "away": "vouching",
-    "blind": "text_trail",
-    "block": "hashing",
-    "ill": "health",
-    "incarnation": "register",
-    "namespace": "keys",
-    "protocol": "base",
-    "revision": "pairing",
-    "sequence hash": "chains",
-    "shard": "index",
-    "tier": "manager",
-    "worker key": "types",
-}
-"""Words whose first file has another noun of the field, or of Redis' operations, for its name."""
+PAGE = ROOT / "docs/design/words.md"
+WORDS = re.findall(r"^\| \[([^]]+)\]\(([^)#]+)#([^)]+)\)", PAGE.read_text(), re.MULTILINE)
 
 CONCEPTS = {
     "route": "app/edge/route.py",
@@ -91,18 +74,6 @@ CONCEPTS = {
 have to know. Nothing limits how often a client asks, so no file is named after that."""
 
 
-class Word(NamedTuple):
-    name: str
-    means: str
-    first: str
-    others: str
-
-
-def rows() -> list[Word]:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    return [Word(*(cell.strip() for cell in line[1:-1].split("|"))) for line in lines[1:]]
-
-
 def says(path: str, phrase: str) -> bool:
     """Whether the file or its package is named after a word of the phrase, in whatever form."""
     words = re.findall(r"[a-z]{3,}", phrase.replace("'s", "").lower()) or [phrase.lower()]
@@ -111,21 +82,25 @@ def says(path: str, phrase: str) -> bool:
     return any(part.startswith(root) or root in part for part in parts for root in roots)
 
 
-@pytest.mark.parametrize("word", rows(), ids=lambda word: word.name)
-def test_a_word_has_files_of_its_name_where_the_table_says(word: Word) -> None:
-    [first], others = LINK.findall(word.first), LINK.findall(word.others)
-    assert [path for path in (first, *others) if not (ROOT / path).exists()] == []
-    name = f"{word.name} {NAMED.get(word.name, '')}"
-    assert says(first, NAMED.get(word.name, word.name)), first
-    if word.name != "protocol":  # whose files are named after protocols
-        assert [path for path in others if not says(path, name)] == []
+def section(document: Path, anchor: str) -> str:
+    """A heading with its text, up to the next one."""
+    parts = re.split(r"^#+ ", prose(document), flags=re.MULTILINE)
+    [found] = [part for part in parts if anchor_of(part.partition("\n")[0]) == anchor]
+    return found
 
 
-def test_no_word_is_named_otherwise_without_need() -> None:
-    names = {word.name for word in rows()}
-    assert NAMED.keys() <= names
-    needless = [w.name for w in rows() if w.name in NAMED and says(w.first, w.name)]
-    assert needless == []
+@pytest.mark.parametrize(("word", "page", "anchor"), WORDS)
+def test_the_section_of_a_word_tells_of_it(word: str, page: str, anchor: str) -> None:
+    assert word.lower() in section(PAGE.parent / page, anchor).lower()
+
+
+def test_every_word_has_a_section() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert len(WORDS) == len(rows) - 1
+    assert len(WORDS) > 40
+
+
+pytest.mark.parametrize("concept", CONCEPTS)
 
 
 @pytest.mark.parametrize("concept", CONCEPTS)
@@ -137,6 +112,5 @@ def test_a_concept_is_in_a_file_of_its_name(concept: str) -> None:
 
 def test_a_file_of_another_name_is_told_from_one_of_the_words() -> None:
     assert says("app/state/reservations.py", "reserve")
-    assert says("app/door/transfer/sources.py", "source, target")
     assert not says("app/core/types.py", "worker key")
     assert not says("app/router/vouching.py", "away")

@@ -1,5 +1,5 @@
 """How much each member of a fleet may say. Who writes keeps to it: what is over a limit is left
-out and told, and the rest counts. docs/limits.md has the same table."""
+out and told, and the rest counts. docs/engines.md has the same table."""
 
 MAX_NAMES, MAX_NAME = 256, 256
 """Models, adapters or findings that a worker registers, and characters of each."""

@@ -105,7 +105,7 @@ FIELDS: Mapping[str, Field] = {
         "The workers that failed it, or were full.", lambda r: [one.worker for one in r.failures]
     ),
     "causes": Field(
-        "Why, of each of these: see [failing-workers.md](failing-workers.md).",
+        "Why, of each of these: see [failures.md](failures.md#workers-that-fail-requests).",
         lambda r: [one.cause for one in r.failures],
     ),
     "migrations": Field(

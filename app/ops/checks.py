@@ -155,7 +155,7 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
             False,
             f"{cut(', '.join(tainted))}: what they hold may be other prompts' KV, fetched after a "
             "lease had ended; they get no requests",
-            f"restart their engines, and ask for longer leases: see {page('vllm-pairs.md')}",
+            f"restart their engines, and ask for longer leases: see {page('disaggregation.md')}",
         )
     if not live:
         return
@@ -202,7 +202,7 @@ def agents(away_s: Mapping[str, float | None]) -> Check:
         cut(f"{len(away)} of {len(away_s)} are away: {', '.join(away)}" if away else "")
         or "all are heard of",
         "start them again: their engines answer and are routed to, by what was known of them last; "
-        f"see {page('away-agents.md')}",
+        f"see {page('failures.md')}",
     )
 
 

@@ -125,7 +125,7 @@ def _by_engines(all_of: Together, most: float) -> str:
     )
 
 
-_PAIRS = page("vllm-pairs.md")
+_PAIRS = page("disaggregation.md")
 FAILED = (Kind.ENGINE, Kind.CUT)
 CONDITIONS = (
     Condition(

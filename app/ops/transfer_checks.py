@@ -38,7 +38,7 @@ def of_transfers(infos: Sequence[WorkerInfo]) -> Iterator[Check]:
             None,
             "engines do not tell them: kv_load_failure_policy recompute belongs in each "
             "--kv-transfer-config, kv_lease_duration in --kv-lease-s of agents and routers, and "
-            f"each must reach the other's side channel: see {page('vllm-pairs.md')}",
+            f"each must reach the other's side channel: see {page('disaggregation.md')}",
         )
 
 

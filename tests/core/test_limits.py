@@ -71,7 +71,7 @@ def test_a_measured_number_that_cannot_be_leaves_the_others(said: float, counts:
 
 
 def test_a_page_has_the_limits() -> None:
-    page = (Path(__file__).parents[2] / "docs/limits.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/engines.md").read_text()
     rows: dict[str, Any] = dict(
         re.findall(r"^\| ([^|]+) \| ([\d,]+) [^|]*\| [^|]+ \|$", page, re.M)
     )

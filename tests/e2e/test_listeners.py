@@ -1,4 +1,4 @@
-"""Each listener of docs/listeners.md is opened, and asks for what the page says, and no more."""
+"""Each listener of docs/front-door.md is opened, and asks for what the page says, and no more."""
 
 from __future__ import annotations
 
