@@ -8,7 +8,8 @@ settings of each process, the third from the fields of the log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -120,20 +121,29 @@ def api() -> str:
     """Every endpoint of a router with its fields, the objects in answers, and all errors."""
     description = create_app(RouterSettings()).description
     models: Mapping[str, Any] = description["components"]["schemas"]
+    sections: dict[tuple[str, ...], list[str]] = {}
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            if not path.startswith("/console/"):
+                told = tuple(_operation(operation, models))
+                sections.setdefault(told, []).append(f"{method.upper()} {path}")
     lines = [
         "# A router's API",
         "",
         WRITTEN_BY,
         "",
-        "The same in OpenAPI is at `GET /openapi.json`. [client.md](client.md) says in what order "
-        "a client calls what, and describes the API of workers.",
+        "The same in OpenAPI is at `GET /openapi.json`, with the paths of the console's page. "
+        "[client.md](client.md#of-v1route) says in what order a client calls what, and "
+        "[workers.md](workers.md) describes the API of workers.",
     ]
-    for path, operations in description["paths"].items():
-        for method, operation in operations.items():
-            lines += ["", f"## {method.upper()} {path}", "", *_operation(operation, models)]
+    for told, (name, *others) in sections.items():
+        lines += ["", f"## {name}", ""]
+        if others:
+            lines += [f"Likewise {', '.join(f'`{other}`' for other in others)}.", ""]
+        lines += told
     lines += ["", "## Objects in answers"]
     roots = {*_answers(description), "ErrorBody", "ErrorDetail"}
-    for name in sorted(models.keys() - roots):
+    for name in _named(lines, models.keys() - roots, models):
         lines += ["", f"### {name}", "", *_described(models[name])]
     lines += [
         "",
@@ -146,6 +156,17 @@ def api() -> str:
         *_table(("code", "status", "meaning", "Retry-After"), _errors()),
     ]
     return _page(lines)
+
+
+def _named(
+    lines: Iterable[str], names: Collection[str], models: Mapping[str, Any]
+) -> Sequence[str]:
+    """The models that the lines name, and those that these name."""
+    text, named = "\n".join(lines), set[str]()
+    while new := {n for n in names if n not in named and re.search(rf"\b{n}\b", text)}:
+        named |= new
+        text = "\n".join(line for name in new for line in _described(models[name]))
+    return sorted(named)
 
 
 def _operation(operation: Mapping[str, Any], models: Mapping[str, Any]) -> Iterator[str]:

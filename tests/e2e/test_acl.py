@@ -46,8 +46,7 @@ from tests.fake_worker import fake_agent
 from tests.redis_servers import ClusterServers, default_kind, each_kind, require_redis
 
 ROOT = Path(__file__).parents[2]
-QUESTIONS = ROOT / "docs" / "redis.md"
-USERS = ROOT / "docs" / "users.md"
+PAGE = ROOT / "docs" / "redis.md"
 FILE = ROOT / "deploy" / "users.acl"
 LUA = ROOT / "lua"
 ROLES = ("worker", "router", "operator")
@@ -194,11 +193,11 @@ def test_one_substitution_confines_every_user_to_a_namespace() -> None:
             pattern.replace("{*", "{prod") for pattern in granted(role)[0] - {EVERY_RELEASES_MODELS}
         }
         assert all(re.match(r"kvroute:1:\{prod(#\*)?\}:", pattern) for pattern in patterns)
-    assert r"sed 's/{\*/{prod/g' deploy/users.acl" in USERS.read_text()
+    assert r"sed 's/{\*/{prod/g' deploy/users.acl" in PAGE.read_text()
 
 
 def test_an_operator_may_run_every_command_of_the_questions_in_the_docs() -> None:
-    asked = {c.lower() for c in re.findall(r"\brc ([A-Z]+)", QUESTIONS.read_text())}
+    asked = {c.lower() for c in re.findall(r"\brc ([A-Z]+)", PAGE.read_text())}
     assert len(asked) > 8
     assert asked <= granted("operator")[1]
 
