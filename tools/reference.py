@@ -16,7 +16,7 @@ from typing import Any
 
 from app.core.errors import AllWorkersBusy
 from app.core.settings.agent import EngineAgentSettings
-from app.core.settings.kinds import CommonSettings, flag, shown_default, variable
+from app.core.settings.kinds import CommonSettings, flag, shown_default
 from app.core.settings.picker import OF_CARRIAGE, PickerSettings
 from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import RouterSettings
@@ -69,7 +69,8 @@ def configuration() -> str:
         "A picker has a router's settings too, but for "
         f"{', '.join(f'`{name.replace(chr(95), chr(45))}`' for name in OF_CARRIAGE)}. Every "
         "setting is a flag, an environment variable, and a key of the TOML file that `--config` "
-        "(`KVROUTE_CONFIG`) names, spelt like the flag: `wait-queue = 64`. The flag goes before "
+        "(`KVROUTE_CONFIG`) names: `--wait-queue`, `KVROUTE_WAIT_QUEUE`, `wait-queue = 64`; the "
+        "variable of `--redis-url` is `REDIS_URL`. The flag goes before "
         "the variable, and that before the file. What is only on or off has a flag for each, "
         "`--migrate` and `--no-migrate`, and `true` or `false` in a variable or a file. A bad "
         "value or name in a file stops the start with a message that names it. `kvroute up` takes "
@@ -84,7 +85,7 @@ def configuration() -> str:
     ]
     for title, settings in sections:
         lines += ["", f"## {title}", ""]
-        lines += _table(("flag", "variable", "default", "meaning"), map(_setting, settings))
+        lines += _table(("flag", "default", "meaning"), map(_setting, settings))
     return _page(lines)
 
 
@@ -114,7 +115,7 @@ def _setting(f: Field[Any]) -> tuple[str, ...]:
 
     default = shown_default(f)
     shown = f"`{default}`" if default else ""
-    return f"`{flag(f)}`", f"`{variable(f)}`", shown, f.metadata["help"]
+    return f"`{flag(f)}`", shown, f.metadata["help"]
 
 
 def api() -> str:
