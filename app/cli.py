@@ -105,6 +105,7 @@ class _Main(_LazyGroup):
         "explain": "app.ops.explain",
         "whatif": "app.ops.explain",
         "reset": "app.ops.reset",
+        "usage": "app.ops.usage",
     }
     extras: ClassVar = {"replay": "loadtest", "demo": "loadtest"}
 

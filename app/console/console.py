@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from app.console import findings, history, roster
@@ -17,6 +18,7 @@ from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.outcomes import Kind
 from app.core.types import Incarnation
+from app.core.usage import Usage, added_up, tokens
 from app.core.verdicts import State
 from app.ops import checks, reuse
 from app.ops.conditions import holding
@@ -24,7 +26,8 @@ from app.ops.drain import named
 from app.ops.explain import explanation, find
 from app.ops.figures import LONG_WINDOW_S, WINDOW_S, Together, share, trouble
 from app.ops.names import names_of
-from app.ops.usage import usages
+from app.ops.prefixes import usages
+from app.ops.usage import as_dict, by_hour
 from app.ops.workers import requests_on
 from app.policy.view import View
 from app.router.router import Router
@@ -35,6 +38,8 @@ from app.state.last_errors import Errors
 from app.state.scripts import ScriptRunner
 
 TIMEOUT_S = 2.0
+DAY_H = 24
+USAGE_COLUMNS = (*Usage._fields, "cached_share")
 FOLLOW_S = 0.25
 SERVER_S = 5.0
 CHECKS_S = 15.0
@@ -300,6 +305,23 @@ class Console:
     async def reuse(self) -> dict[str, Any]:
         """Where reuse is lost, by model; "": all of them. Raises RedisUnavailable."""
         return reuse.together((await replicas.present(self._redis, self._keyspace)).values())
+
+    async def usage(self) -> dict[str, Any]:
+        """What keys have used in the last day. Raises RedisUnavailable."""
+        hours = await by_hour(self._redis, self._keyspace, DAY_H)
+        recent = added_up(chain(*hours[-2:]), "key")
+        by_key = [added_up(rows, "key") for rows in hours]
+        return {
+            "columns": ("key", "recent", *USAGE_COLUMNS, "hours"),
+            "rows": [
+                [
+                    *(name, recent.get(name, Usage()).requests),
+                    *map(as_dict(one).get, USAGE_COLUMNS),
+                    [tokens(hour.get(name, Usage())) for hour in by_key],
+                ]
+                for name, one in added_up(chain(*hours), "key").items()
+            ][:MAX_ROWS],
+        }
 
     async def waiting(self) -> dict[str, Any]:
         """Who waits for a worker, in the order of turns. Raises RedisUnavailable."""

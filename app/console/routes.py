@@ -96,6 +96,12 @@ async def reuse(client: Client) -> None:
     await _answer(client, "funnel", console.reuse)
 
 
+async def usage(client: Client) -> None:
+    """What each key has used in the last day, by hours, and how many requests lately."""
+    console = _console(client)
+    await _answer(client, "usage", console.usage, kept_s=5.0)
+
+
 async def waiting(client: Client) -> None:
     """Who waits for a worker, in the order of turns."""
     console = _console(client)
@@ -191,6 +197,7 @@ ROUTES = [
     _get("/history", history, "HistoryShown", 422, schemas.HistoryAsked),
     _get("/events", events, "EventsShown", 422, schemas.EventsAsked),
     _get("/funnel", reuse, "ReuseShown"),
+    _get("/usage", usage, "TableOf"),
     _get("/waiting", waiting, "WaitingShown"),
     _post("/drain", drain, schemas.DrainAsked, "Drained", 404),
 ]

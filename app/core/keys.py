@@ -321,6 +321,15 @@ KEYSPACE = (
         "trimmed: about a thousand",
     ),
     Key(
+        "usage:<hour>",
+        "hash",
+        "`<key> <tenant> <model>` → `requests failed refused prompt_tokens cached_tokens "
+        "output_tokens waited_ms by_router` of the hour, counted since 1970, `-` for none; a "
+        "replica's process → the number of its last call",
+        ("count",),
+        "`--usage-days` after its first request",
+    ),
+    Key(
         "shard",
         "hash",
         "`bucket_bits`; `swept_ms`, when the last pass ended; `stepped_ms`, when the "

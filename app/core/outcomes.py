@@ -37,6 +37,7 @@ ENGINE_FULL = "engine_full"
 ERROR_EVENT = "error_event"
 CUT = "cut"
 LEFT_BEFORE, LEFT_AFTER = "left_before_token", "left_after_token"
+NO_KEY = "invalid_api_key"
 GONE = "client_gone"
 """One of these two, before it is known which."""
 _NO_ANSWER = ("worker_failed", "repeated_failure", "answer_timeout")

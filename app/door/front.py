@@ -50,6 +50,7 @@ class FrontDoor:
         self.tracing = tracing
         self.settings = settings
         self._upstream = upstream
+        self._routers = routers
         log = AccessLog(
             on=settings.access_log,
             hashes=settings.log_identities == "hash",
@@ -61,6 +62,7 @@ class FrontDoor:
             log,
             self._last_errors,
             self.apart,
+            settings.usage_labels,
         )
         self._task_failures = routers.own.telemetry.task_failures
         self.keep_workers = self._outcomes.keep_workers
@@ -101,6 +103,9 @@ class FrontDoor:
     def ended(self, record: RequestRecord) -> None:
         """Tell of a request, and learn from it."""
         self._outcomes.ended(record)
+        if (used := record.used) is not None:
+            router = record.model.router if record.model is not None else self._routers.own
+            router.count(*used)
         admitted, usage = record.admitted, record.usage
         if admitted is not None and admitted.media is not None and usage and not usage.by_router:
             self.prompts.learn(admitted.model, admitted.media, usage.prompt)

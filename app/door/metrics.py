@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 
-from app.core.outcomes import ANSWERED, OK, kind_of
+from app.core.outcomes import ANSWERED, OK, Kind, kind_of
 from app.core.trust import Trust
+from app.core.usage import BY, OTHER
+from app.core.usage import Usage as Used
 from app.door.access_log import AccessLog
 from app.door.alarm import Alarm
 from app.door.last_errors import LastErrors
@@ -141,6 +144,25 @@ class _Metrics(Table):
         "worker",
         buckets=_FEW_SECONDS,
     )
+    key_requests = counter(
+        "key_requests",
+        "Requests that have ended, by the key that they came with, else by their tenant, else as "
+        "`anonymous`, and by how they ended: ok, engine, cut, left_before, left_after, unfit, "
+        "refused. Past --usage-labels names, new ones are `other`.",
+        "key",
+        "ended",
+    )
+    key_tokens = counter(
+        "key_tokens",
+        "Tokens that these requests used, by kind: prompt; cached, of the prompt; output.",
+        "key",
+        "kind",
+    )
+    key_waited = counter(
+        "key_waited_seconds",
+        "Time for which these requests waited for a worker that could take them.",
+        "key",
+    )
 
 
 TOKENIZER_APART = Family(
@@ -161,7 +183,9 @@ class Outcomes:
         log: AccessLog,
         last_errors: LastErrors,
         apart: Callable[[], Mapping[str, bool]] = dict,
+        max_names: int = 0,
     ) -> None:
+        """max_names: of keys that metrics tell apart."""
         self.alarm = Alarm()
         self._log = log
         self._last_errors = last_errors
@@ -188,6 +212,11 @@ class Outcomes:
         self._worker_output = Children(metrics.worker_output)
         self._worker_sources = Children(metrics.worker_sources)
         self._first_token = Children(metrics.first_token)
+        self._max_names = max_names
+        self._names = set[str]()
+        self._key_requests = Children(metrics.key_requests, math.inf)
+        self._key_tokens = Children(metrics.key_tokens, math.inf)
+        self._key_waited = Children(metrics.key_waited, math.inf)
 
     def keep_workers(self, names: Collection[str]) -> None:
         """Forget what was counted for all other workers."""
@@ -205,12 +234,27 @@ class Outcomes:
         """Count one request."""
         model = record.model_name
         self._requests(model, record.outcome, str(record.status)).inc()
+        if (used := record.used) is not None:
+            self._count_key(BY["key"](used[0]), used[1], kind_of(record.outcome))
         if record.admitted is not None:
             self._count_admitted(model, record.admitted, record)
         self._count_workers(record)
         self._log.ended(record)
         if record.failures or record.outcome != OK:
             self._last_errors.ended(record)
+
+    def _count_key(self, name: str, used: Used, kind: Kind) -> None:
+        if name not in self._names:
+            if len(self._names) >= self._max_names:
+                name = OTHER
+            self._names.add(name)
+        self._key_requests(name, kind).inc()
+        if used.prompt_tokens:
+            self._key_tokens(name, "prompt").inc(used.prompt_tokens)
+            self._key_tokens(name, "cached").inc(used.cached_tokens)
+            self._key_tokens(name, "output").inc(used.output_tokens)
+        if used.waited_ms:
+            self._key_waited(name).inc(used.waited_ms / 1000)
 
     def _count_admitted(self, model: str, admitted: Admission, record: RequestRecord) -> None:
         self._tokens_from(model, admitted.tokens_from).inc()

@@ -10,8 +10,10 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from app.core.outcomes import OK, told_apart
-from app.door.asked import AnswerRequest
+from app.core.outcomes import NO_KEY, OK, Kind, kind_of, told_apart
+from app.core.usage import Usage as Used
+from app.core.usage import Who
+from app.door.asked import MODELS, AnswerRequest
 from app.door.models import Model
 from app.policy.decision import Decision, RouteRequest
 from app.router.prompt import Prompt
@@ -154,6 +156,25 @@ class RequestRecord:
         size = decision.prompt_worker.block_size
         # Of the overlap, what the engine does not reuse of what it holds is left out already.
         return max(0, min(decision.overlap.total, (admitted.num_tokens - 1) // size)) * size
+
+    @property
+    def used(self) -> tuple[Who, Used] | None:
+        """Who sent it, and what counts as used by it, once it has ended; None: its sender is not
+        known, or it only asks about models."""
+        if self.outcome == NO_KEY or self.path.startswith(MODELS):
+            return None
+        tenant = self.request.tenant if self.request else ""
+        usage, kind = self.usage, kind_of(self.outcome)
+        return Who(self.key_name, tenant, self.model_name), Used(
+            requests=1,
+            failed=int(kind in (Kind.ENGINE, Kind.CUT)),
+            refused=int(kind is Kind.REFUSED),
+            prompt_tokens=usage.prompt if usage else 0,
+            cached_tokens=(usage.cached or 0) if usage else 0,
+            output_tokens=usage.output if usage else 0,
+            waited_ms=round(1000 * self.spent_s.get(Stage.WAIT, 0.0)),
+            by_router=int(usage is not None and usage.by_router),
+        )
 
     def enter(self, stage: Stage, *, was: Stage | None = None) -> None:
         """From now on time is spent on `stage`. was: what it was spent on before, if not on what

@@ -267,3 +267,25 @@ class AnthropicError(BaseModel):
 
     type: str
     error: AnthropicErrorDetail
+
+
+class UsageRow(BaseModel):
+    name: str
+    requests: int
+    failed: int = Field(description="engines failed them, or their answers broke off")
+    refused: int = Field(description="by the router")
+    prompt_tokens: int
+    cached_tokens: int
+    cached_share: float | None = Field(description="null: there were no tokens")
+    output_tokens: int
+    waited_ms: int = Field(description="for a worker that could take them")
+    by_router: int = Field(
+        description="requests whose tokens the router counted, as their engine did not tell"
+    )
+
+
+class UsageShown(BaseModel):
+    by: str
+    hours: int = Field(description="how many hours back, the present one included")
+    rows: list[UsageRow] = Field(description="those with most tokens first")
+    total: dict[str, Any]

@@ -47,6 +47,7 @@ from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.router.routers import Routers
+from app.router.tally import Tally
 from app.router.vouching import Signs
 from app.state.client import RedisClient
 from app.state.connect import connect, connected
@@ -151,7 +152,11 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
     redis = partial(connect, settings.redis_url, timeout_s=timeout_s)
     upstream = Upstream()
     signs = Signs(EngineSigns(upstream, settings.worker_key).answers, upstream.heard_s)
-    routers = Routers(settings.namespace, redis, partial(_router, settings, signs), timeout_s)
+    tally = Tally(
+        Keyspace(settings.namespace), settings.usage_days, lambda: routers.own.fleet.redis_now_ms
+    )
+    make = partial(_router, settings, signs, tally)
+    routers = Routers(settings.namespace, redis, make, timeout_s)
     door = FrontDoor(settings, routers, tracing or Tracing(None), upstream)
     bodies = BodyReader(settings.max_prompt_tokens)
     console = _console(settings, routers, door) if settings.console else None
@@ -173,13 +178,15 @@ def _console(settings: RouterSettings, routers: Routers, door: FrontDoor) -> Con
     )
 
 
-def _router(settings: RouterSettings, signs: Signs, namespace: str, redis: RedisClient) -> Router:
+def _router(
+    settings: RouterSettings, signs: Signs, tally: Tally, namespace: str, redis: RedisClient
+) -> Router:
     keyspace = Keyspace(namespace)
     timeout_s = settings.redis_timeout_ms / 1000
     fleet = Fleet(redis, keyspace, timeout_s)
     on_replicas = READS_OF_THE_INDEX if settings.read_from == "replica" else ()
     runner = ScriptRunner(redis, timeout_s, on_replicas=on_replicas)
-    return Router(runner, keyspace, settings, fleet, Telemetry(), signs)
+    return Router(runner, keyspace, settings, fleet, Telemetry(), signs, tally)
 
 
 @asynccontextmanager

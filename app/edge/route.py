@@ -11,6 +11,8 @@ from app.core.worker_report import MAX_CONTEXT
 from app.edge import ask, schemas, views
 from app.edge.client import Client
 from app.edge.routes import REQUEST_ID, Route
+from app.http.keys import USAGE
+from app.ops.usage import answer, hours_in
 from app.policy.view import load_statistics
 from app.state import planner
 
@@ -134,6 +136,14 @@ async def workers(client: Client) -> None:
     await client.answer(views.workers(view, *load_statistics(view), values))
 
 
+async def usage(client: Client) -> None:
+    """Tell operators what each key, tenant or model has used."""
+    asked = schemas.UsageAsked.model_validate(dict(client.query_params))
+    router = client.replica.router
+    hours = hours_in(asked.since)
+    await client.answer(await answer(router.redis, router.keyspace, asked.by, hours))
+
+
 _RAW = {
     "type": "string",
     "format": "binary",
@@ -171,5 +181,6 @@ ROUTES = [
         answered="BestWorker",
         body=schemas.FindBestWorker,
     ),
+    Route("GET", USAGE, usage, 401, 422, 503, answered="UsageShown", query=schemas.UsageAsked),
     Route("GET", "/v1/workers", workers, 401, 503, answered="Workers"),
 ]

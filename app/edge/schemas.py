@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -15,7 +16,9 @@ from pydantic import (
 from app.core.hashing import U64
 from app.core.settings.kinds import PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID
+from app.core.usage import BY
 from app.core.worker_report import MAX_CONTEXT
+from app.ops.usage import hours_in
 from app.policy.cost import POLICIES
 
 T = TypeVar("T")
@@ -148,4 +151,17 @@ class ReleaseOptions(BaseModel):
         le=MAX_TTFT_MS,
         description="time from the request to its first token, by which the planner tells whether "
         "the SLO was kept",
+    )
+
+
+def _hours(since: str) -> str:
+    hours_in(since)
+    return since
+
+
+class UsageAsked(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    by: Literal[tuple(BY)] = "key"  # type: ignore[valid-type]
+    since: Annotated[str, AfterValidator(_hours)] = Field(
+        default="7d", description="how far back: 12h, 7d"
     )

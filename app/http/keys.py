@@ -20,6 +20,8 @@ must be an operator's."""
 HEALTH = "/health"
 OPEN = ("/", HEALTH, "/readiness", "/console", CONSOLE)
 """Paths of a router that need no key, as does all below the last one but CONSOLE_DATA."""
+USAGE = "/v1/usage"
+"""A path for operators alone, as all below CONSOLE_DATA."""
 METRICS = "/metrics"
 """The path that a key of its own may open, and no other."""
 ROLES = ("metrics", "operator")
@@ -105,13 +107,14 @@ class Keys:
             is_asked, allowed = True, allowed + self._readers
         if not is_asked or path in self._open:
             return ""
-        is_data = path.startswith(CONSOLE_DATA)
+        is_data = path.startswith(CONSOLE_DATA) or path == USAGE
         if path.startswith(CONSOLE) and not is_data and CONSOLE in self._open:
             return ""
         given = authorization_in(headers)
         name = name_of(given, self._operators if is_data else allowed)
         if name is None and is_data and name_of(given, allowed) is not None:
-            raise Unauthorized("This key does not open the console: it is no operator's.")
+            what = "the usage of others" if path == USAGE else "the console"
+            raise Unauthorized(f"This key does not open {what}: it is no operator's.")
         if name is None:
             raise Unauthorized("No valid API key was given: Authorization: Bearer KEY.")
         return name

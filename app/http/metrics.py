@@ -170,7 +170,7 @@ class Children(Generic[M]):
     Past `most`, all new ones are one, whose labels are OTHER.
     """
 
-    def __init__(self, metric: M, most: int = MAX_CHILDREN) -> None:
+    def __init__(self, metric: M, most: float = MAX_CHILDREN) -> None:
         self._metric: M = metric
         self._most = most
         self._made: dict[tuple[str, ...], M] = {}

@@ -16,8 +16,8 @@ from app.core.types import Incarnation, SequenceHash, Tier
 from app.core.worker_report import GPU, INFO, NO_READINGS
 from app.ops import holders, namespaces, reuse, workers
 from app.ops import verify as verification
+from app.ops.prefixes import usages
 from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, say, text_table
-from app.ops.usage import usages
 from app.options import POSITIVE, POSITIVE_SECONDS, Command
 from app.policy.record import DecisionRecord
 from app.state import decisions, last_errors, planner

@@ -1,46 +1,101 @@
-"""Which prefixes prompts asked for, counted over recorded decisions."""
+"""`kvroute usage`: who has used what, by the hours that Redis keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from typing import Any
 
-from app.core.chains import positions
-from app.core.types import SequenceHash
-from app.policy.record import DecisionSummary
+import click
+
+from app.core.keys import Keyspace
+from app.core.usage import BY, HOUR_MS, Usage, Who, added_up, cached_share
+from app.ops.terminal import COMMON, TIMEOUT_S, json_option, json_text, on_redis, say, text_table
+from app.options import Command
+from app.state import usage as stored
+from app.state.client import RedisClient
+from app.state.connect import deadline
+from app.state.scripts import ScriptRunner
+
+SINCE = re.compile(r"([1-9]\d{0,3})([hd])")
+MOST_HOURS = 3660 * 24
+Rows = Sequence[tuple[Who, Usage]]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixUsage:
-    """A prefix of prompts. block: its last. requests: how many in the window had all of it."""
+def hours_in(since: str) -> int:
+    """Returns the number of hours in a text like `36h` or `7d`. Raises ValueError for any other."""
+    match = SINCE.fullmatch(since)
+    hours = int(match[1]) * (24 if match[2] == "d" else 1) if match else 0
+    if not 0 < hours <= MOST_HOURS:
+        raise ValueError(f"needs hours or days, as 12h or 7d, {MOST_HOURS // 24} days at most")
+    return hours
 
-    block: SequenceHash
-    num_blocks: int
-    requests: int
+
+async def by_hour(redis: RedisClient, keyspace: Keyspace, hours: int) -> list[Rows]:
+    """Returns what was used in each of the last hours, the present one last. Raises
+    RedisUnavailable."""
+    async with deadline(TIMEOUT_S):
+        seconds, _ = await redis.time()
+    now = seconds * 1000 // HOUR_MS
+    asked = range(now - hours + 1, now + 1)
+    return list((await stored.read(ScriptRunner(redis, TIMEOUT_S), keyspace, asked)).values())
 
 
-def usages(records: Iterable[DecisionSummary]) -> Iterator[PrefixUsage]:
-    """How often prefixes were asked for, the most frequent first, among equals the longest.
+async def answer(redis: RedisClient, keyspace: Keyspace, by: str, hours: int) -> dict[str, Any]:
+    """Returns the sums of the last hours, for JSON. Raises RedisUnavailable."""
+    rows = [row for some in await by_hour(redis, keyspace, hours) for row in some]
+    sums = added_up(rows, by)
+    total = Usage()
+    for one in sums.values():
+        total = total.plus(one)
+    shown = [{"name": name} | as_dict(one) for name, one in sums.items()]
+    return {"by": by, "hours": hours, "rows": shown, "total": as_dict(total)}
 
-    A prefix is left out if a longer recorded one with as many requests continues it. So the system
-    prompt is listed, but not each of its blocks.
+
+def as_dict(usage: Usage) -> dict[str, Any]:
+    """Returns the counts by name, and the share of the prompts that was cached."""
+    share = cached_share(usage)
+    return usage._asdict() | {"cached_share": None if share is None else round(share, 4)}
+
+
+class _Since(click.ParamType[int]):
+    name = "hours or days"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        try:
+            return value if isinstance(value, int) else hours_in(value)
+        except ValueError as error:
+            self.fail(f"{value!r} {error}", param, ctx)
+
+
+@click.command(cls=Command)
+@COMMON
+@click.option("--by", type=click.Choice(tuple(BY)), default="key", help="What to add up by.")
+@click.option("--since", default="7d", type=_Since(), help="How far back: 12h, 7d.")
+@json_option
+@on_redis
+async def usage(redis: RedisClient, keyspace: Keyspace, by: str, since: int, as_json: bool) -> None:
+    """Show how many requests and tokens each key, tenant or model has used.
+
+    Routers add that up in the namespace that they are started with, for the models of all others,
+    too. A * marks what includes tokens that the router counted, as an engine did not tell.
     """
-    counts: dict[SequenceHash, int] = {}
-    place: dict[SequenceHash, int] = {}
-    continued: dict[SequenceHash, int] = {}
-    for record in records:
-        at = positions(record.full_blocks)
-        for block, position, child in zip(
-            record.blocks, at, [*record.blocks[1:], None], strict=False
-        ):
-            counts[block] = counts.get(block, 0) + 1
-            place[block] = position
-            if child is not None:
-                # If all requests go on with the same child, it is also the one seen last.
-                continued[block] = counts.get(child, 0) + 1
-    most_asked = [
-        PrefixUsage(block, place[block], count)
-        for block, count in counts.items()
-        if continued.get(block, 0) < count
-    ]
-    yield from sorted(most_asked, key=lambda usage: (-usage.requests, -usage.num_blocks))
+    found = await answer(redis, keyspace, by, since)
+    if as_json:
+        say(json_text(found))
+        return
+    head = (by, "requests", "failed", "refused", "prompt", "cached", "output", "waited")
+    rows = [_line(row["name"], row) for row in found["rows"]]
+    say(*text_table(head, [*rows, _line("all", found["total"])]))
+
+
+def _line(name: str, row: dict[str, Any]) -> Sequence[str]:
+    share, mark = row["cached_share"], "*" if row["by_router"] else ""
+    return (
+        name,
+        *(f"{row[field]:,}" for field in ("requests", "failed", "refused")),
+        f"{row['prompt_tokens']:,}{mark}",
+        "-" if share is None else f"{share:.0%}",
+        f"{row['output_tokens']:,}{mark}",
+        f"{row['waited_ms'] / 1000:,.1f} s",
+    )

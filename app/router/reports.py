@@ -14,6 +14,7 @@ from typing import Any
 
 from app.core.errors import RedisUnavailable
 from app.core.outcomes import Ending
+from app.core.usage import Usage, Who
 from app.core.worker_report import WorkerInfo
 from app.policy.decision import Decision
 from app.policy.kv_lease import kept_s
@@ -21,6 +22,7 @@ from app.router.carried import Carried
 from app.router.history import History
 from app.router.maintenance import Maintenance
 from app.router.replica import Replica
+from app.router.tally import EVERY_S
 from app.state import reservations
 from app.state.reservations import Extension, ExtensionOutcome, PrefillComplete, Release
 from app.state.scripts import Call
@@ -74,6 +76,8 @@ class Trip:
     told: list[list[_Report]]
     extensions: list[list[Extension]]
     calls: list[Call[Any]]
+    counts: bool = False
+    """Whether the last call tells what requests have used."""
     replies: list[Any] | None = None
 
     @property
@@ -109,6 +113,8 @@ class Reports:
         self._timer: asyncio.TimerHandle | None = None
         """When it is to be told of the others; None: there are none, or they go as soon as those
         are back."""
+        self._counting: asyncio.TimerHandle | None = None
+        """When it is to be told what requests have used."""
         self._sending: asyncio.Task[None] | None = None
 
     def source_complete(
@@ -177,6 +183,19 @@ class Reports:
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SOON_S, self._send)
 
+    def count(self, who: Who, used: Usage) -> None:
+        """Tell Redis what a request has used, together with its end."""
+        self._replica.tally.add(who, used)
+        if self._counting is None:
+            loop = asyncio.get_running_loop()
+            self._counting = loop.call_later(EVERY_S + SOON_S, self._send_count)
+
+    def _send_count(self) -> None:
+        """Tell what has not gone along with other calls."""
+        self._counting = None
+        if self._replica.tally.is_due:
+            self._send()
+
     def _send(self) -> None:
         self._stop_timer()
         if self._sending is None or self._sending.done():
@@ -189,12 +208,16 @@ class Reports:
 
     async def finish(self) -> None:
         """Report what is left."""
-        self._send()
-        if self._sending is not None:
-            await self._sending
+        for wait_s in (EVERY_S, 0.0):  # what requests used that ended just now goes with the second
+            self._send()
+            if self._sending is not None:
+                await self._sending
+            await asyncio.sleep(wait_s)
 
     async def _send_all(self) -> None:
-        while self._reports or self._must_extend:
+        is_first = True
+        while is_first or self._reports or self._must_extend:
+            is_first = False
             extensions = self._extensions() if self._must_extend else []
             with self._underway(self._take(), extensions) as trip:
                 if not trip.calls:
@@ -205,7 +228,7 @@ class Reports:
     def riding(self) -> Iterator[Trip]:
         """What is to be told, for the caller to send before its own calls in one round trip: so
         those see what was released. The caller sets the replies."""
-        if not self._reports:
+        if not self._reports and not self._replica.tally.is_due:
             yield Trip([], [], [])
             return
         with self._underway(self._take(), []) as trip:
@@ -219,7 +242,10 @@ class Reports:
         others = [report for report in reports if report.event is not _Event.END]
         told = [some for some in (others, ends) if some]
         extending = [reservations.extend(self._replica.keyspace, some) for some in extensions]
-        trip = Trip(told, extensions, [*map(self._call, told), *extending])
+        count = self._replica.tally.take()
+        calls: list[Call[Any]] = [*map(self._call, told), *extending]
+        calls += [count] if count else []
+        trip = Trip(told, extensions, calls, counts=count is not None)
         ids = trip.ids
         self._away |= ids
         try:
@@ -242,6 +268,9 @@ class Reports:
         return _joined(taken)
 
     def _arrived(self, trip: Trip) -> None:
+        if trip.counts:
+            is_counted = trip.replies is not None and isinstance(trip.replies[-1], bool)
+            self._replica.tally.told(is_counted=is_counted)
         if trip.replies is None:
             # Whoever sent it was cancelled: it is told once more before the replica ends.
             for report in (report for some in trip.told for report in some):
@@ -249,7 +278,8 @@ class Reports:
                 self._reports.append(report)
             return
         if trip.extensions:
-            self._note_extended(trip.extensions, trip.replies[len(trip.told) :])
+            extended = trip.replies[len(trip.told) :][: len(trip.extensions)]
+            self._note_extended(trip.extensions, extended)
         for some, attempts in zip(trip.told, trip.replies, strict=False):
             if isinstance(attempts, RedisUnavailable):
                 attempts = [attempts] * len(some)

@@ -23,6 +23,7 @@ from app.core.keys import Keyspace
 from app.core.outcomes import Ending
 from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation, random_hex
+from app.core.usage import Usage, Who
 from app.core.worker_report import WorkerInfo
 from app.http.supervisor import supervised
 from app.policy.answers import Answer
@@ -42,6 +43,7 @@ from app.router.recent import Recent
 from app.router.replica import Replica
 from app.router.reports import Reports
 from app.router.sleep import waking
+from app.router.tally import Tally
 from app.router.taught import Taught
 from app.router.vouching import Signs, Vouching
 from app.router.waiting import Waiting
@@ -69,9 +71,13 @@ class Router:
         fleet: Fleet,
         telemetry: Telemetry,
         signs: Signs | None = None,
+        tally: Tally | None = None,
     ) -> None:
-        """signs: None: a worker whose agent is away is as good as gone."""
-        replica = Replica(runner, keyspace, settings, fleet, telemetry)
+        """signs: None: a worker whose agent is away is as good as gone. tally: of the whole
+        replica; None: there is no other namespace."""
+        if tally is None:
+            tally = Tally(keyspace, settings.usage_days, lambda: fleet.redis_now_ms)
+        replica = Replica(runner, keyspace, settings, fleet, telemetry, tally)
         self.fleet = fleet
         self.telemetry = telemetry
         self._policy = settings.policy
@@ -256,6 +262,10 @@ class Router:
     ) -> None:
         """As `release`, without waiting for it. answered: whether the worker has, to the end."""
         self._reports.end(reservation_id, ending=ending, answered=answered)
+
+    def count(self, who: Who, used: Usage) -> None:
+        """Count what a request has used; Redis is told with its end."""
+        self._reports.count(who, used)
 
     def answered(self, decision: Decision, request: RouteRequest) -> None:
         """The worker has answered all of the request as decided: it holds the prompt."""

@@ -42,6 +42,20 @@ class PrefillCompleteRow(NamedTuple):
     of_source: int
 
 
+class UsageRow(NamedTuple):
+    key: str
+    tenant: str
+    model: str
+    requests: int
+    failed: int
+    refused: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    waited_ms: int
+    by_router: int
+
+
 class ReleaseRow(NamedTuple):
     id: str
     attempt: str
@@ -55,4 +69,5 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "extend": ExtendRow._fields,
     "prefill_complete": PrefillCompleteRow._fields,
     "release": ReleaseRow._fields,
+    "count": UsageRow._fields,
 }

@@ -71,6 +71,7 @@ SCRIPTS = {
     "router": {
         "announce",
         "beat",
+        "count",
         "drain",
         "sample",
         "lead",

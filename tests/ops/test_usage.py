@@ -1,31 +1,47 @@
+"""`kvroute usage`: what keys, tenants and models have used."""
+
 from __future__ import annotations
 
-from app.core.types import SequenceHash
-from app.ops.usage import PrefixUsage, usages
-from tests.state.test_decisions import CHAIN, record
+import pytest
+from redis.asyncio import Redis
+
+from app.core.usage import HOUR_MS, Usage, Who
+from app.local.redis_server import EmbeddedRedis
+from app.ops.usage import hours_in
+from app.state import usage
+from app.state.scripts import ScriptRunner
+from tests.fake_worker import KEYS
+from tests.ops.test_explain_on_redis import as_json, kvroute
+
+USED = {
+    Who("ann", "acme", "m"): Usage(3, 1, 0, 2000, 1500, 40, 2500, 1),
+    Who("", "acme", "m"): Usage(requests=1),
+    Who("", "", "other model"): Usage(requests=2, refused=2),
+}
 
 
-def test_a_prompt_of_less_than_a_block_has_no_prefixes() -> None:
-    found = list(usages([record("r1", []), record("r2", CHAIN[:4])]))
-    assert [(usage.num_blocks, usage.requests) for usage in found] == [(4, 1)]
-
-
-def test_a_prefix_counts_once_for_each_request_that_has_all_of_it() -> None:
-    system, document = CHAIN[:20], CHAIN[:40]
-
-    def private(n: int, stem: list[SequenceHash], length: int) -> list[SequenceHash]:
-        return [*stem, *(SequenceHash(1000 * n + i) for i in range(length))]
-
-    prompts = [private(1, system, 30), private(2, document, 8), private(3, document, 60), CHAIN[:4]]
-    found = list(usages(record(f"r{n}", prompt) for n, prompt in enumerate(prompts)))
-    # 40 and 20 are among the recorded positions, and so is 4.
-    assert found[:3] == [
-        PrefixUsage(CHAIN[3], 4, 4),
-        PrefixUsage(CHAIN[19], 20, 3),
-        PrefixUsage(CHAIN[39], 40, 2),
+async def test_a_table_says_who_used_what(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
+    now = (await redis.time())[0] * 1000 // HOUR_MS
+    runner = ScriptRunner(redis, 5.0)
+    for number, hour in enumerate((now, now - 30), 1):
+        await runner.one(usage.count(KEYS, hour, "r", number, USED, kept_ms=60_000))
+    lines = (await kvroute(one_redis_server, "usage", "--since", "12h")).output.splitlines()
+    assert lines[0].split() == [
+        *("key", "requests", "failed", "refused", "prompt", "cached", "output", "waited")
     ]
-    assert [(usage.num_blocks, usage.requests) for usage in found[3:]] == [
-        (96, 1),
-        (48, 1),
-        (48, 1),
+    assert [line.split() for line in lines[1:]] == [
+        ["ann", "3", "1", "0", "2,000*", "75%", "40*", "2.5", "s"],
+        ["acme", "1", "0", "0", "0", "-", "0", "0.0", "s"],
+        ["anonymous", "2", "0", "2", "0", "-", "0", "0.0", "s"],
+        ["all", "6", "1", "2", "2,000*", "75%", "40*", "2.5", "s"],
     ]
+    found = await as_json(one_redis_server, "usage", "--by", "tenant")
+    assert {row["name"]: row["requests"] for row in found["rows"]} == {"acme": 8, "anonymous": 4}
+    found = await as_json(one_redis_server, "usage", "--by", "model")
+    assert {row["name"]: row["requests"] for row in found["rows"]} == {"m": 8, "other model": 4}
+
+
+@pytest.mark.parametrize("text", ["", "7", "0h", "1w", "-1d", "3661d", "1 h"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="needs hours or days"):
+        hours_in(text)

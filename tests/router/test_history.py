@@ -19,6 +19,7 @@ from app.router.fleet import Fleet
 from app.router.history import MAX_UNWRITTEN, History
 from app.router.metrics import Telemetry
 from app.router.replica import Replica
+from app.router.tally import Tally
 from app.state.connect import connect
 from app.state.decisions import FIELD, MAX_WRITTEN
 from app.state.scripts import Call, ScriptRunner
@@ -34,6 +35,7 @@ def history_of(redis: Any, runner: ScriptRunner | None = None, **settings: Any) 
             RouterSettings(**settings),
             Fleet(redis, KEYS, timeout_s=5),
             Telemetry(),
+            Tally(KEYS, 35, lambda: None),
         )
     )
 

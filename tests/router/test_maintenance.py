@@ -22,6 +22,7 @@ from app.router.history import History
 from app.router.maintenance import RETIRE_GRACE_MS, Maintenance
 from app.router.metrics import Telemetry
 from app.router.replica import Replica
+from app.router.tally import Tally
 from app.state import reservations
 from app.state.client import RedisClient
 from app.state.connect import connect
@@ -44,6 +45,7 @@ def maintenance_of(
         RouterSettings(namespace=NAMESPACE),
         fleet or Fleet(redis, KEYS, 5.0),
         telemetry or Telemetry(),
+        Tally(KEYS, 35, lambda: None),
     )
     history = History(replica)
     if predicted is not None:

@@ -9,6 +9,11 @@ export const Bar = ({ value, most, text, tone = "accent" }) => html`<span class=
   <i aria-hidden="true"><b class=${tone} style=${{ width: share(value ?? 0, most) }}></b></i>
 </span>`;
 
+// Numbers over time, each as high as its share of the largest.
+export const Spark = ({ values, label }) => html`<span class="spark" role="img" aria-label=${label}>
+  ${values.map((value) => html`<b style=${{ height: share(value, Math.max(...values)) }}></b>`)}
+</span>`;
+
 // Parts side by side: [{name, value, tone}], on a scale that `most` fills.
 export const Stack = ({ parts, most, label }) => html`<span class="stack" role="img" aria-label=${label}>
   ${parts.map(

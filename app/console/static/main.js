@@ -8,6 +8,7 @@ import { Explanation } from "./views/explanation.js";
 import { Overview } from "./views/overview.js";
 import { Prefix } from "./views/prefix.js";
 import { Reuse } from "./views/reuse.js";
+import { Usage } from "./views/usage.js";
 import { Waiting } from "./views/waiting.js";
 import { Worker } from "./views/worker.js";
 import { Workers } from "./views/workers.js";
@@ -21,6 +22,7 @@ const PAGES = [
   ["decisions", "Decisions", Decisions, Explanation],
   ["prefix", "Prefix", Prefix],
   ["waiting", "Waiting", Waiting],
+  ["usage", "Usage", Usage],
   ["events", "Events", Events],
 ];
 

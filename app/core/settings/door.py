@@ -9,6 +9,7 @@ from app.core.settings.kinds import (
     POSITIVE_SECONDS,
     SECONDS,
     CommonSettings,
+    Integers,
     OneOf,
     Text,
     drain_setting,
@@ -145,6 +146,14 @@ class DoorSettings(CommonSettings):
         "A line of JSON on standard output for each request of an OpenAI client.",
         bool,
         often=True,
+    )
+    usage_days: int = setting(
+        35, "For how many days Redis keeps what each key has used.", Integers(1, 3660)
+    )
+    usage_labels: int = setting(
+        64,
+        "How many keys metrics tell apart; what others use is counted as of `other`.",
+        Integers(0, 10_000),
     )
     log_identities: str = setting(
         "plain",

@@ -1,0 +1,66 @@
+"""What requests have used, in Redis: one hash for each hour, which expires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from app.core.keys import Keyspace
+from app.core.usage import Usage, Who
+from app.state.records import UsageRow
+from app.state.scripts import Call, ScriptRunner, call, command
+
+MAX_FIELDS = 4096
+"""Of an hour: callers choose the names of tenants."""
+NONE = "-"
+HOURS_AT_ONCE = 64
+
+
+def count(
+    keyspace: Keyspace,
+    hour: int,
+    replica: str,
+    number: int,
+    used: Mapping[Who, Usage],
+    *,
+    kept_ms: int,
+) -> Call[bool]:
+    """Add what was used to the sums of an hour since 1970; returns whether this call did that, not
+    an earlier one with the same number."""
+    rows = [
+        UsageRow(who.key or NONE, who.tenant or NONE, who.model, *usage)
+        for who, usage in used.items()
+    ]
+    fields = [field for row in rows for field in row]
+    return call("count", keyspace, hour, replica, number, kept_ms, MAX_FIELDS, *fields, parse=bool)
+
+
+async def read(
+    runner: ScriptRunner, keyspace: Keyspace, hours: Iterable[int]
+) -> dict[int, list[tuple[Who, Usage]]]:
+    """What was used in each of these hours. What cannot be read is left out. Raises
+    RedisUnavailable."""
+    hours, used = list(hours), dict[int, list[tuple[Who, Usage]]]()
+    for at in range(0, len(hours), HOURS_AT_ONCE):
+        some = hours[at : at + HOURS_AT_ONCE]
+        calls = [
+            command("usage", "HGETALL", f"{keyspace['usage:']}{hour}", parse=_parsed)
+            for hour in some
+        ]
+        used |= zip(some, await runner.run(calls), strict=True)
+    return used
+
+
+def _parsed(reply: list[Any]) -> list[tuple[Who, Usage]]:
+    rows = []
+    for field, value in zip(reply[::2], reply[1::2], strict=True):
+        names, counts = field.decode(errors="replace").split(" ", 2), value.split()
+        if (
+            len(names) == 3
+            and len(counts) == len(Usage._fields)
+            and value.replace(b" ", b"").isdigit()
+        ):
+            key, tenant, model = names
+            who = Who(key if key != NONE else "", tenant if tenant != NONE else "", model)
+            rows.append((who, Usage(*map(int, counts))))
+    return rows
