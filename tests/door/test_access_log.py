@@ -265,7 +265,7 @@ async def test_paths_beside_the_api_itself_are_logged_too(
         ("/v1/models", 200, "ok"),
         ("/v1/models/none", 404, "model_not_found"),
         (PATH, 405, "method_not_allowed"),
-        ("/tokenize", 502, "worker_failed"),  # this engine has no such path
+        ("/tokenize", 404, "not_found"),  # this engine has no such path
     ]
 
 
