@@ -218,7 +218,7 @@ def test_agents_that_discover_may_only_see_pods_and_look_for_those_of_engines() 
         [engine] = pod["spec"]["containers"]
         assert given["KVROUTE_PORT_NAME"]["value"] in [port["name"] for port in engine["ports"]]
         shown = {
-            "metadata": pod["metadata"] | {"name": part},
+            "metadata": pod["metadata"] | {"name": part, "uid": part},
             "spec": pod["spec"],
             "status": {"podIP": "10.0.0.1"},
         }
