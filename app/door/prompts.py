@@ -255,8 +255,10 @@ class Prompts:
         rendering.why_not = why_not
 
     def _sources_of(self, model: Model) -> list[str]:
-        """Where its tokenizer may be. Adapters have that of their model."""
-        names = (model.name, *(name for worker in model.workers for name in worker.models))
+        """Where its tokenizer may be. Adapters have that of their model. One that is served by
+        another name is known by that or by what its engines were started with."""
+        served = (name for worker in model.workers for name in worker.models)
+        names = (model.name, *served, *(worker.tokenizer for worker in model.workers))
         named = next((self._sources[name] for name in names if name in self._sources), None)
         if named is not None:
             return [named]

@@ -193,6 +193,18 @@ async def test_adapters_have_the_tokenizer_that_a_setting_gives_to_their_model(
         await eventually(lambda: rendered_here(door, "poems"))
 
 
+@pytest.mark.parametrize("started_with", ["org/model", "/models/x"])
+async def test_a_model_that_is_served_by_another_name_has_the_tokenizer_of_what_it_was_started_with(
+    one_redis_server: EmbeddedRedis, redis: Redis, started_with: str
+) -> None:
+    async with (
+        completing(redis, "a", complete, tokenizer=started_with),
+        replica(one_redis_server.url, tokenizers=f"{started_with}={LLAMA}") as door,
+    ):
+        await eventually(lambda: models(door), bool)
+        await eventually(lambda: rendered_here(door, "m"))
+
+
 async def test_the_tokenizer_may_be_where_any_of_the_workers_says(
     one_redis_server: EmbeddedRedis, redis: Redis
 ) -> None:

@@ -12,7 +12,7 @@ from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import Integers, OneOf, Real, Text, check_base_url
 from app.core.types import WORKER_ID
-from workers.bridge.events.sources import reachable
+from workers.bridge.events.sources import NONE, reachable
 from workers.bridge.http.facts import NotExact, Overrides
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def check(settings: EngineAgentSettings) -> None:
         ("--replay-endpoint", settings.replay_endpoint),
     ):
         try:
-            if endpoint:
+            if endpoint and (flag, endpoint) != ("--events-endpoint", NONE):
                 reachable(endpoint, "localhost")
         except NotExact as error:
             raise ConfigError(f"{flag}: {error}") from None

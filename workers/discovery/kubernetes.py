@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 
 from app.core.errors import KvrouteError
 from app.core.settings.agent import EngineAgentSettings
-from workers.discovery.engine import Members, Tell
+from workers.discovery.engine import Engine, Members, Tell
 from workers.discovery.pods import engine_of, has_ended, uid_of
 from workers.retry import until_it_works
 
@@ -41,49 +41,76 @@ class WatchFailed(KvrouteError):
     """The API server does not list, or ended a watch that had told nothing."""
 
 
-def namespace_of(process: EngineAgentSettings) -> str:
-    """The one that is set, or that of the pod in which it runs."""
-    if process.kubernetes_namespace:
-        return process.kubernetes_namespace
+def namespaces_of(process: EngineAgentSettings) -> tuple[str, ...]:
+    """Those that are set, or that of the pod in which it runs."""
+    if names := tuple(filter(None, map(str.strip, process.kubernetes_namespace.split(",")))):
+        return names
     with suppress(OSError):
-        return OWN_NAMESPACE.read_text().strip()
-    return "default"
+        return (OWN_NAMESPACE.read_text().strip(),)
+    return ("default",)
 
 
 class Pods:
     """A source of engines. Each is known by the UID of its pod."""
 
     def __init__(self, process: EngineAgentSettings, configuration: client.Configuration) -> None:
-        self._process, self._configuration = process, configuration
-        self._namespace = namespace_of(process)
-        self._members = Members()
+        self._configuration = configuration
+        names = namespaces_of(process)
+        self._namespaces = [NamespacePods(process, name, len(names) > 1) for name in names]
 
     async def follow(self, tell: Tell) -> None:
-        async with client.ApiClient(self._configuration) as api:
-            core = client.CoreV1Api(api)
-            while True:
-                await until_it_works(
-                    partial(self._listed_and_watched, core, tell),
-                    WatchFailed,
-                    f"pods {self._process.kubernetes_selector} of {self._namespace}",
-                    WAIT_S,
-                    WAIT_MAX_S,
-                )
-                # A watch may end again and again after it has told something.
-                await asyncio.sleep(WAIT_S)
+        def tell_all() -> None:
+            members = Members()
+            for each in self._namespaces:
+                members.engines |= each.members.engines
+                members.wrong |= each.members.wrong
+            tell(members)
 
-    async def _listed_and_watched(self, core: client.CoreV1Api, tell: Tell) -> None:
+        async with client.ApiClient(self._configuration) as api, asyncio.TaskGroup() as tasks:
+            core = client.CoreV1Api(api)
+            for each in self._namespaces:
+                tasks.create_task(each.follow(core, tell_all))
+
+
+class NamespacePods:
+    """The pods of one namespace. is_one_of_several: workers are named by it, too, and the others
+    are told of while it cannot be listed."""
+
+    def __init__(self, process: EngineAgentSettings, name: str, is_one_of_several: bool) -> None:
+        self._process, self._name, self._is_one_of_several = process, name, is_one_of_several
+        self._prefix = f"{name}." if is_one_of_several else ""
+        self.members = Members()
+
+    async def follow(self, core: client.CoreV1Api, tell: Callable[[], None]) -> None:
+        """Calls `tell` whenever `members` has been read."""
+        while True:
+            await until_it_works(
+                partial(self._listed_and_watched, core, tell),
+                WatchFailed,
+                f"pods {self._process.kubernetes_selector} of {self._name}",
+                WAIT_S,
+                WAIT_MAX_S,
+            )
+            # A watch may end again and again after it has told something.
+            await asyncio.sleep(WAIT_S)
+
+    async def _listed_and_watched(self, core: client.CoreV1Api, tell: Callable[[], None]) -> None:
         """Until the watch ends that begins with what is listed. Raises WatchFailed if it told
         nothing, and did not last."""
-        version = await self._list(core)
-        tell(self._members)
+        try:
+            version = await self._list(core)
+        except WatchFailed as error:
+            if self._is_one_of_several:
+                self.members.wrong[self._name] = f"namespace {self._name}: {error}"
+            raise
+        tell()
         clock = asyncio.get_running_loop().time
         begun_s, num_told, why = clock(), 0, "its end"
         try:
             async with self._asked(core, WATCH_S + DEAD_S, version) as answer:
                 async for line in answer.content:
                     self._take(line)
-                    tell(self._members)
+                    tell()
                     num_told += 1
         except WatchFailed as error:
             why = str(error)
@@ -95,10 +122,14 @@ class Pods:
         """The version of what there is now. Raises WatchFailed."""
         async with self._asked(core, LIST_S) as answer:
             listed = _json(await answer.read())
-        pods = {uid_of(pod): partial(engine_of, pod, self._process) for pod in listed["items"]}
-        self._members.read_all(pods)
+        pods = {uid_of(pod): partial(self._read, pod) for pod in listed["items"]}
+        self.members.read_all(pods)
         version: str = listed["metadata"]["resourceVersion"]
         return version
+
+    def _read(self, pod: dict[str, Any]) -> Engine | None:
+        """As engine_of."""
+        return engine_of(pod, self._process, self._prefix)
 
     def _take(self, line: bytes) -> None:
         """An event of the watch. Raises WatchFailed."""
@@ -107,10 +138,10 @@ class Pods:
         if kind == "ERROR":
             raise WatchFailed(f"{about.get('code')} {about.get('message') or about.get('reason')}")
         if kind != "BOOKMARK":
-            engines, uid = self._members.engines, uid_of(about)
+            engines, uid = self.members.engines, uid_of(about)
             before = engines.pop(uid, None)
             if kind != "DELETED":
-                self._members.read(uid, partial(engine_of, about, self._process), before)
+                self.members.read(uid, partial(self._read, about), before)
             if before is not None and (kind == "DELETED" or has_ended(about)):
                 # Until pods are listed again.
                 engines[uid] = replace(before, leaving=True, ended=True)
@@ -129,7 +160,7 @@ class Pods:
         try:
             async with asyncio.timeout(deadline_s):
                 answer: Any = await core.list_namespaced_pod(
-                    self._namespace,
+                    self._name,
                     label_selector=self._process.kubernetes_selector,
                     _preload_content=False,
                     **(watch if version is not None else {}),

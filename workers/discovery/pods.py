@@ -14,6 +14,9 @@ ANNOTATION = "kvroute.io/"
 """What an annotation begins with that is a flag of the agent, of this pod alone; and its port."""
 REVISION = f"{ANNOTATION}revision"
 """Also a label, by which pods can be selected, too."""
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+NODE_TYPE = "ray.io/node-type"
+"""Labels by which LeaderWorkerSet (KServe has it, too) and KubeRay tell one engine's pods apart."""
 
 
 def uid_of(pod: Any) -> str:
@@ -30,20 +33,28 @@ def has_ended(pod: Mapping[str, Any]) -> bool:
     return isinstance(status, dict) and status.get("phase") in ("Succeeded", "Failed")
 
 
-def engine_of(pod: Mapping[str, Any], process: EngineAgentSettings) -> Engine | None:
-    """pod: as the API has it. None: it has no address yet, or it has ended. Raises ConfigError, and
-    others if it is no pod."""
+def is_leader(labels: Mapping[str, str]) -> bool:
+    """Whether a pod with these labels listens for an engine, which may span several pods."""
+    return labels.get(WORKER_INDEX, "0") == "0" and labels.get(NODE_TYPE, "head") == "head"
+
+
+def engine_of(
+    pod: Mapping[str, Any], process: EngineAgentSettings, prefix: str = ""
+) -> Engine | None:
+    """pod: as the API has it. prefix: of the worker's name. None: it has no address yet, has ended,
+    or only computes for the pod that leads. Raises ConfigError, and others if it is no pod."""
     metadata, status = pod["metadata"], pod.get("status") or {}
+    labels = metadata.get("labels") or {}
     address = status.get("podIP")
-    if not address or has_ended(pod):
+    if not address or has_ended(pod) or not is_leader(labels):
         return None
-    name, _ = metadata["name"], metadata["uid"]
+    name, _ = prefix + metadata["name"], metadata["uid"]
     told = {
         key.removeprefix(ANNOTATION): value
         for key, value in (metadata.get("annotations") or {}).items()
         if key.startswith(ANNOTATION)
     }
-    told.setdefault("revision", (metadata.get("labels") or {}).get(REVISION, process.revision))
+    told.setdefault("revision", labels.get(REVISION, process.revision))
     port_text = told.pop("port", "") or process.port_name
     port = port_of(port_text) or _port_named(port_text, pod)
     if port is None:

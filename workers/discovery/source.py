@@ -46,7 +46,8 @@ async def source_of(settings: EngineAgentSettings) -> Source:
         pods = kubernetes.Pods(settings, await load_configuration())
     except ConfigError as error:
         raise ConfigError(f"--kubernetes-selector: {error}") from None
-    name = f"pods {kubernetes.namespace_of(settings)} {settings.kubernetes_selector}"
+    namespaces = ",".join(kubernetes.namespaces_of(settings))
+    name = f"pods {namespaces} {settings.kubernetes_selector}"
     return Source(name, pods.follow)
 
 

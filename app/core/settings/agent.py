@@ -50,10 +50,12 @@ class EngineAgentSettings(MemberSettings):
         often=True,
     )
     kubernetes_namespace: str = setting(
-        "", "Namespace of these pods; unset: that of the agent's own pod, or else default."
+        "",
+        "Namespaces of these pods, separated by commas; unset: that of the agent's own pod, or "
+        "else default. Of several, a worker is named NAMESPACE.POD.",
     )
     port_name: str = setting(
-        "http", "Name of the port of these pods at which their engines listen."
+        "http", "Port of these pods at which their engines listen: its name, or its number."
     )
     engine_api_key: str = setting("", "API key that the engine asks for, if it does.", often=True)
     address: str = setting(
@@ -104,7 +106,7 @@ class EngineAgentSettings(MemberSettings):
     events_endpoint: str = setting(
         "",
         "ZMQ address of the KV events of the engine's first rank, the others' ports following; "
-        "unset: ask the engine.",
+        "none: do not listen; unset: ask the engine.",
     )
     replay_endpoint: str = setting(
         "",

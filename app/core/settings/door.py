@@ -71,8 +71,8 @@ class DoorSettings(CommonSettings):
     )
     tokenizers: str = setting(
         "",
-        "Sources of the models' tokenizers, NAME=FOLDER_OR_HUGGING_FACE_NAME,...; unset: as "
-        "their workers report.",
+        "Sources of the models' tokenizers, NAME=FOLDER_OR_HUGGING_FACE_NAME,..., NAME as requests "
+        "name the model or as its engines were started with it; unset: as their workers report.",
         Text("NAME=SOURCE,...", parse_names, ","),
         heading="Front door",
         often=True,

@@ -19,16 +19,18 @@ CUT, CLOSE = b"cut", b""
 
 
 def pod(name: str, url: str, uid: str = "", **changes: Any) -> dict[str, Any]:
-    """As the API has it. changes: ready, leaving, phase, ip and annotations."""
+    """As the API has it. changes: ready, leaving, phase, ip, annotations, labels and namespace."""
     parts = urlsplit(url)
     annotations = {f"kvroute.io/{k}": v for k, v in changes.get("annotations", {}).items()}
     metadata: dict[str, Any] = {
         "name": name,
         "uid": uid or f"uid-{name}",
         "annotations": annotations,
+        "namespace": changes.get("namespace", NAMESPACE),
+        "labels": dict(changes.get("labels", {"app": "vllm"})),
     }
     if "revision" in changes:
-        metadata["labels"] = {"kvroute.io/revision": changes["revision"]}
+        metadata["labels"]["kvroute.io/revision"] = changes["revision"]
     if changes.get("leaving"):
         metadata["deletionTimestamp"] = "2026-11-28T12:00:00Z"
     ready = "True" if changes.get("ready", True) else "False"
@@ -43,8 +45,20 @@ def pod(name: str, url: str, uid: str = "", **changes: Any) -> dict[str, Any]:
     }
 
 
+def is_selected(about: Any, request: web.Request) -> bool:
+    """Whether a request asks for that pod: by its namespace, and by labels that equal values."""
+    metadata = about["metadata"] if isinstance(about, dict) else {}
+    if metadata.get("namespace") is None:
+        return True
+    pairs = (text.split("=") for text in request.query.get("labelSelector", "").split(","))
+    is_there = metadata["namespace"] == request.match_info["namespace"]
+    labels = metadata["labels"].items()
+    return bool(is_there and dict(pair for pair in pairs if len(pair) == 2).items() <= labels)
+
+
 class ApiServer:
-    """Each change is an event, which watches are told of unless they are silent."""
+    """Each change is an event, which watches are told of unless they are silent. forbidden:
+    namespaces that nobody may list."""
 
     def __init__(self) -> None:
         self.pods: dict[str, dict[str, Any]] = {}
@@ -52,12 +66,13 @@ class ApiServer:
         """The query of each list."""
         self.watches: list[dict[str, str]] = []
         self.list_status = self.watch_status = 200
+        self.forbidden = set[str]()
         self.is_gone = False
         """Whether each watch is told that its version is too old."""
         self.is_silent = False
         """Whether watches are told nothing, and never end."""
         self._version = 1
-        self._open = set[asyncio.Queue[bytes]]()
+        self._open = set[asyncio.Queue[tuple[object, bytes]]]()
 
     def put(self, changed: dict[str, Any]) -> None:
         uid = changed["metadata"]["uid"]
@@ -74,11 +89,12 @@ class ApiServer:
     def tell_of(self, about: object, kind: str = "MODIFIED") -> None:
         """An event that changes nothing, whatever it is about."""
         for queue in self._open:
-            queue.put_nowait(orjson.dumps({"type": kind, "object": about}) + b"\n")
+            text = orjson.dumps({"type": kind, "object": about}) + b"\n"
+            queue.put_nowait((about, text))
 
     def end_watches(self, how: bytes = CLOSE) -> None:
         for queue in self._open:
-            queue.put_nowait(how)
+            queue.put_nowait((None, how))
 
     @property
     def num_open(self) -> int:
@@ -97,10 +113,12 @@ class ApiServer:
             self.watches.append(query)
             return await self._watch(request)
         self.lists.append(query)
-        if self.list_status != 200:
-            return web.json_response({"code": self.list_status}, status=self.list_status)
+        is_forbidden = request.match_info["namespace"] in self.forbidden
+        if (status := 403 if is_forbidden else self.list_status) != 200:
+            return web.json_response({"code": status}, status=status)
         listed = {"metadata": {"resourceVersion": str(self._version)}}
-        return web.json_response(listed | {"items": list(self.pods.values())})
+        found = [each for each in self.pods.values() if is_selected(each, request)]
+        return web.json_response(listed | {"items": found})
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         if self.watch_status != 200:
@@ -111,10 +129,13 @@ class ApiServer:
             error = {"type": "ERROR", "object": {"code": 410, "reason": "Expired"}}
             await answer.write(orjson.dumps(error) + b"\n")
             return answer
-        queue = asyncio.Queue[bytes]()
+        queue = asyncio.Queue[tuple[object, bytes]]()
         self._open.add(queue)
         try:
-            while text := await queue.get():
+            while (told := await queue.get())[1]:
+                about, text = told
+                if about is not None and not is_selected(about, request):
+                    continue
                 if text == CUT:
                     await answer.write(b'{"type": "ADDED", "obj')
                     assert request.transport is not None
@@ -127,10 +148,14 @@ class ApiServer:
 
 
 @asynccontextmanager
-async def api_server() -> AsyncIterator[tuple[ApiServer, client.Configuration]]:
+async def api_server(
+    *routes: web.RouteDef,
+) -> AsyncIterator[tuple[ApiServer, client.Configuration]]:
+    """routes: what else it answers."""
     server = ApiServer()
     app = web.Application()
-    app.router.add_get(f"/api/v1/namespaces/{NAMESPACE}/pods", server.answer)
+    app.add_routes(routes)
+    app.router.add_get("/api/v1/namespaces/{namespace}/pods", server.answer)
     async with TestServer(app) as http:
         configuration = client.Configuration(host=str(http.make_url("/")).rstrip("/"))
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,12 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched(*names: str) -> AsyncIterator[Watched]:
+async def watched(*names: str, namespaces: str = NAMESPACE) -> AsyncIterator[Watched]:
     async with api_server() as (server, configuration):
         for name in names:
             server.put(pod(name, URL))
-        seen = Watched(server, Pods(PROCESS, configuration))
+        process = replace(PROCESS, kubernetes_namespace=namespaces)
+        seen = Watched(server, Pods(process, configuration))
         task = asyncio.create_task(seen.pods.follow(seen.tell))
         try:
             await seen.until_watched()
@@ -255,3 +257,29 @@ async def test_a_server_that_was_just_started_and_knows_of_no_pod_ends_no_engine
             server.pods |= known
             await until_live(redis, "a")
             assert fleet.followers == {"uid-a": follower}
+
+
+async def test_pods_of_one_name_in_several_namespaces_are_several_workers() -> None:
+    async with watched("a", namespaces=f"{NAMESPACE}, other") as seen:
+        seen.server.put(pod("a", "http://10.0.0.2:8000", "uid-other", namespace="other"))
+        seen.server.put(pod("a", "http://10.0.0.3:8000", "uid-third", namespace="third"))
+        await seen.until("uid-a", "uid-other")
+        names = {uid: engine.settings.worker_id for uid, engine in seen.engines.items()}
+        assert names == {"uid-a": f"{NAMESPACE}.a", "uid-other": "other.a"}
+
+
+async def test_a_namespace_that_may_not_be_listed_is_told_beside_the_pods_of_others() -> None:
+    async with watched("a", namespaces=f"{NAMESPACE},other") as seen:
+        seen.server.forbidden.add("other")
+        seen.server.put(pod("b", "http://10.0.0.2:8000", namespace="other"))
+        seen.server.end_watches()
+        await eventually(lambda: _wrong(seen), lambda wrong: "other" in wrong)
+        seen.server.put(pod("c", "http://10.0.0.3:8000"))
+        await seen.until("uid-a", "uid-b", "uid-c")
+        assert "namespace other: 403" in seen.wrong["other"]
+        seen.server.forbidden.clear()
+        await eventually(lambda: _wrong(seen), lambda wrong: not wrong)
+
+
+async def _wrong(seen: Watched) -> dict[str, str]:
+    return seen.wrong

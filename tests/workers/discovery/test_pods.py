@@ -53,6 +53,23 @@ def test_the_revision_of_a_pod_is_a_label_or_an_annotation() -> None:
 
 
 @pytest.mark.parametrize(
+    ("labels", "is_engine"),
+    [
+        ({"leaderworkerset.sigs.k8s.io/worker-index": "0"}, True),
+        ({"leaderworkerset.sigs.k8s.io/worker-index": "1"}, False),
+        ({"ray.io/node-type": "head"}, True),
+        ({"ray.io/node-type": "worker"}, False),
+        ({"app": "vllm"}, True),
+    ],
+)
+def test_of_the_pods_of_one_engine_the_one_that_leads_is_it(
+    labels: dict[str, str], is_engine: bool
+) -> None:
+    found = engine_of(pod("a", "http://10.0.0.1:8000", labels=labels), PROCESS)
+    assert (found is not None) is is_engine
+
+
+@pytest.mark.parametrize(
     ("annotations", "said"),
     [
         ({"role": "x"}, "a: role: needs one of both, prefill, decode, got 'x'"),

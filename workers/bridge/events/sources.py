@@ -12,6 +12,10 @@ _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]", "[*]"})  # noqa: S104 - wh
 MAX_PORT = 65_535
 
 
+NONE = "none"
+"""The events endpoint of an engine whose events are not listened to."""
+
+
 def reachable(endpoint: str, host: str, rank: int = 0) -> str:
     """The address to connect to for a socket that the engine on `host` has bound to `endpoint`.
 
@@ -32,9 +36,11 @@ def binds(endpoint: str) -> bool:
 
 
 def overridden(ranks: Iterable[int], host: str, overrides: Overrides) -> tuple[EventSource, ...]:
-    """The sources of these ranks at `overrides.events_endpoint`."""
+    """The sources of these ranks at `overrides.events_endpoint`. Raises NotExact if it is NONE."""
     events, replay = overrides.events_endpoint, overrides.replay_endpoint
     assert events is not None
+    if events == NONE:
+        raise NotExact("its agent listens to no KV events: take away --events-endpoint none")
     return tuple(
         EventSource(
             rank,

@@ -243,6 +243,14 @@ async def test_an_engine_that_publishes_nothing_is_known_and_says_what_would_mak
         assert getattr(facts, name) == getattr(told, name)
 
 
+@pytest.mark.parametrize("answers", [VLLM, SGLANG])
+async def test_an_agent_that_is_to_listen_to_nothing_does_not_listen(answers: Answers) -> None:
+    facts = await facts_of(answers, Overrides(events_endpoint="none"))
+    assert facts.rung.trust is Trust.APPROXIMATE
+    assert "take away --events-endpoint none" in facts.rung.trust_cause
+    assert {source.endpoint for source in facts.sources} == {""}
+
+
 NO_PREFIXES = (b'enable_prefix_caching="True"', b'enable_prefix_caching="False"')
 
 
