@@ -29,6 +29,8 @@ Rows = Mapping[str, Mapping[str, Play]]
 Columns = Sequence[tuple[str, str, str]]
 """Of each column its head, its figure, and how that is written, as for str.format."""
 SEPARATOR = " | "
+MOST_REFUSED = 0.001
+"""Where more was refused, what was answered says nothing: the refused would have waited longest."""
 _rows: Rows
 """What the processes play. Inherited, because sending a trace takes long."""
 
@@ -90,8 +92,11 @@ def _table(
     yield "|---" * (labels.count("|") + 1 + len(shown)) + "|"
     for name, seeds in played.items():
         cells = [name]
+        is_refused = np.mean([one.get("refused") or 0.0 for one in seeds]) > MOST_REFUSED
         for _, key, form in shown:
             values = [one[key] for one in seeds if one.get(key) is not None]
+            if is_refused and key != "refused":
+                values = []
             cell = form.format(float(middle(values))) if values else "-"
             cells.append(cell.replace("%", " %"))
         yield f"| {SEPARATOR.join(cells)} |"
@@ -104,8 +109,9 @@ def measured(
 
     Those of PolicySummary, and `ttft_longest_s`; `within_slo`: share of the requests with their
     first token within 2 s plus 1.5 times the prefill that the prompt would take alone and uncached,
-    and at most 100 ms per further token; `goodput_per_s`: such requests per engine second;
-    `token_s`, `token_p99_s`: time per token after the first, of requests that got more than that.
+    and at most 100 ms per further token; `refused`: share that no worker took;
+    `goodput_per_s`: requests within SLO per engine second; `token_s`, `token_p99_s`: time per token
+    after the first, of requests that got more than that.
     workers: names of those that are counted even without a request.
     """
     run = PolicyRun("", "", 1.0, 1.0, 0.0, tuple(outcomes), tuple(workers))
@@ -116,6 +122,7 @@ def measured(
     return asdict(summarise(run)) | {
         "ttft_longest_s": max(firsts_s, default=None),
         "within_slo": good / len(run.outcomes),
+        "refused": sum(outcome.failure is not None for outcome in run.outcomes) / len(run.outcomes),
         "goodput_per_s": good / span_s if span_s else None,
         "token_s": float(np.mean(per_token_s)) if per_token_s else None,
         "token_p99_s": float(np.percentile(per_token_s, 99)) if per_token_s else None,

@@ -60,7 +60,7 @@ local wishes = rows(5, FIELDS)
 unreserve_expired(now, 2 * #wishes)
 local overtaken = {}
 local rounds, share = rounds_so_far(), math.floor(1e6 / math.max(1, redis.call('ZCARD', leases)))
-local MEMORY = 4e6 -- rounds in which what was routed to a worker fades by a factor of e
+local MEMORY = 16e6 -- rounds in which what was routed to a worker fades by a factor of e
 
 -- The key that a try's reservation gets, and the record that is there.
 local function place(wish)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
 import gc
 import os
 import random
+import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -12,6 +16,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+import pytest_timeout
 from hypothesis import HealthCheck, settings
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -39,6 +44,30 @@ gc.disable()
 def pytest_collection_finish() -> None:
     collect_seldom()
     gc.enable()
+
+
+@pytest.hookimpl
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
+    """End the process of a test that hangs, wherever it stands, with the stacks of all its tasks.
+
+    An exception out of a signal is lost where the loop calls back, as asyncio logs and drops it.
+    """
+
+    def end() -> None:
+        capture = item.config.pluginmanager.getplugin("capturemanager")
+        if capture:
+            capture.suspend_global_capture(in_=True)
+        sys.stderr.write(f"{item.nodeid} has not ended in {settings.timeout:g} s\n")
+        for task in (each for each in gc.get_objects() if isinstance(each, asyncio.Task)):
+            task.print_stack(file=sys.stderr)
+        faulthandler.dump_traceback(file=sys.__stderr__)
+        os._exit(1)
+
+    timer = threading.Timer(settings.timeout, end)
+    timer.daemon = True
+    item.cancel_timeout = timer.cancel  # type: ignore[attr-defined]
+    timer.start()
+    return True
 
 
 StartedServer = Callable[[str], EmbeddedRedis]

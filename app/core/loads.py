@@ -15,7 +15,7 @@ from app.core.verdicts import MarksByWorker, State, Verdict
 
 ROUND = 1_000_000
 """A round is as many reservations as there are workers; rounds are counted in millionths."""
-MEMORY_ROUNDS = 4
+MEMORY_ROUNDS = 16
 """In so many rounds, what was routed to a worker fades by a factor of e; see lua/reserve.lua."""
 
 

@@ -24,7 +24,6 @@ QUEUE_WHOLE_S = 2.0
 BLOCKING_PER_WAITING = 0.3
 DECODE_WEIGHT = 0.7
 INTERFERENCE_PER_REQUEST = 0.05
-QUEUE_LONG_S = 16.0
 TRANSFER_WEIGHT = 2.0
 """Of the wait for a link, or for what is on its way: the request's own, and that of those that will
 wait behind it, as more will come where some wait."""
@@ -32,6 +31,8 @@ FAILED_TERM = "failed"
 """The term of what failures cost, which any policy's costs may have."""
 AWAY_TERM = "agent_away"
 """The one of a worker of which less is known, as its agent is away."""
+SHARED_TERM = "shared_s"
+"""The one of what a prefix that two workers hold would save, if all held it."""
 LATE_TERM = "late_s"
 """The one that says for how long an engine keeps others waiting."""
 REUSE_WITHIN_S = 300.0
@@ -161,21 +162,22 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
 
     queue_s         prefill already in flight, which this request waits for: up to 2 s in full, a
                     longer queue of Q s as 2 (1 + ln(Q / 2)), as caches are worth more the longer
-                    queues are; what is beyond 16 s in full again, so that nobody waits without end
+                    queues are
     memory_wait_s   the wait for free KV blocks beyond that: for as long as a request stays, where
                     this prompt's new ones do not fit beside those that the worker reports in use
                     and the prefill in flight
-    prefill_s       prefill of this prompt
-    blocking_s      the same again, and 30 % more for each request that waits for its first token:
-                    the delay to those that will queue behind it, as more will come where many wait
+    P (2 + 0.3 w + 0.05 n + r), where P is the prefill of this prompt, w of the n requests in flight
+    wait for their first token, and r is the chance that what is evicted is asked for again:
+        prefill_s       P
+        blocking_s      P (1 + 0.3 w): the delay to those that will queue behind it, as more will
+                        come where many wait
+        interference_s  0.05 P n: the delay to answers in flight
+        eviction_s      P r, because that much will have to be recomputed. r is 300 / (300 + idle),
+                        where idle is how many seconds the worker's blocks go unused before
+                        eviction. Where it is more than 0.25 above a slower worker's, 20 times the
+                        square of what it is beyond that comes on top, for one k times as slow at
+                        most 4 (k - 1): sessions then use the memory of the slow ones too
     decode_s        70 % of the decode steps shared with the requests in flight, over a mean output
-    interference_s  5 % of prefill_s for each request in flight
-    eviction_s      prefill_s once more, because that much will have to be recomputed, times the
-                    chance that what is evicted for this prompt is asked for again:
-                    300 / (300 + idle), where idle is how many seconds the worker's blocks go unused
-                    before eviction. Where that chance is more than 0.25 above a slower worker's, 20
-                    times the square of what it is beyond that comes on top, for one k times as slow
-                    at most 4 (k - 1): sessions then use the memory of the slow ones too
     arrival_s       twice the time until a part of the prompt has come that is on its way from
                     another worker: as more requests will wait for it. Left out if there is none
     spread_s        while workers are idle, the prefill routed to the worker lately beyond that of
@@ -190,17 +192,20 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         + candidates.decode_s_per_seq * candidates.decoding_requests
     )
     queue = candidates.prefill_s
-    waiting = candidates.active_requests - candidates.decoding_requests
+    requests = candidates.active_requests
+    waiting = requests - candidates.decoding_requests
     terms: dict[str, Floats] = {
         "queue_s": _felt_s(queue),
         "memory_wait_s": _memory_wait_s(candidates, size, decode),
         "prefill_s": prefill,
         "blocking_s": prefill * (1.0 + BLOCKING_PER_WAITING * waiting),
-        "decode_s": DECODE_WEIGHT * decode,
-        "interference_s": INTERFERENCE_PER_REQUEST * prefill * candidates.active_requests,
+        "interference_s": INTERFERENCE_PER_REQUEST * prefill * requests,
         "eviction_s": prefill * _eviction_weight(candidates),
-        "spread_s": _spread_s(candidates),
+        "decode_s": DECODE_WEIGHT * decode,
     }
+    idle = _idle_weight(requests)
+    if idle:
+        terms["spread_s"] = idle * (candidates.routed_s - least(candidates.routed_s))
     if size.priority != "normal":
         terms["queue_s"], terms["blocking_s"] = weighed(
             size.priority, terms["queue_s"], terms["blocking_s"], queue
@@ -208,6 +213,24 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     if np.count_nonzero(candidates.receiving_s):
         terms["arrival_s"] = TRANSFER_WEIGHT * candidates.receiving_s
     return Costs(_sum(terms), terms)
+
+
+def sharing(candidates: Candidates, size: RequestSize) -> Costs:
+    """`latency`, where no worker can fetch a prefix from another.
+
+    shared_s, <= 0: while workers are idle, what a prefix that two workers hold would save of the
+    prefill if each of them held it, in the same weight: giving it to one more is an investment.
+    """
+    costs = latency(candidates, size)
+    idle, overlap = _idle_weight(candidates.active_requests), candidates.overlap
+    if idle and overlap.size > 1 and (held := idle * float(np.partition(overlap, -2)[-2])):
+        terms = costs.terms
+        prefill = terms["prefill_s"]
+        left = predicted_prefill_s(candidates, size, held) / np.maximum(prefill, 1e-12)
+        growing = prefill + terms["blocking_s"] + terms["interference_s"] + terms["eviction_s"]
+        saved = (np.minimum(left, 1.0) - 1.0) * growing
+        return Costs(costs.cost + saved, terms | {SHARED_TERM: saved})
+    return costs
 
 
 def _sum(terms: Mapping[str, Floats]) -> Floats:
@@ -219,28 +242,19 @@ def _sum(terms: Mapping[str, Floats]) -> Floats:
     return total
 
 
-def _spread_s(candidates: Candidates) -> Floats:
-    """How much more prefill each worker got lately than the one that got least, in seconds.
-
-    In full while at least half of the workers are idle, and ever less until none is: queues then
-    spread requests better.
-    """
-    routed = candidates.routed_s
-    idle = 1.0 - np.count_nonzero(candidates.active_requests) / routed.size
-    if idle <= 0.0:
-        return np.zeros(routed.size)
-    excess: Floats = min(1.0, 2.0 * idle) * (routed - least(routed))
-    return excess
+def _idle_weight(requests: Floats) -> float:
+    """1 while at least half of the workers are idle, ever less until none is, and then 0: queues
+    then spread requests better than what is meant for idle workers."""
+    idle = 1.0 - np.count_nonzero(requests) / requests.size
+    return min(1.0, 2.0 * idle)
 
 
 def _felt_s(queue_s: Floats) -> Floats:
     """A queue of prefills, as it counts against what the cache would save."""
     if queue_s[queue_s.argmax()] <= QUEUE_WHOLE_S:
         return queue_s
-    long = np.minimum(queue_s, QUEUE_LONG_S)
-    beyond = np.maximum(long / QUEUE_WHOLE_S, 1.0)
+    beyond = np.maximum(queue_s / QUEUE_WHOLE_S, 1.0)
     felt: Floats = np.minimum(queue_s, QUEUE_WHOLE_S) + QUEUE_WHOLE_S * np.log(beyond)
-    felt += queue_s - long
     return felt
 
 

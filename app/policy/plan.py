@@ -29,6 +29,7 @@ from app.policy.cost import (
     Floats,
     RequestSize,
     predicted_prefill_s,
+    sharing,
 )
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.health import avoided, avoiding, late, unheard, without_avoided
@@ -284,6 +285,8 @@ def _cost(
     """The policy's, with what the session is worth, and what slowness, failures, absent agents and
     what others compute of the prompt cost."""
     cost = POLICIES[policy].cost
+    if policy == "latency" and not (view.roles and view.roles.fetches):
+        cost = sharing
     if affinity is not None:
         cost = discounted(cost, affinity)
     if view.late_s is not None:

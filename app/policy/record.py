@@ -22,6 +22,7 @@ from app.policy.cost import (
     FAILED_TERM,
     LATE_TERM,
     POLICIES,
+    SHARED_TERM,
     Candidates,
     CostFunction,
     Costs,
@@ -32,7 +33,7 @@ from app.policy.in_flight import COMPUTING
 from app.policy.locality import Best, Locality
 
 ROWS = tuple(f.name for f in fields(Candidates))
-NOT_OF_CANDIDATES = (COMPUTING, LATE_TERM, AWAY_TERM, FAILED_TERM)
+NOT_OF_CANDIDATES = (COMPUTING, SHARED_TERM, LATE_TERM, AWAY_TERM, FAILED_TERM)
 """Terms that do not follow from the candidates."""
 
 

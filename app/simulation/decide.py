@@ -13,7 +13,14 @@ from app.core.errors import NoWorkers
 from app.core.loads import Load, Reservation
 from app.core.roles import Role
 from app.policy.choose import Choice, choose
-from app.policy.cost import POLICIES, Candidates, Floats, RequestSize, predicted_prefill_s
+from app.policy.cost import (
+    POLICIES,
+    Candidates,
+    Floats,
+    RequestSize,
+    predicted_prefill_s,
+    sharing,
+)
 from app.policy.in_flight import IN_FLIGHT_TOKENS, awaiting
 from app.policy.transfer import (
     OWN_TRANSFER,
@@ -95,9 +102,11 @@ class Decider:
             computing = np.flatnonzero(candidates.overlap_device > published).tolist()
         if np.count_nonzero(candidates.receiving_s):
             candidates.receiving_s = awaited_s(candidates, published)
-        cost = self._policy.cost
+        key = self._policy.key
+        is_alone = roles is None and key == "latency"
+        cost = sharing if is_alone else self._policy.cost or POLICIES[key].cost
         if computing:
-            cost = awaiting(POLICIES[self._policy.key].cost, computing, published)
+            cost = awaiting(cost, computing, published)
         choice = choose(
             self._policy.key,
             candidates,

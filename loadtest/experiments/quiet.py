@@ -3,9 +3,10 @@
     python -m loadtest.experiments.quiet --policy blocks --policy latency
 
 Agents that work one after another, and everyone's first trial, look like this: no queue tells the
-workers apart. `of ideal`: the share of what `loadtest.ideal` finds in the cache of one worker with
-the memory of all. After a third of the requests another worker may join. `joined`: requests that it
-got within a minute, over its fair share; within five where a long system prompt is to be computed.
+workers apart. `computed`: prompt tokens that were not cached, over those that one worker with the
+memory of all would compute (`loadtest.ideal`), with the shared prompt once on each worker. `least`:
+requests of the worker that got fewest, over the mean. After a third of the requests another worker
+may join. `joined`: requests that it got within a minute, over its fair share.
 """
 
 from __future__ import annotations
@@ -33,17 +34,21 @@ from loadtest.virtual import Simulation, TracePrompts
 
 BLOCK_TOKENS = 256
 TURNS = 6
-TURN_TOKENS = 4096
 OUTPUT_TOKENS = 128
+WORKING_SET = 0.8
+MOST = 400
+THINK_S = (5.0, 60.0)
+JOIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Conversations whose prompts grow by TURN_TOKENS a turn, after a system prompt they share."""
+    """Conversations whose prompts grow by `turn_tokens` a turn, after a shared system prompt."""
 
-    working_set: float
-    """Tokens of all conversations together, over those that all workers hold."""
     shared_tokens: int
+    turn_tokens: int
+    conversations: int = 0
+    """0: as many as fill 80 % of the memory of all workers, and at most MOST."""
     think_s: tuple[float, float] | None = None
     """Shortest and longest pause before the next turn; None: one request at a time, of whichever
     conversation is drawn."""
@@ -54,13 +59,14 @@ class Traffic:
     def name(self) -> str:
         pauses = "5 to 60 s" if self.think_s else "one at a time"
         joins = ", one joins" * self.joins
-        return f"{self.working_set:g} | {self.shared_tokens:,} | {pauses}{joins}"
+        number = self.conversations or "fill"
+        return f"{self.shared_tokens:,} | {self.turn_tokens:,} | {number} | {pauses}{joins}"
 
     def trace(self, pool_tokens: int, seed: int) -> Trace:
         """pool_tokens: of all workers together."""
         rng = np.random.default_rng(seed)
-        own_tokens = pool_tokens * self.working_set - self.shared_tokens
-        number = max(2, round(own_tokens / (TURNS * TURN_TOKENS)))
+        own_tokens = pool_tokens * WORKING_SET - self.shared_tokens
+        number = self.conversations or min(MOST, round(own_tokens / (TURNS * self.turn_tokens)))
         if self.think_s is None:
             order = np.repeat(np.arange(number), TURNS)
             rng.shuffle(order)
@@ -87,7 +93,7 @@ class Traffic:
         return Session(at_s, tuple(turns))
 
     def _turn(self, place: int, turn: int, think_s: float) -> TraceRequest:
-        shared, each = self.shared_tokens // BLOCK_TOKENS, TURN_TOKENS // BLOCK_TOKENS
+        shared, each = self.shared_tokens // BLOCK_TOKENS, self.turn_tokens // BLOCK_TOKENS
         first = shared + place * TURNS * each
         blocks = (*range(shared), *range(first, first + turn * each))
         return TraceRequest(
@@ -100,20 +106,16 @@ class Traffic:
         )
 
 
-THINK_S = (5.0, 60.0)
 TRAFFIC = (
-    Traffic(0.15, 256),
-    Traffic(0.3, 256),
-    Traffic(0.3, 2048),
-    Traffic(0.8, 0),
-    Traffic(0.8, 2048),
-    Traffic(0.8, 8192),
-    Traffic(1.5, 2048),
-    Traffic(0.8, 256, THINK_S),
-    Traffic(0.8, 8192, THINK_S),
-    Traffic(0.8, 256, joins=True),
-    Traffic(0.8, 8192, joins=True),
-    Traffic(0.8, 2048, THINK_S, joins=True),
+    Traffic(256, 4096),
+    Traffic(2048, 1536),
+    *(Traffic(shared, turn) for shared in (8192, 20480, 32768) for turn in (512, 1536)),
+    *(Traffic(8192, 1536, number) for number in (24, 64, 200)),
+    Traffic(8192, 1536, think_s=THINK_S),
+    Traffic(256, 1536, joins=True),
+    Traffic(8192, 1536, joins=True),
+    Traffic(20480, 1536, joins=True),
+    Traffic(8192, 1536, think_s=THINK_S, joins=True),
 )
 
 
@@ -135,17 +137,19 @@ def play(traffic: Traffic, policy: str, setting: Setting, seed: int) -> Mapping[
     simulation.on_answer = note
     outcomes = simulation.run(trace)
     requests = [sum(o.worker == f"w{i}:0" for o in outcomes) for i in range(workers)]
-    until_s = joined_s + (300 if traffic.shared_tokens > TURN_TOKENS else 60)
+    until_s = joined_s + JOIN_S
     after = [o.worker == f"w{workers}:0" for o in outcomes if joined_s < o.arrival_s <= until_s]
+    possible = _computed(ideal(setting, trace, prompts)) + traffic.shared_tokens * (workers - 1)
     return {
-        "of_ideal": _cached(outcomes) / _cached(ideal(setting, trace, prompts)),
-        "busiest": max(requests) / fmean(requests),
+        "computed": _computed(outcomes) / possible,
+        "least": min(requests) / fmean(requests),
+        "ttft_s": fmean(o.first_token_s - o.arrival_s for o in outcomes if o.first_token_s),
         "joined": sum(after) / len(after) * (workers + 1) if traffic.joins else None,
     }
 
 
-def _cached(outcomes: Iterable[Outcome]) -> int:
-    return sum(outcome.cached_tokens for outcome in outcomes)
+def _computed(outcomes: Iterable[Outcome]) -> int:
+    return sum(outcome.prompt_tokens - outcome.cached_tokens for outcome in outcomes)
 
 
 def rows(policies: Sequence[str], no_idle_times: bool, **fleet: Any) -> Rows:
@@ -158,8 +162,9 @@ def rows(policies: Sequence[str], no_idle_times: bool, **fleet: Any) -> Rows:
 main = experiment(
     rows,
     (
-        ("of ideal", "of_ideal", "{:.2f}"),
-        ("busiest / mean", "busiest", "{:.2f}"),
+        ("computed", "computed", "{:.2f}"),
+        ("least", "least", "{:.2f}"),
+        ("TTFT, s", "ttft_s", "{:.3f}"),
         ("joined", "joined", "{:.2f}"),
     ),
     option(
@@ -177,7 +182,7 @@ main = experiment(
         is_flag=True,
         help="Workers report no idle times of evicted blocks, as vLLM without --kv-cache-metrics.",
     ),
-    labels="working set | shared | pauses | policy",
+    labels="shared | a turn | conversations | pauses | policy",
 )
 
 if __name__ == "__main__":

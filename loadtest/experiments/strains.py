@@ -96,6 +96,7 @@ main = experiment(
         ("longest", "ttft_longest_s", "{:.1f}"),
         ("whole request, s", "request_mean_s", "{:.2f}"),
         ("within SLO", "within_slo", "{:.1%}"),
+        ("refused", "refused", "{:.2%}"),
     ),
     option("--only", None, "Rows of that traffic.", click.Choice(list(TRAFFIC)), several=True),
     labels=" | policy",

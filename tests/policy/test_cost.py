@@ -22,6 +22,7 @@ from app.policy.cost import (
     least_loaded,
     logit,
     predicted_prefill_s,
+    sharing,
 )
 from app.policy.record import NOT_OF_CANDIDATES
 
@@ -235,15 +236,35 @@ def test_latency_prefers_an_idle_worker_once_the_queue_outweighs_the_cache() -> 
         assert latency(seen, SIZE).cost.argmin() == winner
 
 
-def test_a_queue_counts_by_its_logarithm_from_two_seconds_on_and_in_full_beyond_sixteen() -> None:
-    seen = candidates(5, ROUND_SPEED, prefill_s=[0.5, 2.0, 2.0 * math.e, 2.0 * math.e**2, 20.0])
-    long_s = 2.0 * (1.0 + math.log(8.0)) + 4.0
-    assert_allclose(latency(seen, SIZE).terms["queue_s"], [0.5, 2.0, 4.0, 6.0, long_s])
-    # 8 of 10 blocks cached, of a prompt that takes 6 s: 2 * 1.2 + 6.16 + Q - 16 against 2 * 6
-    slow = replace(ROUND_SPEED, prefill_s_per_token=6e-3, prefill_s_per_token2=0.0)
-    for queue_s, winner in [(19.0, 0), (20.0, 1)]:
-        seen = candidates(2, slow, overlap_device=[8, 0], prefill_s=[queue_s, 0])
-        assert latency(seen, SIZE).cost.argmin() == winner
+def test_a_queue_counts_by_its_logarithm_from_two_seconds_on() -> None:
+    seen = candidates(4, ROUND_SPEED, prefill_s=[0.5, 2.0, 2.0 * math.e, 2.0 * math.e**2])
+    assert_allclose(latency(seen, SIZE).terms["queue_s"], [0.5, 2.0, 4.0, 6.0])
+
+
+@pytest.mark.parametrize(
+    ("overlap", "active_requests", "counts_as"),
+    [
+        ([8, 6, 2, 0], [0, 0, 0, 0], [8, 6, 6, 6]),
+        ([8, 6, 2, 0], [0, 1, 1, 0], [8, 6, 6, 6]),
+        ([8, 6, 2, 0], [1, 1, 1, 0], [8, 6, 3, 3]),
+        ([8, 6, 2, 0], [1, 1, 1, 1], [8, 6, 2, 0]),
+        ([8, 0, 0, 0], [0, 0, 0, 0], [8, 0, 0, 0]),
+        ([8], [0], [8]),
+    ],
+)
+def test_what_two_workers_hold_counts_as_held_by_all_while_workers_are_idle(
+    overlap: list[float], active_requests: list[float], counts_as: list[float]
+) -> None:
+    others = {"active_requests": active_requests, "kv_idle_before_evict_s": [300] * len(overlap)}
+    priced, held = (
+        sharing(candidates(len(overlap), overlap_device=blocks, **others), SIZE)
+        for blocks in (overlap, counts_as)
+    )
+    assert_allclose(priced.cost, held.cost)
+    assert_allclose(
+        priced.terms["prefill_s"],
+        predicted_prefill_s(candidates(len(overlap), overlap_device=overlap), SIZE),
+    )
 
 
 def test_eviction_costs_the_prefill_times_the_chance_that_evicted_blocks_are_needed() -> None:
@@ -301,7 +322,8 @@ def test_idle_fleets_spread_what_they_compute_and_ever_less_as_fewer_workers_are
     active_requests: list[float], spread_s: list[float]
 ) -> None:
     fleet = candidates(4, routed_s=[5, 3, 1, 1], active_requests=active_requests)
-    assert latency(fleet, SIZE).terms["spread_s"].tolist() == spread_s
+    spread = latency(fleet, SIZE).terms.get("spread_s", np.zeros(4))
+    assert spread.tolist() == spread_s
 
 
 def test_a_shared_block_does_not_outbid_an_empty_cache_for_long() -> None:

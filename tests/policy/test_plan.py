@@ -240,7 +240,7 @@ def test_a_record_is_priced_again_with_what_does_not_follow_from_its_candidates(
     view.late_s = np.array([0.0, 0.5, 0.0])
     view.failed_shares = np.array([0.0, 0.0, 0.4])
     view.away = {TWO: 0}
-    asked = query({ONE: TierOverlap(6)}, explain=True)
+    asked = query({ONE: TierOverlap(6), TWO: TierOverlap(4)}, explain=True)
     planned = plan(replace(asked, computing=[ONE], published=Overlaps({})), view)
     record = planned.record(Pace(per_s=1), 10.0)
     for candidate, cost in zip(planned.decision.candidates, record.costs.cost, strict=True):

@@ -62,7 +62,7 @@ def test_every_column_shows_what_its_name_says() -> None:
         receiving_until_ms=11_500,
     )
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b", 6), measured(reported))])
-    view = View(Snapshot(11_000, Loads.of({ONE: Load(), TWO: load}), rounds=6 * ROUND), workers)
+    view = View(Snapshot(11_000, Loads.of({ONE: Load(), TWO: load}), rounds=18 * ROUND), workers)
     seen = view.candidates(Overlaps({TWO: TierOverlap(5, 3, 1), THREE: TierOverlap(9)}))
     assert column(seen, 1) == {
         "overlap_device": 5,
@@ -107,9 +107,9 @@ def test_what_was_routed_to_a_worker_fades_as_reservations_follow() -> None:
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b"), UNMEASURED)])
     view = View(Snapshot(0, Loads.of({ONE: Load(), TWO: Load()})), workers)
     view.add(0, Reservation("r", prefill_tokens=1, prefill_us=1_000_000, blocks=1))
-    for n in range(8):
+    for n in range(32):
         view.add(1, Reservation(f"r{n}", prefill_tokens=1, prefill_us=0, blocks=1))
-    # Eight reservations among two workers are four rounds.
+    # 32 reservations among two workers are 16 rounds.
     assert view.candidates(Overlaps()).routed_s == pytest.approx([1 / math.e, 0])
     again = View(
         Snapshot(0, Loads.of({ONE: view.loads[0], TWO: view.loads[1]}), rounds=view.rounds), workers

@@ -48,9 +48,11 @@ async def test_what_was_asked_before_is_evicted_if_a_worker_once_held_it_and_unp
 async def test_what_the_best_worker_held_is_lost_to_what_kept_the_request_from_it(
     router: Replica, workers: FakeWorkers
 ) -> None:
-    await workers.register("w1", max_requests=2)
+    await workers.register("w1", max_requests=3)
     await workers.register("w2")
     await workers.register("w3")
+    for worker in ("w1", "w2", "w3"):  # none is idle, to which a prefix might be given
+        await workers.occupy(worker, f"at {worker}", prefill_s=0.0)
     await workers.publish("w1", PROMPT)
     await workers.publish("w2", PROMPT[:8])
     assert await lost_by(router, "r1", PROMPT) == {}
