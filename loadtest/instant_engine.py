@@ -23,7 +23,9 @@ _CHUNK = (
     b'data: {"id":"c","object":"text_completion","created":1,"model":"bench",'
     b'"choices":[{"index":0,"text":" word","finish_reason":null}]}\n\n'
 )
-_LAST = b'data: {"id":"c","object":"text_completion","choices":[],%s}\n\ndata: [DONE]\n\n' % _USAGE
+_LAST = _CHUNK.replace(b"null", b'"stop"') + (
+    b'data: {"id":"c","object":"text_completion","choices":[],%s}\n\ndata: [DONE]\n\n' % _USAGE
+)
 _WHOLE = (
     b'{"id":"c","object":"text_completion","created":1,"model":"bench","choices":'
     b'[{"index":0,"text":"a word","finish_reason":"stop"}],%s}' % _USAGE

@@ -58,6 +58,8 @@ PROMPTS: Mapping[Api, str] = {
     Api.SCORE: "text_2",
 }
 """Where each has its prompt, or most of it."""
+_BATCHES = (Api.COMPLETIONS, Api.EMBEDDINGS, Api.RERANK, Api.SCORE)
+"""Whose prompts may be several, each of up to a context."""
 
 
 _OF_DOOR = frozenset((*PATHS, *PASSED_ON, COUNT_TOKENS, MODELS))
@@ -87,6 +89,8 @@ class AnswerRequest:
     user: str = ""
     output_room: int = 0
     """See the function."""
+    num_choices: int = 1
+    """Of its answer: `n` of each prompt."""
 
 
 def read(api: Api, fields: Mapping[str, Any]) -> AnswerRequest:
@@ -107,6 +111,9 @@ def read(api: Api, fields: Mapping[str, Any]) -> AnswerRequest:
         raise InvalidRequest(
             "stream_options", f"must be an object of booleans, got {shown(options)}"
         )
+    prompts = fields.get(PROMPTS[api]) if api in _BATCHES else None
+    num_prompts = len(prompts) if isinstance(prompts, list) else 1
+    given_n = fields.get("n")
     return AnswerRequest(
         api,
         fields.get("model"),
@@ -117,6 +124,7 @@ def read(api: Api, fields: Mapping[str, Any]) -> AnswerRequest:
         reads_cache=_reads_cache(api, fields),
         user=_user(fields),
         output_room=output_room(api, fields),
+        num_choices=max(1, num_prompts) * max(1, given_n if type(given_n) is int else 1),
     )
 
 

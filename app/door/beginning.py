@@ -45,4 +45,6 @@ async def opening_of(answer: EngineAnswer, within_s: float) -> tuple[bytes, Fail
         return opening.text, blame.wrong(blame.EMPTY)
     if opening.is_foreign:
         return opening.text, blame.wrong(blame.FOREIGN)
+    if opening.is_aborted:
+        return opening.text, blame.wrong(blame.ABORTED)
     return opening.text, blame.of_event(opening.error) if opening.error else None

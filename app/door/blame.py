@@ -17,6 +17,7 @@ import orjson
 
 from app.core.failures import LATE_S, SOON_S, Counts, Failure, Whose
 from app.core.verdicts import FAILED, LACKS
+from app.door import endings
 from app.door.stream import fields_of
 
 MAX_RETRY_AFTER_S = 60.0
@@ -24,8 +25,7 @@ MAX_RETRY_AFTER_S = 60.0
 UNREACHABLE = "unreachable"
 EMPTY = "empty"
 ERROR_EVENT = "error_event"
-CUT = "cut"
-"""The answer ended in order, but before its end."""
+ABORTED, CUT = endings.ABORTED, endings.CUT
 FOREIGN = "foreign"
 """It is none of the API: a page of what stands before the engine, or something encoded."""
 _LOAD = "load"
@@ -163,7 +163,7 @@ def of_break(cause: str, *, is_late: bool, is_whole: bool) -> Failure | None:
     """
     if is_late and is_whole and cause != UNREACHABLE:
         return None
-    if cause in (CUT, ERROR_EVENT):
+    if cause in (ABORTED, CUT, ERROR_EVENT):
         return wrong(cause)
     most_s = LATE_S if is_late else SOON_S
     if cause == UNREACHABLE:  # no request can be at fault that never came there

@@ -89,7 +89,7 @@ class Carriage:
                 rest = parser.rest()
                 break
         outcome = "ok"
-        if parser.failed:
+        if parser.error:
             outcome = "error_event"
             life.record.error = self._tries.said(parser.error)
             if begun.failure is None and (failure := blame.of_event(parser.error)):
@@ -130,10 +130,12 @@ class Carriage:
                 self.life.first_token()
             if passed:
                 await self.client.send(passed)
-            if parser.is_broken:
-                raise UpstreamBroken("told an error", cause=blame.ERROR_EVENT)
+            if parser.is_finished:
+                self.life.record.is_said = True
+            if parser.broken:
+                raise UpstreamBroken(f"ended by {parser.broken}", cause=parser.broken)
             piece = await begun.answer.read(self.door.patience.between_s)
-        if not parser.has_ended and begun.answer.status == 200:
+        if not (parser.is_finished or parser.has_ended) and begun.answer.status == 200:
             raise UpstreamBroken("ended before its answer did", cause=blame.CUT)
 
     def _after_cut(self, parser: Parser) -> Then:

@@ -10,7 +10,7 @@ import numpy as np
 
 from app.core.worker_report import WorkerInfo
 from app.door import members
-from app.door.asked import DEFAULT_COMPLETION_TOKENS, PROMPTS, AnswerRequest, Api
+from app.door.asked import DEFAULT_COMPLETION_TOKENS, AnswerRequest, Api
 from app.door.engines import TRANSFER, ids_field
 from app.door.members import Headers
 from app.door.migration import Migrating
@@ -59,20 +59,16 @@ class Outgoing:
         drops_usage = not self.asked.wants_usage
         says_end = self.asked.api in _SAY_END
         if not self.can_migrate:
-            return Stream(drops_usage=drops_usage, says_end=says_end)
+            return Stream(
+                drops_usage=drops_usage, says_end=says_end, num_choices=self.asked.num_choices
+            )
         return Migrating(
             prompt_tokens=self.ids.num_tokens, drops_usage=drops_usage, says_end=says_end
         )
 
     def most_tokens(self, worker: WorkerInfo) -> int:
         """That an answer of that worker can count: its context, for each of the texts."""
-        fields = self.body.fields
-        texts = fields.get(PROMPTS[self.asked.api]) if self.asked.api in _BATCHES else None
-        num_texts = len(texts) if isinstance(texts, list) else 1
-        choices = fields.get("n")
-        num_choices = choices if type(choices) is int else 1
-        context = worker.max_model_len or MAX_TOKENS
-        return min(MAX_TOKENS, context * max(1, num_texts) * max(1, num_choices))
+        return min(MAX_TOKENS, (worker.max_model_len or MAX_TOKENS) * self.asked.num_choices)
 
     def goes_on(self, output: Sequence[int]) -> bool:
         """From now on ask for what comes behind these tokens of the answer; False: nothing may."""
@@ -151,8 +147,6 @@ class Outgoing:
         return None
 
 
-_BATCHES = (Api.COMPLETIONS, Api.EMBEDDINGS, Api.RERANK, Api.SCORE)
-"""Whose prompts may be several, each of up to a context."""
 _SAY_END = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES)
 _USAGE_ASKED_FOR = (Api.CHAT, Api.COMPLETIONS)
 """Others always say it."""

@@ -10,7 +10,7 @@ import numpy as np
 from app.core.errors import NoWorkers
 from app.core.failures import Failure, Whose
 from app.core.hashing import token_bytes
-from app.core.outcomes import Ending
+from app.core.outcomes import OK, Ending
 from app.core.worker_report import WorkerInfo
 from app.door.blame import takes_no_more
 from app.door.evidence import Evidence
@@ -212,12 +212,12 @@ class Lifecycle:
         if decision is not None:
             cached = usage.cached if usage is not None and not record.migrations else None
             self._router.telemetry.reuse.ended(decision, record.model_name, cached)
-        if decision is not None and outcome == "ok":
+        if decision is not None and record.outcome == OK:
             self._router.answered(decision, self._request)
             if usage is not None and not record.migrations:
                 self._router.teach(decision, _answer(record, usage))
         if decision is not None and decision.reserved:
-            is_ok = outcome == "ok"
+            is_ok = record.outcome == OK
             self._router.end(decision.reservation_id, self._ending(), answered=is_ok)
         self.trace.end(record)
 

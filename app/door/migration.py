@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,19 @@ import orjson
 from app.core.worker_report import WorkerInfo
 from app.door import blame
 from app.door.asked import AnswerRequest, Api
+from app.door.endings import FAILURES
 from app.door.engines import ids_field, returns_ids
 from app.door.prompts import PromptIds
-from app.door.stream import Events, Stream, events_in, fields_of, tells_error, usage_in
+from app.door.stream import (
+    DONE,
+    Events,
+    Stream,
+    events_in,
+    fields_of,
+    reasons_in,
+    tells_error,
+    usage_in,
+)
 
 _CONTINUABLE = frozenset(
     (
@@ -35,10 +45,9 @@ _COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _IDS = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[([\d,\s]*)\]')
 _SAYS = re.compile(rb'"(?:content|text)"\s*:\s*"[^"]')
 _THINKS = re.compile(rb'"reasoning(?:_content)?"\s*:\s*"[^"]')
-_FINISHES = re.compile(rb'"finish_reason"\s*:\s*"')
 _MAX_EVENT_BYTES = 8 * 1024 * 1024
 """One has the ids of the whole prompt."""
-_DONE = b"data: [DONE]\n\n"
+_LAST = b"data: [DONE]\n\n"
 
 
 def can_migrate(
@@ -83,8 +92,9 @@ class Migrating:
         """Of the worker that says the rest."""
         self.is_finished = False
         """Whether the last token is among them."""
-        self.is_broken = False
-        """Whether the worker said that it failed; its event is not passed on."""
+        self._broken = ""
+        self._is_refused = False
+        """Whether it said that the client is at fault."""
         self._untold: list[int] = []
         """Those behind them."""
         self._is_known = True
@@ -108,8 +118,9 @@ class Migrating:
         return max(self._stream.num_said, len(self.output) + len(self._untold))
 
     @property
-    def failed(self) -> bool:
-        return self._stream.failed
+    def broken(self) -> str:
+        """How the worker failed, if it said so; its event is not passed on."""
+        return self._broken or self._stream.broken
 
     @property
     def error(self) -> bytes:
@@ -129,7 +140,8 @@ class Migrating:
         self._is_continued = bool(self._frame)
         self._events = Events(_MAX_EVENT_BYTES)
         self._untold = []
-        self.has_first_token = self.is_broken = False
+        self.has_first_token = False
+        self._broken = ""
 
     def passed(self, piece: bytes) -> bytes:
         """What of the bytes so far is to be passed on now."""
@@ -140,7 +152,7 @@ class Migrating:
         events = b""
         for event in events_in(text):
             events += self._passed(event)
-            if self.is_broken:
+            if self._broken:
                 break
         return self._stream.passed(events)
 
@@ -151,16 +163,17 @@ class Migrating:
     def ending(self) -> bytes:
         """What a worker that failed after the last token left unsaid."""
         if usage_in(self.tail) is not None:
-            return _DONE
+            return _LAST
         num_output = len(self.output) + len(self._untold)
         counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": num_output}
         usage = counts | {"total_tokens": self._prompt_tokens + num_output}
         last = orjson.dumps(self._frame | {"choices": [], "usage": usage})
-        return self._stream.passed(b"data: " + last + b"\n\n" + _DONE)
+        return self._stream.passed(b"data: " + last + b"\n\n" + _LAST)
 
     def _passed(self, event: bytes) -> bytes:
-        if self.can_go_on and _is_own_fault(event):
-            self.is_broken = True
+        reasons = reasons_in(event)
+        if self.can_go_on and (broken := self._broken_by(event, reasons.values())):
+            self._broken = broken
             return b""
         self.has_first_token = self.has_first_token or event.startswith(b"data:")
         lists = [match[2] for match in _IDS.finditer(event) if not match[1]]
@@ -176,7 +189,7 @@ class Migrating:
             self._thinks = thinks is not None
             self.output += self._untold
             self._untold = []
-        self.is_finished = self.is_finished or _FINISHES.search(event) is not None
+        self.is_finished = self.is_finished or bool(reasons)
         event = _IDS.sub(rb'"\1token_ids":null', event)
         if not self._frame:
             fields = fields_of(event) or {}
@@ -212,7 +225,12 @@ class Migrating:
                 details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
         return b"data: " + orjson.dumps(fields | self._frame) + b"\n\n"
 
-
-def _is_own_fault(event: bytes) -> bool:
-    """Whether it tells an error that is not the client's."""
-    return tells_error(event) and blame.of_event(event) is not None
+    def _broken_by(self, event: bytes, reasons: Collection[str]) -> str:
+        """Returns how an answer that has not come to its end breaks off by an event; "": it does
+        not, or by the client's own fault."""
+        if tells_error(event):
+            self._is_refused = True
+            return blame.ERROR_EVENT if blame.of_event(event) is not None else ""
+        if not FAILURES.isdisjoint(reasons):
+            return blame.ABORTED
+        return blame.CUT if DONE.search(event) and not self._is_refused else ""

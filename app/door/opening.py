@@ -7,14 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from app.door.stream import Events, events_in, fields_of, tells_error
+from app.door.endings import FAILURES, MAY_END
+from app.door.stream import Events, events_in, fields_of, reasons_in, tells_error
 
 MAX_BYTES = 64 * 1024
 MAX_EVENTS = 16
 """More is not held back: the client is to see that its answer has begun."""
 _SAY_NOTHING = frozenset(
     (
-        *("ping", "message_start", "content_block_start"),
+        *("ping", "message_start", "content_block_start", "content_block_stop"),
+        *("message_delta", "message_stop"),
         *("response.created", "response.queued", "response.in_progress"),
         *("response.output_item.added", "response.content_part.added"),
     )
@@ -28,13 +30,13 @@ class Opening:
     """What has come so far.
 
     is_over: whether it is to be passed on, or, with any of the others, asked of another worker.
-    error: the event that told one. is_empty: it has ended, and said nothing. is_foreign: it is no
-    stream of events at all.
+    error: the event that told one. is_aborted: a choice ends by a failure. is_empty: it has ended,
+    and said nothing. is_foreign: it is no stream of events at all.
     """
 
     def __init__(self) -> None:
         self.text = b""
-        self.is_over = self.is_empty = self.is_foreign = False
+        self.is_over = self.is_aborted = self.is_empty = self.is_foreign = False
         self.error = b""
         self._events = Events(MAX_BYTES)
         self._num_events = 0
@@ -50,8 +52,10 @@ class Opening:
             if tells_error(event):
                 self.is_over, self.error = True, event
                 return
-            if _says_something(event):
+            reasons = reasons_in(event) if MAY_END.search(event) else {}
+            if reasons or _says_something(event):
                 self.is_over = True
+                self.is_aborted = not FAILURES.isdisjoint(reasons.values())
                 return
         if not piece:
             self.is_over = self.is_empty = True
@@ -77,4 +81,4 @@ def _has_content(choice: object) -> bool:
         return True
     delta: Mapping[str, Any] = choice.get("delta") or {}
     said = [value for name, value in delta.items() if name != "role"]
-    return any((*said, choice.get("text"), choice.get("finish_reason")))
+    return any((*said, choice.get("text")))

@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from app.core.outcomes import NO_KEY, OK, Kind, kind_of, told_apart
+from app.core.outcomes import GONE, NO_KEY, OK, Kind, kind_of, told_apart
 from app.core.usage import Usage as Used
 from app.core.usage import Who
 from app.door.asked import MODELS, AnswerRequest
@@ -125,6 +125,8 @@ class RequestRecord:
     error: str = ""
     status: int = 0
     """What the client was answered with; 0: nothing, so far."""
+    is_said: bool = False
+    """Whether the client was sent the end of each choice. Whoever hangs up then has it all."""
     failures: list[FailedTry] = field(default_factory=list)
     """In turn."""
     migrations: int = 0
@@ -206,6 +208,7 @@ class RequestRecord:
         """It has ended, in whatever way. Only the first call counts; whether this was it."""
         if self.outcome:
             return False
+        outcome = OK if outcome == GONE and self.is_said else outcome
         self.outcome = told_apart(
             outcome, has_begun=0 < self.status < 400, has_token=self.first_token_s > 0
         )
@@ -222,6 +225,6 @@ class RequestRecord:
 
     def not_taken(self, outcome: str, *, ended_by: str) -> None:
         """Of an answer that a worker has ended, the client has not taken all."""
-        if self.outcome == OK:
+        if self.outcome == OK and not (outcome == GONE and self.is_said):
             self.outcome = told_apart(outcome, has_begun=True, has_token=True)
             self.ended_by = ended_by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 import orjson
 
 from app.core.errors import shown
+from app.door.endings import ABORTED, CUT, FAILURES, MAY_END, reasons_of
 from app.door.record import Usage
 
 TAIL_BYTES = 4096
@@ -22,7 +24,7 @@ MAX_TOKENS = 2**30
 _EVENT_ENDS = (b"\n\n", b"\n\r\n")
 _EVENT_END = re.compile(rb"\n\r?\n")
 _BRACE = re.compile(rb"[{}]")
-_DONE = b"\n\ndata: [DONE]\n\n"
+DONE = re.compile(rb"(?:^|\n)data:\s*\[DONE\]")
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _TTFT = re.compile(rb'"time_to_first_token_ms"\s*:\s*(\d{1,9}(?:\.\d{1,20})?)')
 """As vLLM says it in `metrics`, and only in an answer that no quotes are escaped in around it."""
@@ -37,19 +39,32 @@ _PREAMBLE = re.compile(rb"event: ?response\.(?:created|queued|in_progress)\r?\nd
 """Said before there is a token."""
 _NAMES_ERROR = re.compile(rb"(?:\A|\n)event:\s*(?:error|response\.failed)\s*\n")
 _TYPES_OF_ERROR = ("error", "response.failed")
-_ENDS = re.compile(
-    rb'(?:^|\n)data:\s*\[DONE\]|"finish_reason"\s*:\s*"|"stop_reason"\s*:\s*"'
-    rb'|"type"\s*:\s*"(?:message_stop|response\.(?:completed|incomplete|failed|cancelled))"'
-)
 
 
 def fields_of(event: bytes) -> dict[str, Any] | None:
     """Those of its data; None: that is no object."""
     data = b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
-    with suppress(orjson.JSONDecodeError):
-        fields = orjson.loads(data)
+    with suppress(ValueError):
+        fields = parsed(data)
         return fields if isinstance(fields, dict) else None
     return None
+
+
+def parsed(text: bytes) -> Any:
+    """Returns what JSON says, as engines in Python write it: with NaN, and halves of characters.
+    None: it is nested too deep to tell. Raises ValueError."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(text.decode(errors="replace"))
+        except RecursionError:
+            return None
+
+
+def reasons_in(event: bytes) -> dict[int, str]:
+    """Returns the reasons of the choices that end with an event: see `reasons_of`."""
+    return reasons_of(fields_of(event) or {}) if MAY_END.search(event) else {}
 
 
 def tells_error(event: bytes) -> bool:
@@ -121,33 +136,27 @@ class Events:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._buffer = bytearray()
+        self.held = bytearray()
+        """What of an event has come so far."""
 
     def whole(self, piece: bytes) -> bytes:
         """The events that have ended by now, or a part of one that is too long to be held."""
-        if not self._buffer and piece.endswith(b"\n\n"):
-            return piece
-        begin = max(0, len(self._buffer) - 2)
-        self._buffer += piece
-        marks = ((self._buffer.rfind(mark, begin), len(mark)) for mark in _EVENT_ENDS)
+        begin = max(0, len(self.held) - 2)
+        self.held += piece
+        marks = ((self.held.rfind(mark, begin), len(mark)) for mark in _EVENT_ENDS)
         end = max((at + length for at, length in marks if at >= 0), default=0)
         if not end:
-            if len(self._buffer) <= self._max_bytes:
+            if len(self.held) <= self._max_bytes:
                 return b""
-            end = len(self._buffer)
-        events = bytes(self._buffer[:end])
-        del self._buffer[:end]
+            end = len(self.held)
+        events = bytes(self.held[:end])
+        del self.held[:end]
         return events
-
-    @property
-    def pending(self) -> bytes:
-        """What of an event has come so far."""
-        return bytes(self._buffer)
 
     def rest(self) -> bytes:
         """What is left when no more comes."""
-        rest = bytes(self._buffer)
-        self._buffer.clear()
+        rest = bytes(self.held)
+        self.held.clear()
         return rest
 
 
@@ -169,8 +178,8 @@ class Whole:
 
     has_first_token = False
     num_said = 0
-    failed = False
-    is_broken = False
+    broken = ""
+    is_finished = False
     has_ended = True
     error = b""
 
@@ -185,58 +194,91 @@ class Whole:
 class Stream:
     """An answer that comes as events.
 
-    drops_usage: the client did not ask for the event of usage, and does not get it. says_end: it
-    ends with an event that says so.
+    drops_usage: the client did not ask for the event of usage, and does not get it. says_end: each
+    choice ends with a reason. num_choices: that were asked for.
     """
 
-    def __init__(self, *, drops_usage: bool, says_end: bool = False) -> None:
+    def __init__(self, *, drops_usage: bool, says_end: bool = False, num_choices: int = 1) -> None:
         self.tail = b""
         self.has_first_token = False
         self.num_said = 0
         """Events with something of the answer in them: tokens, where each has one."""
         self.error = b""
         """The event that told one."""
-        self.is_broken = False
+        self.broken = ""
+        """ABORTED or CUT, once its engine has ended it so: from there on, nothing is passed on."""
+        self.is_finished = False
+        """Whether each choice has come to its end."""
         self._says_end = says_end
-        self._latest = b"", b""
+        self._num_choices = num_choices
+        self._begun, self._ended = set[int](), set[int]()
+        """Choices. Where only one was asked for, those that have begun are not looked for."""
         self._drops_usage = drops_usage
         self._events = Events(MAX_EVENT_BYTES)
 
     @property
-    def failed(self) -> bool:
-        """Whether an event told an error."""
-        return bool(self.error)
-
-    @property
     def has_ended(self) -> bool:
         """Whether all of it has come, now that no more comes."""
-        if not self._says_end or self.error:
-            return True
-        latest = b"".join((*self._latest, self._events.pending))
-        return latest.endswith(_DONE) or _ENDS.search(latest) is not None
-
-    def passed(self, piece: bytes) -> bytes:
-        """What of the bytes so far is to be passed on now, unchanged but for what is dropped."""
-        events = self._events.whole(piece)
-        return self._passed(events) if events else b""
+        if self._says_end and not self.error and not self.is_finished:
+            self._until_broken(bytes(self._events.held) + b"\n\n")
+        return not self._says_end or bool(self.error) or self.is_finished
 
     def rest(self) -> bytes:
         """What is left when the answer has ended."""
-        rest = self._events.rest()
-        return self._passed(rest) if rest else b""
+        return self.passed(self._events.rest(), is_rest=True) if self._events.held else b""
 
-    def _passed(self, events: bytes) -> bytes:
-        if not self.has_first_token:
-            self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
-        self._latest = self._latest[1], events
-        self.num_said += len(_SAYS.findall(events))
+    def passed(self, piece: bytes, *, is_rest: bool = False) -> bytes:
+        """What of the bytes so far is to be passed on now, unchanged but for what is dropped."""
+        is_whole = is_rest or (piece.endswith(b"\n\n") and not self._events.held)
+        events = piece if is_whole else self._events.whole(piece)
+        if not events:
+            return b""
         if b"error" in events or b"failed" in events:
             self.error = self.error or next(filter(tells_error, events_in(events)), b"")
+        if self._says_end and (self._num_choices > 1 or self.broken or MAY_END.search(events)):
+            events = self._until_broken(events)
+        if not self.has_first_token:
+            self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
+        self.num_said += len(_SAYS.findall(events))
         if b'"usage"' in events:
             self.tail = events[-TAIL_BYTES:]
             if self._drops_usage and _EMPTY.search(events):
                 return _without_usage(events)
         return events
+
+    def _until_broken(self, events: bytes) -> bytes:
+        """Note which choices end by these events; returns those before the first one by which the
+        answer breaks off."""
+        begin, counts = 0, self._num_choices > 1
+        for end in _EVENT_END.finditer(events):
+            event = events[begin : end.end()]
+            if not (self.broken or self.error) and (counts or MAY_END.search(event)):
+                is_done = DONE.search(event) is not None
+                fields = None if is_done else fields_of(event)
+                if fields is not None:
+                    reasons = reasons_of(fields)
+                    self._ended.update(reasons)
+                    self._begun.update(_numbers_of(fields) if counts else ())
+                    is_done = fields.get("type") == "message_stop"
+                    self.broken = "" if FAILURES.isdisjoint(reasons.values()) else ABORTED
+                are_over = self._begun <= self._ended and len(self._ended) > 0
+                if is_done and not are_over:
+                    self.broken = CUT
+                self.is_finished = are_over and (is_done or len(self._ended) >= self._num_choices)
+            if self.broken:
+                self.is_finished = False
+                return events[:begin]
+            begin = end.end()
+        # Nobody can tell what a part of an event that is too long to be held would say.
+        self._says_end = self._says_end and begin == len(events)
+        return b"" if self.broken else events
+
+
+def _numbers_of(fields: Mapping[str, Any]) -> Iterator[int]:
+    """Yields the number of each choice that is said something of."""
+    choices = fields.get("choices")
+    for at, choice in enumerate(choices if isinstance(choices, list) else ()):
+        yield choice.get("index", at) if isinstance(choice, dict) else at
 
 
 def _without_usage(events: bytes) -> bytes:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import orjson
-
 from app.core.failures import Failure
 from app.door import blame
-from app.door.stream import is_error
+from app.door.endings import ABORTS, FAILURES, reasons_of
+from app.door.stream import is_error, parsed
 
 MAX_PARSED_BYTES = 64 * 1024
 """What is larger is not parsed, as that would take milliseconds: it only has to begin and end like
@@ -72,13 +70,16 @@ def _failure_in(body: bytes, member: str) -> Failure | None:
     fields: Any = None
     if body.rstrip()[-1:] not in _CLOSES:
         return blame.wrong(blame.CUT)
-    if len(body) <= MAX_PARSED_BYTES:
+    aborts = ABORTS.search(body) is not None
+    if aborts or len(body) <= MAX_PARSED_BYTES:
         try:
-            fields = _parsed(body)
+            fields = parsed(body)
         except ValueError:
             return blame.wrong(blame.CUT)
     if isinstance(fields, dict) and is_error(fields):
         return blame.of_error(fields)
+    if aborts and isinstance(fields, dict) and not FAILURES.isdisjoint(reasons_of(fields).values()):
+        return blame.wrong(blame.ABORTED)
     if not member or (isinstance(fields, dict) and member in fields):
         return None
     is_there = fields is None and b'"%b"' % member.encode() in body
@@ -91,19 +92,7 @@ def status_of(body: bytes) -> int:
         return 200
     fields: Any = None
     with suppress(ValueError):
-        fields = _parsed(body)
+        fields = parsed(body)
     if not isinstance(fields, dict) or not is_error(fields):
         return 200
     return blame.status_in(fields) or 400
-
-
-def _parsed(body: bytes) -> object:
-    """None: it is nested too deep to tell. Raises ValueError."""
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError:
-        # Engines in Python write NaN, and halves of characters.
-        try:
-            return json.loads(body.decode(errors="replace"))
-        except RecursionError:
-            return None

@@ -19,12 +19,13 @@ from app.core.worker_report import WorkerInfo
 from app.door import blame, whole_answer
 from app.door.client import Client, Headers
 from app.door.door import Door
-from app.door.errors import AnswerTimeout
+from app.door.errors import AnswerTimeout, WorkerFailed
 from app.door.forwarding import Outgoing
 from app.door.lifecycle import Lifecycle
 from app.door.members import headers_back
 from app.door.stream import usage_in
 from app.door.transfer.base import of_rank
+from app.edge.errors import event_of
 from app.gateway import messages
 from app.gateway.answer import FIRST_BYTES, Answer
 from app.gateway.endpoints import Endpoints, several
@@ -260,6 +261,9 @@ class GatewayCarriage:
         if not is_duplex:
             await self._client.send(piece, last=is_last)
         elif goes_on := answer.goes_on(passed, is_last=is_last):
+            if is_last and answer.parser.broken:
+                failed = WorkerFailed(f"worker {self._worker.key}: ended by {answer.parser.broken}")
+                goes_on.append(event_of(failed, self._path))
             await self._client.send(b"".join(goes_on), last=is_last)
         return is_last
 
@@ -271,7 +275,7 @@ class GatewayCarriage:
         if answer.status >= 400:
             is_full = failure is not None and blame.takes_no_more(failure)
             outcome = of_refusal(answer.status, is_failure=failure is not None, is_full=is_full)
-        elif parser.failed:
+        elif parser.error:
             outcome = "error_event"
         else:
             outcome = "ok" if failure is None else "worker_failed"
@@ -292,8 +296,10 @@ class GatewayCarriage:
         if answer.is_of_gateway:
             return UNREACHED
         if answer.in_events:
-            if answer.parser.failed:
+            if answer.parser.error:
                 return blame.of_event(answer.parser.error)
+            if answer.parser.broken:
+                return blame.wrong(answer.parser.broken)
             is_cut = answer.sees_all and not answer.parser.has_ended
             return blame.wrong(blame.CUT) if is_cut else None
         if not answer.first and answer.status in (200, 404, 405):

@@ -40,7 +40,8 @@ async def complete(request: web.Request) -> web.StreamResponse:
         return web.json_response({"choices": [{"text": SECRET}], "usage": usage})
     answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
     await answer.prepare(request)
-    for event in ({"choices": [{"text": SECRET}]}, {"choices": [], "usage": usage}):
+    said = {"text": SECRET, "finish_reason": "stop"}
+    for event in ({"choices": [said]}, {"choices": [], "usage": usage}):
         await answer.write(b"data: " + orjson.dumps(event) + b"\n\n")
     await answer.write(b"data: [DONE]\n\n")
     return answer

@@ -29,6 +29,7 @@ CHUNK = b'data: {"choices":[{"index":0,"text":" word"}]}\n\n'
 SEEN: dict[str, asyncio.Event] = {}
 """By user: whether the first token of its stream has come."""
 LAST = (
+    b'data: {"choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\n'
     b'data: {"choices":[],"usage":{"prompt_tokens":64,"completion_tokens":2}}\n\ndata: [DONE]\n\n'
 )
 

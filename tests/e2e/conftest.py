@@ -46,7 +46,6 @@ def small_cluster(
         router=RouterSettings(
             reservation_ttl_s=reservation_ttl_s,
             redis_timeout_ms=5000,
-            drain_s=drain_s,
             log_level="error",
         ),
         worker=WorkerSettings(

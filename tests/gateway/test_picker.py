@@ -95,6 +95,19 @@ async def test_usage_that_nobody_asked_for_goes_no_further(
         assert await asked.answers(*EVENTS, USAGE, DONE) == [*EVENTS, b"", DONE]
 
 
+async def test_a_client_is_told_of_an_answer_that_its_engine_aborts(
+    redis: Redis, one_redis_server: EmbeddedRedis
+) -> None:
+    async with fleet(redis, one_redis_server.url) as gateway:
+        asked, _ = await gateway.asks(ASKS)
+        await asked.answer_begins()
+        aborts = EVENTS[1].replace(b'"stop"', b'"abort"')
+        passed = await asked.answers(EVENTS[0], aborts, DONE)
+        assert passed[0] == EVENTS[0]
+        assert b"abort" not in b"".join(passed).replace(b"ended by aborted", b"")
+        assert b'"error"' in passed[-1]
+
+
 async def test_an_answer_that_is_no_stream_goes_on_in_as_few_messages_as_it_fits(
     redis: Redis, one_redis_server: EmbeddedRedis
 ) -> None:
