@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPConnection
 from pathlib import Path
 from types import CodeType, FrameType
@@ -128,11 +128,19 @@ def _counts(windows: Sequence[Window]) -> dict[str, Any]:
         "functions": len(called),
         "files": len({code.co_filename for code in called}),
         "calls": sum(called.values()),
+        "packages": dict(_by_package(called)),
         **{what: least.get(what, 0) for what in ("awaits", "tasks", "futures", "timers")},
         "round_trips": called.get(round_trip.__code__, 0),
         "redis": called.get(Call.words.__code__, 0),
         "called": {_name_of(code): n for code, n in called.items()},
     }
+
+
+def _by_package(called: Mapping[CodeType, int]) -> Counter[str]:
+    calls = Counter[str]()
+    for code, number in called.items():
+        calls[Path(code.co_filename).relative_to(_OURS).parts[0]] += number
+    return calls
 
 
 def _name_of(code: CodeType) -> str:
@@ -164,6 +172,7 @@ async def _counted(settings: RouterSettings, shapes: Sequence[Shape]) -> dict[st
 def counts_of(settings: RouterSettings, shapes: Sequence[Shape]) -> dict[str, Any]:
     """By shape: functions of the application that a request calls, the files that they are in, how
     many calls that is, and of these coroutines; tasks, futures and timers that it makes; round
-    trips to Redis, and commands that it is sent. called: which functions, and how often each."""
+    trips to Redis, and commands that it is sent. called: which functions, and how often each.
+    packages: calls by package."""
     with asyncio.Runner(loop_factory=_CountingLoop) as runner:
         return runner.run(_counted(settings, shapes))

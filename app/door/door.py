@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from app.door.any_worker import AnyWorker
@@ -25,7 +25,7 @@ class Patience:
 
 
 class Door:
-    """Knows how to reach engines, and how long to wait for them, while `run` runs."""
+    """Knows how to reach engines, and how long to wait for them, while its tasks run."""
 
     def __init__(self, upstream: Upstream, patience: Patience, kv_lease_s: float) -> None:
         self.upstream = upstream
@@ -37,9 +37,11 @@ class Door:
         self.leases = KvLeases()
         self.transfers = PairTransfers()
 
-    async def run(self) -> None:
-        """Look for workers that are gone, and after leases, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.missing.run())
-            tasks.create_task(self.leases.run())
-            tasks.create_task(self.transfers.run())
+    @property
+    def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
+        """What runs beside the requests until cancelled, by its name in logs and metrics."""
+        return {
+            "missing_workers": self.missing.run,
+            "kv_leases": self.leases.run,
+            "kv_transfers": self.transfers.run,
+        }

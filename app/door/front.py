@@ -93,7 +93,8 @@ class FrontDoor:
                 sources = parse_names(settings.tokenizers)
                 self.prompts = Prompts(upstream, sources, settings.worker_key, beside)
                 tasks.create_task(self.models.run())
-                tasks.create_task(supervised("missing", self.door.run, self._task_failures))
+                for name, run in self.door.tasks.items():
+                    tasks.create_task(supervised(name, run, self._task_failures))
                 telling = supervised("last_errors", self._last_errors.run, self._task_failures)
                 tasks.create_task(telling)
         finally:

@@ -64,7 +64,7 @@ class Lifecycle:
         """Whether it is none of the workers that are alive; False once nothing is decided."""
         if self._held is None:
             return False
-        return all(info.key != worker.key for info in self._router.fleet.infos)
+        return not self._router.fleet.has(worker.key)
 
     async def decide(self) -> Decision:
         """Choose and reserve a worker that has not failed this request yet. As Router.route."""

@@ -279,6 +279,7 @@ class Prompts:
         **ids: Tokens,
     ) -> None:
         if self._num_comparing < MAX_COMPARING:
+            self._num_comparing += 1
             rendering.again_s = time.monotonic() + rendering.pause_s
             compare = partial(self._compare, api, model, fields, rendering, **ids)
             self._beside("comparison", compare)
@@ -293,7 +294,6 @@ class Prompts:
         theirs: Tokens | None = None,
     ) -> None:
         """Compare what is rendered here with an engine's. One of both is here already."""
-        self._num_comparing += 1
         try:
             if ours is None and rendering.renderer is not None:
                 ours = await _render(api, model, rendering.renderer, fields)

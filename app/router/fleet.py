@@ -54,6 +54,7 @@ class Fleet:
 
     def __init__(self, redis: Redis, keyspace: Keyspace, timeout_s: float) -> None:
         self.last_view: View | None = None
+        self._keys: tuple[View | None, set[WorkerKey]] = None, set()
         self.wrong_version: WrongVersion | None = None
         """Why nothing may be written in the namespace; None: nothing speaks against it."""
         self.is_missing = False
@@ -115,6 +116,12 @@ class Fleet:
         requests for a while."""
         view = self.last_view
         return (*view.infos, *view.paused.values()) if view else ()
+
+    def has(self, key: WorkerKey) -> bool:
+        """Whether a worker is one of `infos`. They are looked through once for many keys."""
+        if self._keys[0] is not self.last_view:
+            self._keys = self.last_view, {info.key for info in self.infos}
+        return key in self._keys[1]
 
     def incarnation_of(self, key: WorkerKey) -> Incarnation | None:
         """Of the worker that is routed to, or paused; None: there is none of that key."""

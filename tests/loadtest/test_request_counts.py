@@ -1,0 +1,34 @@
+"""What one warm request calls in a router, by package: whoever makes it more says why here."""
+
+from __future__ import annotations
+
+import asyncio
+
+from app.http.server import run
+from app.local.redis_server import LOOPBACK, EmbeddedRedis
+from loadtest.bench_door import counted_shapes, register, settings_of
+from loadtest.cores import CORES
+from loadtest.instant_engine import engine_forever
+from loadtest.request_counts import counts_of
+from loadtest.servers import server, until_open
+from loadtest.word_tokenizer import word_tokenizer
+
+PACKAGES = ("http", "core", "edge", "door", "router", "policy", "tokens", "state")
+MOST = {
+    "streamed chat": dict(zip(PACKAGES, (175, 85, 36, 180, 108, 98, 39, 100), strict=True)),
+    "/v1/route, 2,048 ids": dict(zip(PACKAGES, (61, 71, 28, 1, 66, 93, 0, 80), strict=True)),
+}
+
+
+def test_a_warm_request_calls_no_more_than_it_did(one_redis_server: EmbeddedRedis) -> None:
+    url = one_redis_server.url
+    with word_tokenizer() as tokenizer, server(engine_forever, tokenizer, CORES[0]) as engine:
+        asyncio.run(register(url, f"http://{LOOPBACK}:{engine.port}"))
+        run(until_open(engine.port))
+        counts = counts_of(settings_of(url, tokenizer), counted_shapes())
+    for shape, most in MOST.items():
+        calls = counts[shape]["packages"]
+        over = {package: n for package, n in calls.items() if n > most.get(package, 0)}
+        assert not over, f"{shape}: {over} calls, where {most} is what there was"
+        assert sum(calls.values()) > 0.9 * sum(most.values()), f"{shape}: {calls}: lower the bounds"
+        assert (counts[shape]["tasks"], counts[shape]["timers"]) <= (4, 7)
