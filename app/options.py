@@ -141,7 +141,7 @@ class _OneLine(click.Command):
         # Out here, as early releases of Python 3.11 wrap what is raised in an except* clause.
         if isinstance(error, BrokenPipeError):
             raise error  # click ends quietly when nobody reads the output any more
-        raise click.ClickException(printable(str(error)))
+        raise click.ClickException(printable(cut(str(error), MAX_CHARACTERS)))
 
     def _invoke(self, ctx: click.Context) -> Any:
         try:

@@ -6,15 +6,17 @@ import atexit
 import logging
 import sys
 from queue import Empty, Full, Queue
-from textwrap import indent
 from threading import Lock, Thread
 from typing import Any, Literal
 
+from app.core.errors import cut
 from app.core.printable import printable
 
 MAX_LINES = 10_000
 """That wait to be written. More are lost; how many is told once the stream takes lines again."""
 LINES_AT_ONCE = 256
+MAX_CHARACTERS = 2000
+"""Of a line of the log: what a file, an engine or an API server says wrongly may be megabytes."""
 FLUSH_S = 1.0
 """How long the end of the process waits for what is not written."""
 
@@ -82,10 +84,11 @@ class _Formatter(logging.Formatter):
     """A record in one line; and, farther in, those of its traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as it is named there
-        return printable(super().formatMessage(record))
+        return printable(cut(super().formatMessage(record), MAX_CHARACTERS))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        return indent(super().formatException(ei), "  ")
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"  {cut(line, MAX_CHARACTERS)}" for line in lines)
 
 
 class ErrHandler(logging.Handler):

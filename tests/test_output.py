@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from app import output
-from app.output import ErrHandler, Output
+from app.output import MAX_CHARACTERS, ErrHandler, Output
 
 BLOCKED = """
 import sys
@@ -83,6 +83,20 @@ def test_a_record_is_one_line_and_its_traceback_lies_farther_in(
     assert others[0] == "  Traceback (most recent call last):"
     assert others[-2:] == ["  ValueError: bad", "  ERROR forged \\u009b31m"]
     assert all(line.isprintable() for line in (first, *others))
+
+
+def test_a_long_text_of_others_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = ErrHandler()
+    try:
+        raise ValueError("y" * 250_000)
+    except ValueError:
+        told = {"msg": "pods: %s", "args": ("x" * 250_000,), "exc_info": sys.exc_info()}
+        handler.handle(logging.makeLogRecord(told))
+    output.ERR.flush()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("pods: xxx")
+    assert lines[-1].startswith("  ValueError: yyy")
+    assert max(map(len, lines)) <= MAX_CHARACTERS + 2
 
 
 def test_a_line_of_others_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:

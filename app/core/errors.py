@@ -32,6 +32,8 @@ KvrouteError
 
 from __future__ import annotations
 
+import numpy as np
+
 MAX_SHOWN = 80
 """A message repeats at most this many characters of a caller's input, which may be megabytes."""
 
@@ -51,6 +53,8 @@ def _repr(value: object, most: int) -> str:
     them, so JSON parsers may take deeper values than repr."""
     if isinstance(value, str | bytes):
         return repr(value[:most])
+    if isinstance(value, np.ndarray):  # as which ids that were sent as a list are kept
+        value = value[:most].tolist()
     if not isinstance(value, dict | list):
         return repr(value)
     text, end = ("{", "}") if isinstance(value, dict) else ("[", "]")

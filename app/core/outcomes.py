@@ -40,7 +40,8 @@ LEFT_BEFORE, LEFT_AFTER = "left_before_token", "left_after_token"
 NO_KEY = "invalid_api_key"
 GONE = "client_gone"
 """One of these two, before it is known which."""
-_NO_ANSWER = ("worker_failed", "repeated_failure", "answer_timeout")
+WORKER_FAILED = "worker_failed"
+_NO_ANSWER = (WORKER_FAILED, "repeated_failure", "answer_timeout")
 _KINDS = {
     OK: Kind.OK,
     UNFIT: Kind.UNFIT,

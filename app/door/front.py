@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
+from app.core.outcomes import Ending
 from app.core.settings.kinds import parse_aliases, parse_names, parse_sharing
 from app.core.settings.router import RouterSettings
 from app.door.access_log import AccessLog
@@ -100,6 +101,10 @@ class FrontDoor:
         finally:
             await upstream.close()
             await asyncio.to_thread(self.tracing.close)
+
+    def reported(self, model: str, ending: Ending | None, *, has_failed: bool) -> None:
+        """Count a request that its client has carried."""
+        self._outcomes.reported(model, ending, has_failed=has_failed)
 
     def ended(self, record: RequestRecord) -> None:
         """Tell of a request, and learn from it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 
-from app.core.outcomes import ANSWERED, OK, Kind, kind_of
+from app.core.outcomes import ANSWERED, OK, WORKER_FAILED, Ending, Kind, kind_of
 from app.core.trust import Trust
 from app.core.usage import BY, OTHER
 from app.core.usage import Usage as Used
@@ -41,13 +41,15 @@ _PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5,
 class _Metrics(Table):
     requests = counter(
         "door_requests",
-        "Requests of OpenAI clients that have ended, refused ones too: by model, if the door knows "
+        "Requests that have ended, refused ones too: by model, if the door knows "
         "it; by how they ended: ok; engine_error, engine_full: an engine's own error; refused: an "
         "engine takes it for the request's fault; error_event: an error within an answer; cut: one "
         "that broke off; "
         "worker_failed, repeated_failure, answer_timeout: no engine answered; left_before_token, "
         "left_after_token: the client did, before its first token or after it; else the code of "
-        "the router's error; and by the status of the answer, 499 if the client had gone.",
+        "the router's error; and by the status of the answer, 499 if the client had gone. Those that "
+        "clients of /v1/route carried count by what these report, ok or worker_failed, without a "
+        "status.",
         "model",
         "outcome",
         "code",
@@ -255,6 +257,14 @@ class Outcomes:
             self._key_tokens(name, "output").inc(used.output_tokens)
         if used.waited_ms:
             self._key_waited(name).inc(used.waited_ms / 1000)
+
+    def reported(self, model: str, ending: Ending | None, *, has_failed: bool) -> None:
+        """Count a request that its client has carried, by what that says. ending: None: nothing."""
+        self._requests(model, WORKER_FAILED if has_failed else OK, "").inc()
+        if ending is not None:
+            self._tokens(model, "output").inc(ending.output_tokens)
+            if ending.ttft_ms is not None:
+                self._ttft(model).observe(ending.ttft_ms / 1000)
 
     def _count_admitted(self, model: str, admitted: Admission, record: RequestRecord) -> None:
         self._tokens_from(model, admitted.tokens_from).inc()

@@ -115,12 +115,16 @@ async def release(client: Client) -> None:
         raise InvalidRequest(
             "output_tokens", f"no worker takes over {most:,} tokens, got {options.output_tokens:,}"
         )
+    ending = Ending(options.output_tokens, options.ttft_ms) if options.output_tokens else None
     was_reserved = await router.release(
         checked_reservation_id(request_id),
         failure=REPORTED if options.worker_failed else None,
         caller=client.holder,
-        ending=Ending(options.output_tokens, options.ttft_ms) if options.output_tokens else None,
+        ending=ending,
     )
+    if was_reserved:
+        model = next((name for info in router.fleet.infos for name in info.models), "")
+        client.replica.door.reported(model, ending, has_failed=options.worker_failed)
     await client.answer({"request_id": request_id, "found": was_reserved})
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.core.errors import MAX_SHOWN, cut, shown
@@ -25,6 +26,12 @@ def nested(depth: int) -> list[Any]:
 )
 def test_a_value_is_shown_as_repr_shows_its_begin(value: object) -> None:
     assert shown(value) == cut(repr(value))
+
+
+def test_ids_are_shown_as_the_list_that_was_sent() -> None:
+    assert shown({"prompt": np.arange(3)}) == "{'prompt': [0, 1, 2]}"
+    assert "\n" not in shown(np.arange(100_000))
+    assert shown(np.arange(100_000)).startswith("[0, 1, 2,")
 
 
 def test_a_value_nested_deeper_than_repr_takes_is_shown() -> None:

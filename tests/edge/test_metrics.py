@@ -369,3 +369,22 @@ async def test_other_requests_are_answered_between_any_two_metrics_of_a_scrape()
     assert b"kvroute_worker_stale" in await text_of(telemetry, {})
     task.cancel()
     assert turns >= len(list(telemetry.registry.collect()))
+
+
+async def test_what_clients_carry_themselves_counts_by_what_they_report(
+    client: httpx.AsyncClient, workers: FakeWorkers
+) -> None:
+    await workers.register("w1", models=("m",))
+    said = {"output_tokens=7&ttft_ms=300": "ok", "": "ok", "worker_failed=true": "worker_failed"}
+    for query in said:
+        path = f"/v1/requests/{(await route(client)).json()['reservation_id']}"
+        for _ in range(2):  # the second ends nothing
+            assert (await client.delete(f"{path}?{query}")).status_code == 200
+    scraped = await scrape(client)
+    ended = {
+        outcome: scraped("door_requests_total", model="m", outcome=outcome, code="")
+        for outcome in set(said.values())
+    }
+    assert ended == {"ok": 2, "worker_failed": 1}
+    assert scraped("door_tokens_total", model="m", kind="output") == 7
+    assert scraped("door_ttft_seconds_count", model="m") == 1
