@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
-from app.core.errors import ConfigError, KvrouteError
+from app.core.errors import ConfigError, KvrouteError, cut
 from app.core.printable import printable
 from app.core.settings import kinds
 from app.core.settings.kinds import (
@@ -32,6 +32,7 @@ from app.core.settings.kinds import (
     headings,
     variable,
 )
+from app.output import MAX_CHARACTERS
 from app.policy.cost import POLICIES
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,7 +15,8 @@
 --                               id, of the reservation, or of the request; ttl_ms, > 0, how much
 --                               longer the reservation lasts, if it is not released; began_by_ms,
 --                               only one whose try began by then, as for `release`, -1: any;
---                               of_source, 0 or 1: of its source
+--                               of_source, 0 or 1: of its source; late_ms, how much later than
+--                               predicted the first token came, -1: unknown
 -- Returns  {outcome, ...}      of each request, in order:
 --                               the attempt that had reserved; its prefill is complete
 --                               "-": as above, but the record cannot be read
@@ -34,6 +35,7 @@ local verdicts, workers, current = KEYS[7], KEYS[8], KEYS[9]
 -- @include verdict
 -- @include keep_verdict
 -- @include failures
+-- @include late
 
 local now = now_ms()
 local FIELDS = {} -- @fields prefill_complete
@@ -59,7 +61,7 @@ local function complete(inc, l, request_id, request, ttl_ms, of_source)
   redis.call('HSET', requests_prefix .. inc, request_id, format_request(request))
 end
 
-local function prefill_complete(id, ttl_ms, began_by_ms, of_source)
+local function prefill_complete(id, ttl_ms, began_by_ms, of_source, late_ms)
   local request_id, request, inc = find(id)
   if of_source then
     request_id, request, inc = find(source_of(request_id))
@@ -77,6 +79,7 @@ local function prefill_complete(id, ttl_ms, began_by_ms, of_source)
       answered(inc, began_ms_of(request.attempt), now)
     else
       began_to_answer(inc, now)
+      note_late(inc, late_ms, now)
     end
   end
   return request and request.attempt or '-'
@@ -85,7 +88,7 @@ end
 local outcomes = {}
 for i, row in ipairs(rows(1, FIELDS)) do
   outcomes[i] = prefill_complete(
-    row.id, tonumber(row.ttl_ms), tonumber(row.began_by_ms), row.of_source == '1'
+    row.id, tonumber(row.ttl_ms), tonumber(row.began_by_ms), row.of_source == '1', tonumber(row.late_ms)
   )
 end
 return outcomes

@@ -16,7 +16,8 @@
 --                               newer reservation, -1: any; came, 0..3, 1: if its first token
 --                               came, its worker has answered it, which ends a row of failures
 --                               before it was routed, 2: it came, with the end, 3: it came, with
---                               an end that is none of an answer
+--                               an end that is none of an answer; late_ms, how much later than
+--                               predicted its first token came, or has not come, -1: unknown
 -- Returns  {outcome, ...}      of each request, in order:
 --                               its attempt: released before the first token; that had reserved
 --                               "-": released; the first token was out, or the record cannot be read
@@ -35,11 +36,12 @@ local versions, workers, current = KEYS[7], KEYS[8], KEYS[9]
 -- @include verdict
 -- @include keep_verdict
 -- @include failures
+-- @include late
 
 local now = now_ms()
 local FIELDS = {} -- @fields release
 
-local function release(id, attempt, began_by_ms, came)
+local function release(id, attempt, began_by_ms, came, late_ms)
   local request_id, request, inc = find(id)
   if request and attempt ~= '' and request.attempt ~= attempt then
     return false
@@ -55,6 +57,9 @@ local function release(id, attempt, began_by_ms, came)
     return false
   end
   local is_early = request and request.state == 'p'
+  if is_early then
+    note_late(inc, late_ms, now)
+  end
   if request and (came == '2' or came == '1' and not is_early) then
     answered(inc, began_ms_of(request.attempt), now)
   end
@@ -63,6 +68,6 @@ end
 
 local outcomes = {}
 for i, row in ipairs(rows(1, FIELDS)) do
-  outcomes[i] = release(row.id, row.attempt, tonumber(row.began_by_ms), row.came)
+  outcomes[i] = release(row.id, row.attempt, tonumber(row.began_by_ms), row.came, tonumber(row.late_ms))
 end
 return outcomes

@@ -51,6 +51,10 @@ class Load:
         drained_us = min((now_ms - self.head_since_ms) * 1000, self.head_us)
         return (self.prefill_us - max(0, drained_us)) / 1e6
 
+    def overdue_s(self, now_ms: int) -> float:
+        """For how long first tokens have not come that were predicted by now."""
+        return (now_ms - self.head_since_ms) / 1000 - self.prefill_us / 1e6
+
     def routed_s(self, rounds: int) -> float:
         """Predicted seconds of prefill routed here lately, as of `rounds`."""
         return self.routed_us / 1e6 * fading(rounds - self.routed_at)

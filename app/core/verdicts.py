@@ -14,6 +14,14 @@ import orjson
 
 from app.core.types import Incarnation
 
+LATE = "late"
+"""The mark of a worker whose first tokens come later than predicted."""
+LATE_FADES_MS = 7000
+"""By a factor of e, as in lua/lib/verdict.lua."""
+LATE = "late"
+"""The mark of a worker whose first tokens come later than predicted."""
+LATE_FADES_MS = 7000
+"""By a factor of e, as in lua/lib/late.lua."""
 FAILED = "failed"
 """The mark of failures that count for all callers."""
 LACKS, CALLER = "lacks ", "caller "
@@ -69,7 +77,8 @@ class Mark:
     """One thing that speaks against a worker; times by the Redis clock.
 
     count, last_ms: failures in a row, and when the last one was. share: of its tries lately, those
-    that failed, in thousandths, as of at_ms. life: of its engine.
+    that failed, in thousandths, as of at_ms. life: of its engine. late_ms: how much later than
+    predicted its first tokens come, as of at_ms.
     """
 
     since_ms: int = 0
@@ -81,11 +90,16 @@ class Mark:
     share: int = 0
     at_ms: int = 0
     life: str = ""
+    late_ms: int = 0
 
     def share_at(self, now_ms: int) -> float:
         """The share by now, from 0 to 1; 0 if it is too small to say anything."""
         share = self.share / 1000 * math.exp(min(0, self.at_ms - now_ms) / SHARE_FADES_MS)
         return share if share >= SHARE_COUNTS else 0.0
+
+    def late_s(self, now_ms: int) -> float:
+        """How late first tokens come, in seconds. It fades, so that the worker is tried again."""
+        return self.late_ms / 1000 * math.exp(min(0, self.at_ms - now_ms) / LATE_FADES_MS)
 
 
 NO_MARK = Mark()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,9 @@ from app.door.record import Admission, FailedTry, RequestRecord, Stage, Usage
 from app.door.tracing import Trace
 from app.policy.answers import Answer
 from app.policy.decision import Decision
+
+IN_TIME_S = 0.5
+"""So much longer a first token may take than twice what was predicted."""
 
 
 def _nothing_heard() -> tuple[int, None]:
@@ -42,6 +46,9 @@ class Lifecycle:
         self._held: Decision | None = None
         self._heard: Callable[[], tuple[int, Usage | None]] = _nothing_heard
         self._has_first_token = False
+        self._decided_s = 0.0
+        self._tells_late = False
+        """Whether it is still to be told how late the worker's first token is."""
         self._sent_ms: int | None = None
         """When it was given to that worker, by the Redis clock."""
         self._doubted: frozenset[str] = frozenset()
@@ -85,7 +92,7 @@ class Lifecycle:
                 self._request = replace(self._request, exclude=exclude)
                 decision = await self._router.route(self._request, self._prompt)
         self._prompt = None
-        self._held = decision
+        self._held, self._decided_s, self._tells_late = decision, time.monotonic(), True
         self._sent_ms = self._router.fleet.redis_now_ms
         view, inc = self._router.fleet.last_view, decision.incarnation
         if view is not None and view.knows_failures:
@@ -193,7 +200,9 @@ class Lifecycle:
             self.record.first_token()
             self.trace.first_token()
         if decision.reserved:
-            self._router.first_token(decision.reservation_id)
+            late_ms = self._late_ms(decision) if is_seen else None
+            self._tells_late = not is_seen
+            self._router.first_token(decision.reservation_id, late_ms=late_ms)
 
     def hears(self, heard: Callable[[], tuple[int, Usage | None]]) -> None:
         """heard: tells how many tokens of the answer have been passed on, and what its engine last
@@ -218,8 +227,29 @@ class Lifecycle:
                 self._router.teach(decision, _answer(record, usage))
         if decision is not None and decision.reserved:
             is_ok = record.outcome == OK
-            self._router.end(decision.reservation_id, self._ending(), answered=is_ok)
+            late_ms = self._late_ms(decision, usage) if self._tells_late else None
+            if not is_ok:
+                late_ms = late_ms or None  # what has not come may yet be in time
+            self._router.end(
+                decision.reservation_id, self._ending(), answered=is_ok, late_ms=late_ms
+            )
         self.trace.end(record)
+
+    def _late_ms(self, decision: Decision, usage: Usage | None = None) -> int | None:
+        """How much later than predicted the first token has come, or has not come by now; 0: within
+        twice the time that was predicted, and half a second. None: it is not known whose time that
+        was.
+
+        usage: of an answer that came whole; what its tokens take is predicted as well.
+        """
+        view = self._router.fleet.last_view
+        at = view.position(decision.incarnation) if view is not None else None
+        if view is None or at is None or decision.source is not None:
+            return None
+        rest_s = usage.output * view.measured[at].speed.decode_s if usage is not None else 0.0
+        took_s = time.monotonic() - self._decided_s
+        late_s = took_s - 2.0 * (decision.expected_s + rest_s) - IN_TIME_S
+        return round(1000 * max(0.0, late_s))
 
     def _counted_here(self) -> Usage | None:
         """What the client got of an answer of which its engine did not tell all; None: nothing."""

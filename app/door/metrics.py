@@ -47,9 +47,8 @@ class _Metrics(Table):
         "that broke off; "
         "worker_failed, repeated_failure, answer_timeout: no engine answered; left_before_token, "
         "left_after_token: the client did, before its first token or after it; else the code of "
-        "the router's error; and by the status of the answer, 499 if the client had gone. Those that "
-        "clients of /v1/route carried count by what these report, ok or worker_failed, without a "
-        "status.",
+        "the router's error; and by the status of the answer, 499 if the client had gone. Those "
+        "that clients of /v1/route carried, by what these report: ok, or worker_failed.",
         "model",
         "outcome",
         "code",

@@ -21,7 +21,7 @@ from app.core.loads import (
 from app.core.overlaps import Overlaps
 from app.core.trust import Rung, Trust, lowest
 from app.core.types import Incarnation, TierOverlap
-from app.core.verdicts import CALLER, LACKS, Mark, Verdict
+from app.core.verdicts import CALLER, LACKS, LATE, Mark, Verdict
 from app.core.worker_report import (
     WorkerInfo,
 )
@@ -42,7 +42,7 @@ from app.policy.rows import (
     others_rows,
     rows_of,
 )
-from app.policy.workers import Workers
+from app.policy.workers import Workers, beyond_least
 
 
 class View:
@@ -122,8 +122,27 @@ class View:
             for name, mark in marks.items():
                 if name.startswith((LACKS, CALLER)):
                     self._left_alone[name][inc] = mark
+        if any(LATE in marks for marks in self.marks.values()):
+            own = 0.0 if self.late_s is None else self.late_s
+            self.late_s = beyond_least(own + self._first_tokens_late_s())
         self.failed_shares = shares if shares.any() else None
         self._on_trial = on_trial if on_trial.any() else None
+
+    def _first_tokens_late_s(self) -> Floats:
+        """How much later than predicted first tokens come, (workers,).
+
+        It fades, so that each worker is tried again; while that try is overdue, too, it is as much
+        as it was.
+        """
+        late_s, columns = np.zeros(len(self.infos)), self._loads.columns
+        for inc, marks in self.marks.items():
+            mark, at = marks.get(LATE), self.position(inc)
+            if mark is not None and at is not None:
+                late_s[at] = mark.late_s(self.now_ms)
+                if columns[RESERVED, at] > columns[DECODING, at]:
+                    overdue_s = self._loads.at(at).overdue_s(self.now_ms)
+                    late_s[at] = max(late_s[at], min(overdue_s, mark.late_ms / 1000))
+        return late_s
 
     def rung(self, inc: Incarnation, info: WorkerInfo) -> Rung:
         """Of one of the workers."""

@@ -85,7 +85,7 @@ class Workers:
         self.reported = tuple(self.rows)
         """Its rows, one by one: to take a matrix apart takes time for each of them."""
         self.max_requests = np.array([info.max_requests for info in self.infos], dtype=np.float64)
-        self.late_s = _beyond_least([m.metrics.late_s for m in self.measured])
+        self.late_s = beyond_least(np.array([m.metrics.late_s for m in self.measured]))
         """For how long each keeps others waiting beyond the one that does least, (workers,); None:
         all alike. What befalls all says nothing of any."""
 
@@ -114,7 +114,7 @@ class Workers:
             workers.measured[place] = measured[self.incarnations[place]]
         workers._show(places)
         workers.reported = tuple(workers.rows)
-        workers.late_s = _beyond_least([m.metrics.late_s for m in workers.measured])
+        workers.late_s = beyond_least(np.array([m.metrics.late_s for m in workers.measured]))
         return workers
 
     def _show(self, places: Sequence[int]) -> None:
@@ -137,8 +137,9 @@ class Workers:
         """Whether any of their engines may have what no router reserved."""
 
 
-def _beyond_least(late_s: list[float]) -> Floats | None:
-    if not any(late_s):
+def beyond_least(late_s: Floats) -> Floats | None:
+    """How much later each is than the one that is least; None: all are alike."""
+    if not late_s.any():
         return None
-    beyond: Floats = np.array(late_s) - min(late_s)
+    beyond: Floats = late_s - late_s.min()
     return beyond if beyond.any() else None

@@ -55,7 +55,7 @@ class _Report:
     nobody waits for that. ending: what came of the request; None: nobody says. answered: of an end:
     whether the worker has answered all of it, as far as anybody says. is_whole: of an end:
     it tells of the first token as well. is_late: the same id may have been promised something else
-    since. source_ttl_ms: how long a source keeps its blocks."""
+    since. source_ttl_ms: how long a source keeps its blocks. late_ms: see `Release`."""
 
     reservation_id: str
     event: _Event
@@ -66,6 +66,7 @@ class _Report:
     is_whole: bool = False
     is_late: bool = False
     source_ttl_ms: int = 0
+    late_ms: int | None = None
 
 
 @dataclass(slots=True)
@@ -130,11 +131,18 @@ class Reports:
         event = _Event.SOURCE_COMPLETE
         self._add(_Report(reservation_id, event, now_ms, answer, source_ttl_ms=ttl_ms))
 
-    def first_token(self, reservation_id: str, answer: asyncio.Future[bool] | None = None) -> None:
+    def first_token(
+        self,
+        reservation_id: str,
+        answer: asyncio.Future[bool] | None = None,
+        *,
+        late_ms: int | None = None,
+    ) -> None:
         """The first token of a request is out. If Redis cannot be reached, it is told later."""
         self._carried.first_token(reservation_id)
         now_ms = self._replica.fleet.redis_now_ms
-        self._add(_Report(reservation_id, _Event.PREFILL_COMPLETE, now_ms, answer))
+        event = _Event.PREFILL_COMPLETE
+        self._add(_Report(reservation_id, event, now_ms, answer, late_ms=late_ms))
 
     def end(
         self,
@@ -143,6 +151,7 @@ class Reports:
         ending: Ending | None = None,
         *,
         answered: bool = True,
+        late_ms: int | None = None,
     ) -> None:
         """A request has ended. answered: its worker has answered it; else nothing is known.
 
@@ -150,7 +159,9 @@ class Reports:
         """
         self._carried.end(reservation_id)
         now_ms = self._replica.fleet.redis_now_ms
-        self._add(_Report(reservation_id, _Event.END, now_ms, answer, ending, answered))
+        report = _Report(reservation_id, _Event.END, now_ms, answer, ending, answered)
+        report.late_ms = late_ms
+        self._add(report)
 
     def carry(self, decision: Decision) -> None:
         """Keep reserved what the door carries, until it ends."""
@@ -342,6 +353,7 @@ class Reports:
                     began_by_ms=report.began_by_ms if report.is_late else None,
                     answered=report.answered,
                     whole=report.is_whole,
+                    late_ms=report.late_ms,
                 )
                 for report in reports
             ]
@@ -352,6 +364,7 @@ class Reports:
                 self._ttl_ms_after(report),
                 report.began_by_ms if report.is_late else None,
                 report.event is _Event.SOURCE_COMPLETE,
+                report.late_ms,
             )
             for report in reports
         ]
@@ -374,7 +387,7 @@ class Reports:
 def _joined(reports: list[_Report]) -> list[_Report]:
     """A first token that is told together with its request's end takes no script of its own."""
     begun = {
-        report.reservation_id
+        report.reservation_id: report.late_ms
         for report in reports
         if report.event is _Event.PREFILL_COMPLETE and report.answer is None
     }
@@ -385,5 +398,7 @@ def _joined(reports: list[_Report]) -> list[_Report]:
     }
     for report in whole.values():
         report.is_whole = True
+        if report.late_ms is None:
+            report.late_ms = begun[report.reservation_id]
     rest = [report for report in reports if report.reservation_id not in whole]
     return [*rest, *whole.values()] if whole else reports

@@ -253,15 +253,22 @@ class Router:
         if decision.source is not None:
             self._reports.source_complete(decision.reservation_id, [decision.source.worker])
 
-    def first_token(self, reservation_id: str) -> None:
-        """As `prefill_complete`, without waiting for it."""
-        self._reports.first_token(reservation_id)
+    def first_token(self, reservation_id: str, *, late_ms: int | None = None) -> None:
+        """As `prefill_complete`, without waiting for it. late_ms: how much later than predicted;
+        None: that is unknown."""
+        self._reports.first_token(reservation_id, late_ms=late_ms)
 
     def end(
-        self, reservation_id: str, ending: Ending | None = None, *, answered: bool = True
+        self,
+        reservation_id: str,
+        ending: Ending | None = None,
+        *,
+        answered: bool = True,
+        late_ms: int | None = None,
     ) -> None:
-        """As `release`, without waiting for it. answered: whether the worker has, to the end."""
-        self._reports.end(reservation_id, ending=ending, answered=answered)
+        """As `release`, without waiting for it. answered: whether the worker has, to the end.
+        late_ms: for how much longer than predicted no first token came; None: that is unknown."""
+        self._reports.end(reservation_id, ending=ending, answered=answered, late_ms=late_ms)
 
     def count(self, who: Who, used: Usage) -> None:
         """Count what a request has used; Redis is told with its end."""

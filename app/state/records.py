@@ -40,6 +40,7 @@ class PrefillCompleteRow(NamedTuple):
     ttl_ms: int
     began_by_ms: int
     of_source: int
+    late_ms: int
 
 
 class UsageRow(NamedTuple):
@@ -61,6 +62,7 @@ class ReleaseRow(NamedTuple):
     attempt: str
     began_by_ms: int
     came: int
+    late_ms: int
 
 
 FIELDS: dict[str, tuple[str, ...]] = {

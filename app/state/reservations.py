@@ -147,12 +147,14 @@ class PrefillComplete:
     """Of one request. request_id: that, or the reservation's own id. ttl_ms: how much longer what
     is reserved lasts. began_by_ms: as of a Release. of_source: of what its source promised: the
     prompt is computed there, and no longer a request of that worker's; its blocks wait to be
-    fetched, for ttl_ms."""
+    fetched, for ttl_ms. late_ms: how much later than predicted the first token came; None: that is
+    unknown."""
 
     request_id: str
     ttl_ms: int
     began_by_ms: int | None = None
     of_source: bool = False
+    late_ms: int | None = None
 
 
 def prefill_complete(
@@ -166,7 +168,9 @@ def prefill_complete(
     args: list[int | str] = []
     for one in requests:
         by_ms = -1 if one.began_by_ms is None else one.began_by_ms
-        args += PrefillCompleteRow(one.request_id, one.ttl_ms, by_ms, int(one.of_source))
+        late_ms = -1 if one.late_ms is None else one.late_ms
+        of_source = int(one.of_source)
+        args += PrefillCompleteRow(one.request_id, one.ttl_ms, by_ms, of_source, late_ms)
     return call("prefill_complete", keyspace, *args, parse=_attempts)
 
 
@@ -175,13 +179,16 @@ class Release:
     """Of one reservation. request_id: that, or the reservation's own id. attempt: only if the
     reservation is that attempt's; "": any. began_by_ms: only if the try that made it began by then,
     by the Redis clock; None: whenever that was. answered: its worker has answered it, which ends
-    a row of failures, if the first token was reported. whole: that is reported with this."""
+    a row of failures, if the first token was reported. whole: that is reported with this. late_ms:
+    how much later than predicted the first token came, if that is reported with this, or has not
+    come by now; None: that is unknown."""
 
     request_id: str
     attempt: str = ""
     began_by_ms: int | None = None
     answered: bool = False
     whole: bool = False
+    late_ms: int | None = None
 
 
 def release(keyspace: Keyspace, releases: Sequence[Release]) -> Call[list[str | None]]:
@@ -194,7 +201,8 @@ def release(keyspace: Keyspace, releases: Sequence[Release]) -> Call[list[str | 
     for one in releases:
         by_ms = -1 if one.began_by_ms is None else one.began_by_ms
         came = (2 if one.answered else 3) if one.whole else int(one.answered)
-        args += ReleaseRow(one.request_id, one.attempt, by_ms, came)
+        late_ms = -1 if one.late_ms is None else one.late_ms
+        args += ReleaseRow(one.request_id, one.attempt, by_ms, came, late_ms)
     return call("release", keyspace, *args, parse=_attempts)
 
 

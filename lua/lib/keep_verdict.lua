@@ -10,11 +10,15 @@
 local SHARE_COUNTS = 100
 local FORGOTTEN_MS = 60000
 local VOUCHED_MS = 3000
+local LATE_FORGOTTEN_MS = 120000
 local STAYS = {tainted = 1, draining = 1, ill = 1, away = 1, undone = 1, gone = 1}
 
 local function is_over(name, mark, now)
   if STAYS[name] then
     return false
+  end
+  if name == 'late' then
+    return mark.at_ms + LATE_FORGOTTEN_MS < now
   end
   local forgotten_ms = math.max(mark.until_ms, mark.last_ms) + FORGOTTEN_MS
   return mark.until_ms <= now and faded(mark, now) < SHARE_COUNTS

@@ -3,6 +3,7 @@
 --   tainted, draining   it gets no requests, however few others are left
 --   ill, away           as its agent takes its engine to be; as its agent is not heard of
 --   failed              what its failures have come to, for all callers
+--   late                its first tokens come late_ms later than predicted, as of at_ms
 --   lacks <what>        for a model or path; caller <who>: for one caller alone
 --   undone, gone        its agent is to hear that it drains no more; no process acts as it
 -- Each has since_ms, until_ms, cause and witnesses as far as they are known, and of failures count: in a
@@ -13,6 +14,7 @@
 -- out_of_service(now): the incs of all that drain or are tainted.
 -- Wants locals: current, verdicts.
 local SHARE_FADES_MS = 4000 -- by a factor of e
+local LATE_MOST_MS = 600000
 local LATEST = {since_ms = 0, last_ms = 0, at_ms = 0, until_ms = 600000} -- behind now
 
 local function sound(number, most)
@@ -28,6 +30,7 @@ local function marks_of(worker, now)
         mark[field] = sound(mark[field], now + later_ms)
       end
       mark.count, mark.share = sound(mark.count, 7), sound(mark.share, 1000)
+      mark.late_ms = sound(mark.late_ms, LATE_MOST_MS)
       marks[name] = mark
     end
   end

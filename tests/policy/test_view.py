@@ -11,6 +11,7 @@ from app.core.loads import ROUND, Load, Loads, Reservation, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.resume import Resume
 from app.core.types import Incarnation, TierOverlap, WorkerKey
+from app.core.verdicts import Mark, Marks, MarksByWorker
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
 from app.policy.cost import Candidates
 from app.policy.view import View, load_statistics
@@ -258,3 +259,29 @@ def test_what_many_hold_alike_is_shown_as_if_it_were_of_each() -> None:
         strict=True,
     ):
         assert one.tolist() == other.tolist()
+
+
+def test_late_first_tokens_are_a_price_that_fades_but_while_its_next_try_is_overdue() -> None:
+    marks = Marks(late=Mark(late_ms=8000, at_ms=100_000))
+
+    def late_s(now_ms: int, load: Load, metrics: ForwardPassMetrics | None = None) -> list[float]:
+        workers = Workers(
+            [
+                (ONE, info("a"), UNMEASURED),
+                (TWO, info("b"), UNMEASURED if metrics is None else measured(metrics)),
+            ]
+        )
+        loads = Loads.of({ONE: load, TWO: Load()})
+        snapshot = Snapshot(now_ms, loads, marks=MarksByWorker({ONE: marks}))
+        late = View(snapshot, workers).late_s
+        return [] if late is None else [round(value, 1) for value in late.tolist()]
+
+    trying = Load(requests=1, head_since_ms=160_000, prefill_us=500_000, head_us=500_000)
+    assert late_s(100_000, Load()) == [8.0, 0.0]
+    assert late_s(107_000, Load()) == [2.9, 0.0]
+    assert late_s(160_000, trying) == [0.0, 0.0]
+    assert late_s(162_500, trying) == [2.0, 0.0]
+    assert late_s(199_000, trying) == [8.0, 0.0]
+    assert late_s(199_000, replace(trying, decoding=1)) == [0.0, 0.0]
+    # And what an agent says of its own engine counts as before.
+    assert late_s(100_000, Load(), ForwardPassMetrics(late_s=9.0)) == [0.0, 1.0]
