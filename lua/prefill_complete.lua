@@ -11,6 +11,8 @@
 -- KEYS[7] verdicts       hash   worker -> its marks; see lib/verdict
 -- KEYS[8] workers        hash   inc -> info
 -- KEYS[9] current        hash   worker -> inc
+-- KEYS[10] fetches       zset   attempt -> until when, ms; see lib/fetches
+-- KEYS[11] fetching      hash   attempt -> what it fetches
 -- ARGV[1...]    PrefillCompleteRow str   of app/state/records.py, one after another:
 --                               id, of the reservation, or of the request; ttl_ms, > 0, how much
 --                               longer the reservation lasts, if it is not released; began_by_ms,
@@ -25,6 +27,7 @@
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix, versions = KEYS[4], KEYS[5], KEYS[6]
 local verdicts, workers, current = KEYS[7], KEYS[8], KEYS[9]
+local fetches, fetching = KEYS[10], KEYS[11]
 -- @include clock
 -- @include load
 -- @include changed
@@ -36,6 +39,7 @@ local verdicts, workers, current = KEYS[7], KEYS[8], KEYS[9]
 -- @include keep_verdict
 -- @include failures
 -- @include late
+-- @include end_fetch
 
 local now = now_ms()
 local FIELDS = {} -- @fields prefill_complete
@@ -47,6 +51,8 @@ local function complete(inc, l, request_id, request, ttl_ms, of_source)
     l.requests = l.requests - 1
     request.state = 'h'
     redis.call('ZADD', expiry, 'XX', ends, request_id)
+    -- The target is asked now, and not before.
+    redis.call('ZADD', fetches, 'XX', 'GT', string.format('%d', now), request.attempt)
   else
     l.decoding = l.decoding + 1
     request.state = 'd'
@@ -56,6 +62,7 @@ local function complete(inc, l, request_id, request, ttl_ms, of_source)
   changed(inc)
   if request.has_source then
     unreserve(source_of(request_id), now)
+    end_fetch(request.attempt, now)
     request.has_source = false
   end
   redis.call('HSET', requests_prefix .. inc, request_id, format_request(request))

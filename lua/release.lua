@@ -9,6 +9,8 @@
 -- KEYS[7] versions       zset   inc -> version of its last change
 -- KEYS[8] workers        hash   inc -> info
 -- KEYS[9] current        hash   worker -> inc
+-- KEYS[10] fetches       zset   attempt -> until when, ms; see lib/fetches
+-- KEYS[11] fetching      hash   attempt -> what it fetches
 -- ARGV[1...]    ReleaseRow str   of app/state/records.py:
 --                               id, of the reservation, or of the request; attempt, only the
 --                               reservation made with this attempt, '': any; began_by_ms, only one
@@ -26,6 +28,7 @@
 local load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3]
 local requests_prefix, prefills_prefix, verdicts = KEYS[4], KEYS[5], KEYS[6]
 local versions, workers, current = KEYS[7], KEYS[8], KEYS[9]
+local fetches, fetching = KEYS[10], KEYS[11]
 -- @include clock
 -- @include load
 -- @include changed
@@ -37,6 +40,7 @@ local versions, workers, current = KEYS[7], KEYS[8], KEYS[9]
 -- @include keep_verdict
 -- @include failures
 -- @include late
+-- @include end_fetch
 
 local now = now_ms()
 local FIELDS = {} -- @fields release
@@ -49,9 +53,15 @@ local function release(id, attempt, began_by_ms, came, late_ms)
   if request and began_by_ms >= 0 and began_ms_of(request.attempt) > began_by_ms then
     return false
   end
-  if request and request.has_source and tonumber(came) >= 2 then
-    -- Before a first token, what a source has computed has been fetched.
-    unreserve(source_of(request_id), now)
+  if request and request.has_source then
+    local source, has_begun = record_of(source_of(request_id)), tonumber(came) >= 2
+    if has_begun then
+      -- Before a first token, what a source has computed has been fetched.
+      unreserve(source_of(request_id), now)
+      end_fetch(request.attempt, now)
+    elseif source and source.state == 'p' then
+      forget_fetch(request.attempt) -- the target was never asked
+    end
   end
   if not unreserve(request_id, now) then
     return false

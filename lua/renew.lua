@@ -35,7 +35,7 @@
 -- ARGV[10] version      int    of the data model that the worker speaks
 -- ARGV[11] drains       0|1    1: as far as its agent knows, the worker is out of service
 -- ARGV[12] ill          str    why its agent takes its engine to be ill; '': it is well
--- ARGV[13] tainted      0|1    1: as far as its agent knows, its engine is tainted; see `taint`
+-- ARGV[13] tainted      0|1    1: as far as its agent knows, its engine is tainted; see `fetched_late`
 -- ARGV[14] engine       str    which its engine is; '': not known
 -- Returns  {n, drains, out, tainted, same}   renewed; how many incarnations have a lease, at least 1; whether
 --                              the worker drains; whether it is out of service as its engine is ill;

@@ -8,6 +8,8 @@
 -- KEYS[6] prefills:      lists  inc -> its requests still prefilling
 -- KEYS[7] meta           hash   rounds, in millionths: each reservation adds 1 / leases
 -- KEYS[8] versions       zset   inc -> version of its last change
+-- KEYS[9] fetches        zset   attempt -> until when, ms; see lib/fetches
+-- KEYS[10] fetching      hash   attempt -> what it fetches
 -- ARGV[1] ttl_ms         int    > 0; forgotten after that, whatever becomes of the router
 -- ARGV[2] prefill_ttl_ms int    > 0; forgotten after that, plus four times what the worker's queue of
 --                               prefills is predicted to last, of two workers the longer, unless the
@@ -32,7 +34,9 @@
 --                               counted on this one; -1: reserve regardless; retry, 0 or 1: take
 --                               the request_id, whichever tag has it; carried, 0 or 1: by a door;
 --                               sending_ms, for how long handing its KV on keeps its link busy;
---                               receiving_ms, in how many the prefix will have come that it fetches
+--                               receiving_ms, in how many the prefix will have come that it fetches;
+--                               fetch, of a source that keeps what it hands on for a time, as told
+--                               to begin_fetch, else ''
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"; "superseded" if a later try holds the reservation
 --          {{outcome, ...}, fresh}   if any was refused: also loads as of after the last request,
@@ -40,6 +44,7 @@
 -- Cost     O(requests * log reservations); a refusal as `loads`. Writes. Safe to retry.
 local leases, load, reservations, expiry = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local requests_prefix, prefills_prefix, meta, versions = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local fetches, fetching = KEYS[9], KEYS[10]
 local ttl_ms, prefill_ttl_ms, carried_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 -- @include clock
 -- @include number
@@ -49,6 +54,7 @@ local ttl_ms, prefill_ttl_ms, carried_ms = tonumber(ARGV[1]), tonumber(ARGV[2]),
 -- @include request
 -- @include rows
 -- @include reserve_on
+-- @include end_fetch
 -- @include snapshot
 -- @include despite_full
 
@@ -60,6 +66,7 @@ local wishes = rows(5, FIELDS)
 unreserve_expired(now, 2 * #wishes)
 local overtaken = {}
 local rounds, share = rounds_so_far(), math.floor(1e6 / math.max(1, redis.call('ZCARD', leases)))
+local FETCH_KEPT_MS = 600000 -- after it may have begun too late
 local MEMORY = 16e6 -- rounds in which what was routed to a worker fades by a factor of e
 
 -- The key that a try's reservation gets, and the record that is there.
@@ -115,6 +122,17 @@ local function reserve_wish(l, wish, request_id, state, has_source, ends_ms)
   }, now, ends_ms)
 end
 
+-- told: the milliseconds that its source keeps it, and the record; see lib/fetches.
+local function begin_fetch(attempt, told)
+  local before = string.format('%d', now - FETCH_KEPT_MS)
+  for _, old in ipairs(redis.call('ZRANGEBYSCORE', fetches, '-inf', before, 'LIMIT', 0, 2)) do
+    forget_fetch(old)
+  end
+  local kept_ms, record = string.match(told, '^(%d+) (.+)$')
+  redis.call('ZADD', fetches, string.format('%d', now + kept_ms), attempt)
+  redis.call('HSET', fetching, attempt, record)
+end
+
 -- source: the wish of the worker that computes or holds the prompt for this one; nil: there is none.
 local function reserve(wish, source)
   local request_id, held = place(wish)
@@ -141,6 +159,9 @@ local function reserve(wish, source)
     -- Both end together, so neither is promised for nothing.
     lasts_ms = math.max(lasts_ms, stays_ms(source, source_load))
     reserve_wish(source_load, source, source_of(request_id), state, false, now + lasts_ms)
+    if source.fetch ~= '' then
+      begin_fetch(wish.attempt, source.fetch)
+    end
   end
   reserve_wish(l, wish, request_id, 'p', source ~= nil, now + lasts_ms)
   return 1

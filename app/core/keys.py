@@ -89,7 +89,7 @@ KEYSPACE = (
         "leases",
         "zset",
         "`<inc>` by expiry, ms, Redis clock",
-        ("register", "renew", "suspend", "activate", "drain", "vouch", "taint"),
+        ("register", "renew", "suspend", "activate", "drain", "vouch", "fetched_late"),
         "retired",
     ),
     Key(
@@ -129,7 +129,7 @@ KEYSPACE = (
         "A worker that serves has no field",
         (
             *("suspend", "answers_again", "release", "prefill_complete", "renew", "activate"),
-            *("drain", "vouch", "taint", "retire", "retire_lapsed"),
+            *("drain", "vouch", "fetched_late", "retire", "retire_lapsed"),
         ),
         "answered, undone, begun anew or retired; then for a day if it drains or is tainted",
     ),
@@ -173,6 +173,21 @@ KEYSPACE = (
         "reservations still prefilling, oldest first",
         ("reserve", "extend", "activate", "renew"),
         "released or expired",
+    ),
+    Key(
+        "fetches",
+        "zset",
+        "attempt of a request with a source that keeps its KV for a time, by until when, ms, Redis "
+        "clock: what its target may begin to fetch later may be other prompts' KV",
+        ("reserve", "prefill_complete"),
+        "fetched by then, an answer shows that nothing came too late, or ten minutes later",
+    ),
+    Key(
+        "fetching",
+        "hash",
+        "the same attempt → `<source> <target> <life of each engine> <leases that had ended>`",
+        ("reserve",),
+        "as `fetches`",
     ),
     Key(
         "line",
@@ -307,8 +322,8 @@ KEYSPACE = (
         "`kind`, `subject` and `text`: workers, replicas and Redis that come and go, drains, and "
         "what planners propose",
         (
-            *("activate", "renew", "retire", "retire_lapsed", "suspend", "taint", "drain"),
-            *("propose", "beat", "record", "vouch"),
+            *("activate", "renew", "retire", "retire_lapsed", "suspend", "fetched_late"),
+            *("drain", "propose", "beat", "record", "vouch"),
         ),
         "trimmed: about a thousand",
     ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.fetches import Fetch
 from app.core.types import Incarnation
 from app.core.verdicts import MarksByWorker, State, Verdict
 
@@ -158,6 +159,9 @@ class Reservation:
     """Predicted time for which handing its KV on to another worker keeps the link busy."""
     receiving_ms: int = 0
     """Predicted time until the prefix that it fetches from another worker has come."""
+    lease_ms: int = 0
+    """For how long at least it keeps its KV for another worker, which is to make this `fetch`."""
+    fetch: Fetch | None = None
 
     @property
     def only_holds(self) -> bool:
@@ -206,6 +210,8 @@ class Snapshot:
     """Live ones whose loads are missing, damaged, or written by another release."""
     marks: MarksByWorker = field(default_factory=MarksByWorker)
     """What speaks against workers; empty if not asked."""
+    fetches: Sequence[Fetch] = ()
+    """Of KV whose lease may end before long, or has ended; empty if not asked."""
 
     @property
     def away(self) -> dict[Incarnation, int]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from app.door.any_worker import AnyWorker
 from app.door.engine_words import EngineWords
 from app.door.missing import MissingWorkers
 from app.door.transfer.kv_lease import KvLeases
+from app.door.transfer.nixl import nudge
 from app.door.transfer.outcomes import PairTransfers
 from app.door.transfer.sources import Sources
 from app.door.upstream import Upstream
@@ -34,7 +36,7 @@ class Door:
         self.missing = MissingWorkers(upstream)
         self.words = EngineWords()
         self.any_worker = AnyWorker(upstream, patience.between_s, self.words)
-        self.leases = KvLeases()
+        self.leases = KvLeases(partial(nudge, upstream))
         self.transfers = PairTransfers()
 
     @property

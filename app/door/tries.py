@@ -195,6 +195,7 @@ class Tries:
             source=source.worker,
             target=decision.worker,
             router=self.life.admitted.model.router,
+            fetch=source.reservation.fetch if source.reservation else None,
             outgoing=self.outgoing,
             path=self.path,
             headers=self.headers,
@@ -213,15 +214,14 @@ class Tries:
         try:
             watched = nullcontext() if lease is None else leases.watched(lease)
             with self.door.missing.waiting(self.life, worker), watched:
-                if lease is not None:
-                    awaited = self.door.transfers.sent(lease.router, lease.source, worker)
+                if lease is not None and decision.source is not None:
+                    awaited = self.door.transfers.sent(lease.router, decision.source.worker, worker)
                 begun = await self._try(decision, transfer, deadline_s)
             if awaited is not None:
                 awaited.began()
             if begun.failure is None and begun.answer.status == 200:
-                await leases.confirm(worker.key, sent_s, lease)
-                if self.life.admitted.model.router.fleet.is_tainted(worker.key):
-                    raise TaintedTarget("may hold KV that is not its prompt's")
+                router = self.life.admitted.model.router
+                await leases.confirm(router, worker, lease, sent_s, self.headers)
         except BaseException:
             if begun is not None:
                 begun.answer.abort()

@@ -155,7 +155,8 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
             False,
             f"{cut(', '.join(tainted))}: what they hold may be other prompts' KV, fetched after a "
             "lease had ended; they get no requests",
-            f"restart their engines, and ask for longer leases: see {page('disaggregation.md')}",
+            "restart their engines, and ask for a longer kv_lease_duration: see "
+            f"{page('disaggregation.md')}",
         )
     if not live:
         return

@@ -240,7 +240,7 @@ CONDITIONS = (
         "KvrouteKvFetchedLate",
         0.0,
         _told_by(KV_LATE, "KV of {} was fetched in the last minute after its lease had ended"),
-        f"ask for longer leases, of engines and with --kv-lease-s: see {_PAIRS}",
+        f"ask for a longer kv_lease_duration: see {_PAIRS}",
     ),
     Condition(
         "KvrouteIndexOverfull",

@@ -37,8 +37,8 @@ def of_transfers(infos: Sequence[WorkerInfo]) -> Iterator[Check]:
             "kv transfer settings",
             None,
             "engines do not tell them: kv_load_failure_policy recompute belongs in each "
-            "--kv-transfer-config, kv_lease_duration in --kv-lease-s of agents and routers, and "
-            f"each must reach the other's side channel: see {page('disaggregation.md')}",
+            "--kv-transfer-config, and each must reach the other's side channel: see "
+            f"{page('disaggregation.md')}",
         )
 
 
@@ -61,7 +61,7 @@ def _by_value(values: Mapping[str, Sequence[str]]) -> str:
 
 
 def _leases(able: Sequence[WorkerInfo]) -> Iterator[Check]:
-    """How long sources keep what waits to be fetched, as far as they say."""
+    """How long sources keep what waits to be fetched, as far as that is known."""
     told = Counter(info.kv_lease_s for info in able if info.kv_lease_s)
     if not told:
         return
@@ -70,8 +70,8 @@ def _leases(able: Sequence[WorkerInfo]) -> Iterator[Check]:
     yield Check(
         "kv transfer lease",
         None if is_short else True,
-        f"{shown}; routers take the least of these and their own --kv-lease-s"
-        + (f"; {MINUTES} lose less where engines stand still" if is_short else ""),
+        f"{shown}, for sure"
+        + (f"; a kv_lease_duration of {MINUTES} loses less, and waits less" if is_short else ""),
     )
 
 

@@ -9,10 +9,10 @@ while it is idle; nor does it overwrite anything then.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import Enum, auto
 from typing import NamedTuple
 
-from app.core.worker_report import WorkerInfo, process_of
+from app.core.fetches import Fetch
+from app.core.worker_report import ForwardPassMetrics, WorkerInfo, process_of
 
 MARGIN_MS = 1000
 """A reading may seem younger by so much: it takes no longer from an agent to Redis."""
@@ -21,23 +21,18 @@ STALE_MS = 5000
 
 
 class LeaseBooks(NamedTuple):
-    """What a source's engine has counted. life: of the engine. ended: leases that ended before all
-    was fetched. late: fetches that it heard of after that. steps: that it has made. read_ms: when
-    that was read, by the Redis clock."""
+    """What a source's engine has counted. life: of the engine; "": not known. ended: leases that
+    ended before all was fetched. steps: that it has made. read_ms: when that was read, by the Redis
+    clock."""
 
     life: str
     ended: int
-    late: int
     steps: int
     read_ms: float
 
     def is_of(self, by_ms: float) -> bool:
         """Whether all that was counted by then is in it."""
         return self.read_ms - MARGIN_MS >= by_ms
-
-    def same_leases(self, other: LeaseBooks) -> bool:
-        """Whether no lease has ended between the two, and nothing was fetched late."""
-        return (self.ended, self.late) == (other.ended, other.late)
 
 
 class Transfers(NamedTuple):
@@ -52,65 +47,39 @@ class Transfers(NamedTuple):
         return self.read_ms - MARGIN_MS >= by_ms
 
 
-class Leases(Enum):
-    """What has become of those that were there before."""
-
-    KEPT = auto()
-    """None has ended."""
-    SOME_ENDED = auto()
-    """Nobody knows whose."""
-    UNKNOWN = auto()
-    """Nobody says, or not yet."""
-
-
-class Fetches(Enum):
-    """What has become of what was to be fetched."""
-
-    IN_TIME = auto()
-    """Nothing was fetched late."""
-    LATE = auto()
-    """Something was."""
-    UNKNOWN = auto()
-    """Nobody says, or not yet."""
+def counts_leases(metrics: ForwardPassMetrics) -> bool:
+    """Whether an engine counts what it takes to know of a late fetch."""
+    counts = (metrics.kv_leases_ended, metrics.kv_fetched_late, metrics.engine_steps)
+    return None not in counts
 
 
 def kept_s(own_s: float, sources: Iterable[WorkerInfo]) -> float:
-    """How long what waits to be fetched is kept for sure, as all of `sources` say. own_s: if none
-    says less."""
-    return min([own_s, *(info.kv_lease_s for info in sources if info.kv_lease_s)])
+    """How long what waits to be fetched is kept for sure by each of `sources`. own_s: if none
+    says."""
+    return min((info.kv_lease_s for info in sources if info.kv_lease_s), default=own_s)
 
 
-def leases(before: LeaseBooks | None, now: LeaseBooks | None, by_ms: float) -> Leases:
-    """Since `before` was read, and until `by_ms`."""
-    if before is None or now is None or not _are_of_one_life(before, now):
-        return Leases.UNKNOWN
-    if now.ended > before.ended:
-        return Leases.SOME_ENDED
-    return Leases.KEPT if now.is_of(by_ms) else Leases.UNKNOWN
+def are_kept(fetch: Fetch, now: LeaseBooks | None, by_ms: float) -> bool:
+    """Whether the source has let go of nothing since a fetch was reserved, as of `by_ms`."""
+    is_known = now is not None and now.is_of(by_ms) and not is_void(fetch, now)
+    return is_known and now is not None and now.ended == fetch.ended
 
 
-def fetches(before: LeaseBooks | None, first: LeaseBooks | None, now: LeaseBooks | None) -> Fetches:
-    """Since `before` was read, and until shortly before `first` was.
+def is_void(fetch: Fetch, now: LeaseBooks) -> bool:
+    """Whether the source's engine has begun anew since: then it hands nothing on."""
+    return began_anew(fetch.source_life, now.life) or now.ended < fetch.ended
 
-    An engine counts a fetch in the first step after it has heard of that: so `now` says for sure
-    once there was a step since `first`.
+
+def has_spoken(fetch: Fetch, first: LeaseBooks, now: LeaseBooks) -> bool:
+    """Whether `now` tells of all fetches that were late by shortly before `first` was read.
+
+    An engine counts a fetch in the first step after it has heard of that; of one that has let go of
+    nothing, none is late.
     """
-    if before is None or first is None or now is None:
-        return Fetches.UNKNOWN
-    if not _are_of_one_life(before, first) or not _are_of_one_life(first, now):
-        return Fetches.UNKNOWN
-    if now.late > before.late:
-        return Fetches.LATE
-    if first.ended == before.ended or now.steps > first.steps:
-        return Fetches.IN_TIME
-    return Fetches.UNKNOWN
+    return is_void(fetch, now) or first.ended == fetch.ended or now.steps > first.steps
 
 
-def _are_of_one_life(before: LeaseBooks, now: LeaseBooks) -> bool:
-    """Whether both are of one process, which alone goes on counting."""
-    return (
-        process_of(before.life) == process_of(now.life)
-        and before.ended <= now.ended
-        and before.late <= now.late
-        and before.steps <= now.steps
-    )
+def began_anew(life: str, now: str | None) -> bool:
+    """Whether an engine that was in the one life has begun another process. None, "": that is not
+    known."""
+    return bool(life and now) and process_of(life) != process_of(now or "")

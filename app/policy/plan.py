@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from app.core.chains import hex_text
 from app.core.errors import NoWorkers
+from app.core.fetches import Fetch
 from app.core.loads import Reservation, Wish
 from app.core.outcomes import Ending
 from app.core.pace import Pace
@@ -34,6 +35,7 @@ from app.policy.cost import (
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.health import avoided, avoiding, late, unheard, without_avoided
 from app.policy.in_flight import awaiting
+from app.policy.kv_lease import counts_leases
 from app.policy.lengths import fitting
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import NOT_OF_CANDIDATES, ChoiceInputs, DecisionRecord, sampled
@@ -444,6 +446,13 @@ def _wish(
         seconds = predicted_prefill_s(candidates, size)
     of_target, of_source = demands(route, candidates, size, seconds)
     source = None if of_source is None else _wish_of(query, view, route.source, of_source)
+    metrics = view.measured[route.source].metrics
+    if source is not None and counts_leases(metrics):
+        one, other = view.infos[route.source], view.infos[route.target]
+        ended, attempt = metrics.kv_leases_ended or 0, query.attempt
+        lives = one.engine_life, other.engine_life
+        source.reservation.lease_ms = round(1000 * one.kv_lease_s)
+        source.reservation.fetch = Fetch(one.key, other.key, *lives, ended, attempt)
     return _wish_of(query, view, route.target, of_target, source)
 
 

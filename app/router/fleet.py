@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from redis.asyncio import Redis
@@ -22,12 +22,20 @@ from app.core.errors import (
     RedisUnavailable,
     WrongVersion,
 )
+from app.core.fetches import AHEAD_MS, Fetch
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.loads import Snapshot
 from app.core.types import Incarnation, WorkerKey
-from app.core.verdicts import Mark, Marks, MarksByWorker
+from app.core.verdicts import FAILED, Mark, Marks, MarksByWorker
 from app.core.worker_report import WorkerInfo, process_of
-from app.policy.kv_lease import LeaseBooks, Transfers
+from app.policy.kv_lease import (
+    STALE_MS,
+    LeaseBooks,
+    Transfers,
+    began_anew,
+    counts_leases,
+    is_void,
+)
 from app.policy.pair_failures import Pair
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
@@ -40,7 +48,7 @@ log = logging.getLogger(__name__)
 CLOCK_SET_BACK_MS = 1000.0
 CLOCK_DRIFT_MS = 0.01
 """Between two answers of Redis, at most."""
-TAINTED = Marks(tainted=Mark())
+UNHEARD = "may hold KV that is not its prompt's: the source that can tell is not heard of"
 RECOVERY_S = 5.0
 """How long recovery may take after Redis was unreachable or emptied. Agents renew or register a
 third of a lease after it is back, usually 1 s."""
@@ -97,13 +105,12 @@ class Fleet:
         self._recovers_until = 0.0
         self._failure = ""
         """How Redis failed last."""
-        self._snapshot: Snapshot | None = None
-        """That of the last view."""
         self.pairs_left_alone: frozenset[Pair] = frozenset()
         self.suspected: Counter[tuple[str, Incarnation]] = Counter()
         """By a mark, whom this replica leaves alone for it until a failure is judged."""
-        self._left_out: set[Incarnation] = set()
-        """Workers that are tainted, of which Redis has yet to be told."""
+        self._fetches: Sequence[Fetch] = ()
+        """Those whose lease may end before long, or has ended, as of `_fetches_ms`."""
+        self._fetches_ms = 0
 
     @property
     def block_size(self) -> int | None:
@@ -154,20 +161,37 @@ class Fleet:
         known = {} if self.last_view is None else self.last_view.marked(name)
         return frozenset(self._infos[inc].key for inc in known if inc in self._infos)
 
-    def lease_books(self, info: WorkerInfo) -> LeaseBooks | None:
+    def lease_books(self, key: WorkerKey) -> LeaseBooks | None:
         """What that worker's engine has counted of the leases on its KV; None: it does not say."""
-        inc = self.incarnation_of(info.key)
-        known = None if inc is None else self._infos.get(inc)
-        if inc is None or known is None:
+        inc = self.incarnation_of(key)
+        if inc is None:
             return None
         measured = self.measured(inc)
         said = measured.metrics
-        counts = said.kv_leases_ended, said.kv_fetched_late, said.engine_steps
-        if None in counts or said.read_s_ago is None:
+        if not counts_leases(said) or said.read_s_ago is None:
             return None
-        life = known.engine_life or f"of incarnation {inc}"
+        counts = said.kv_leases_ended or 0, said.engine_steps or 0
         read_ms = measured.at_ms - 1000 * said.read_s_ago
-        return LeaseBooks(life, *counts, read_ms)  # type: ignore[arg-type]
+        return LeaseBooks(self.engine_life(key) or "", *counts, read_ms)
+
+    def knows_fetches(self, by_ms: int) -> bool:
+        """Whether Redis has told of all whose lease may have ended by then."""
+        return by_ms <= self._fetches_ms + AHEAD_MS
+
+    def late_fetches(self, target: WorkerKey, by_ms: int) -> list[Fetch]:
+        """What that worker may have begun to fetch late by then, as far as Redis has told."""
+        life = self.engine_life(target) if self._fetches else None
+        return [
+            one
+            for one in self._fetches
+            if one.target == target
+            and one.until_ms <= by_ms
+            and not began_anew(one.target_life, life)
+        ]
+
+    def known(self, key: WorkerKey) -> WorkerInfo | None:
+        """That worker, be it live or not; None: it is gone."""
+        return next((info for info in self._infos.values() if info.key == key), None)
 
     def transfers(self, info: WorkerInfo) -> Transfers | None:
         """What that worker's engine has counted of KV that it fetched; None: it does not say."""
@@ -191,21 +215,10 @@ class Fleet:
     def is_tainted(self, key: WorkerKey) -> bool:
         """Whether that worker's engine may hold KV of one prompt as another's."""
         marks = self.last_view.marks if self.last_view is not None else {}
-        if not self._left_out and not any("tainted" in one for one in marks.values()):
+        if not any("tainted" in one for one in marks.values()):
             return False
         inc = self.incarnation_of(key)
-        return inc in self._left_out or (inc in marks and "tainted" in marks[inc])
-
-    def leave_out(self, inc: Incarnation) -> None:
-        """Until `let_in`, route nothing to a worker of which Redis has yet to be told that it is
-        tainted."""
-        self._left_out.add(inc)
-        if self.last_view is not None and self._snapshot is not None:
-            self._show(self._snapshot)
-
-    def let_in(self, inc: Incarnation) -> None:
-        """From now on what Redis says of it counts."""
-        self._left_out.discard(inc)
+        return inc in marks and "tainted" in marks[inc]
 
     @property
     def has_looked(self) -> bool:
@@ -279,6 +292,8 @@ class Fleet:
         if snapshot.workers_ms is None and self.last_view is not None:
             # A reservation that is refused tells of loads alone.
             snapshot = replace(snapshot, marks=self.last_view.marks)
+        else:
+            self._fetches, self._fetches_ms = snapshot.fetches, snapshot.now_ms
         if 2 * snapshot.rounds < self._rounds:
             self._recover("Redis was emptied", is_emptied=True)
         self._rounds = snapshot.rounds
@@ -292,7 +307,6 @@ class Fleet:
         if snapshot.loads.incarnations is not self._met:
             snapshot = replace(snapshot, loads=snapshot.loads.of_those(self._infos))
         self.seen_s = time.monotonic()
-        self._snapshot = snapshot
         return self._show(snapshot)
 
     def _still_missed(self, snapshot: Snapshot) -> int:
@@ -302,8 +316,8 @@ class Fleet:
         return len(self._missed - keys if self._is_emptied else self._missed & keys)
 
     def _show(self, snapshot: Snapshot) -> View:
-        if self._left_out:
-            snapshot = self._without_tainted(snapshot)
+        if self._fetches:
+            snapshot = self._without_unheard(snapshot)
         loads = snapshot.loads
         if self._workers is None or not _same(self._workers.incarnations, loads.incarnations):
             self._workers = Workers(
@@ -319,17 +333,28 @@ class Fleet:
         self.last_view.suspected = self.suspected
         return self.last_view
 
-    def _without_tainted(self, snapshot: Snapshot) -> Snapshot:
-        left_out = self._left_out.intersection(snapshot.loads.incarnations)
+    def _without_unheard(self, snapshot: Snapshot) -> Snapshot:
+        """`snapshot` without targets of late fetches whose sources are not heard of."""
+        now_ms = snapshot.now_ms
+        targets = {f.target for f in self._fetches if f.until_ms <= now_ms and self._is_unheard(f)}
+        live = {inc: self._infos[inc].key for inc in snapshot.loads.incarnations}
+        left_out = {inc for inc, key in live.items() if key in targets}
         if not left_out:
             return snapshot
-        others = {inc: info for inc, info in self._infos.items() if inc not in left_out}
+        marks = Marks({FAILED: Mark(now_ms, now_ms + STALE_MS, UNHEARD)})
         return replace(
             snapshot,
-            loads=snapshot.loads.of_those(others),
-            marks=MarksByWorker(snapshot.marks | dict.fromkeys(left_out, TAINTED)),
+            loads=snapshot.loads.of_those(live.keys() - left_out),
+            marks=MarksByWorker(snapshot.marks | dict.fromkeys(left_out, marks)),
             lapsed=snapshot.lapsed | left_out,
         )
+
+    def _is_unheard(self, fetch: Fetch) -> bool:
+        if self.known(fetch.source) is None or not self.late_fetches(fetch.target, fetch.until_ms):
+            return False
+        books, now_ms = self.lease_books(fetch.source), self.redis_now_ms or 0
+        is_heard = books is not None and books.read_ms > now_ms - STALE_MS
+        return not is_heard and not (books is not None and is_void(fetch, books))
 
     async def _meet(self, snapshot: Snapshot) -> None:
         """Learn what is not known of the incarnations in a snapshot."""
@@ -412,7 +437,6 @@ class Fleet:
         self.strangers = {inc: what for inc, what in self.strangers.items() if inc in keep}
         self._texts = {inc: text for inc, text in self._texts.items() if inc in keep}
         self.measurements.forget_except(keep)
-        self._left_out &= keep
 
     def measured(self, incarnation: Incarnation) -> Measurement:
         return self.measurements.of(incarnation)

@@ -15,8 +15,7 @@ from itertools import islice
 from typing import Any
 
 from app.core.errors import KvrouteError, NamespaceMissing, RedisUnavailable, WrongVersion
-from app.core.types import Incarnation, WorkerKey
-from app.core.worker_report import WorkerInfo
+from app.core.types import Incarnation
 from app.http.supervisor import supervised
 from app.router.history import History
 from app.router.replica import Replica
@@ -64,9 +63,6 @@ class Maintenance:
         self._columns = Columns()
         # Beyond the limit, the oldest are left to expire.
         self._reports: deque[Call[list[str | None]]] = deque(maxlen=MAX_REPORTS)
-        self._taints: dict[WorkerKey, tuple[WorkerInfo, str]] = {}
-        """Workers that Redis has yet to be told are tainted, and why."""
-        self._has_taints = asyncio.Event()
         self.danger_of_eviction = ""
         """What is wrong with the eviction policy of Redis; "": nothing."""
 
@@ -81,7 +77,6 @@ class Maintenance:
                     "eviction_policy": self._watch_memory,
                     "planner": self._watch_planner,
                     "prune": self._prune,
-                    "taints": self._keep_tainting,
                 }.items():
                     tasks.create_task(supervised(task, run, self._telemetry.task_failures))
         finally:
@@ -99,37 +94,6 @@ class Maintenance:
     def tell_soon(self, report: Call[list[str | None]]) -> None:
         """Tell Redis of a first token or an end, which it could not be told of at once."""
         self._reports.append(report)
-
-    async def taint(self, info: WorkerInfo, why: str) -> None:
-        """Route nothing to a worker whose engine may hold KV of one prompt as another's, here from
-        now on, and elsewhere once Redis is told, which goes on until it is."""
-        inc = self._fleet.incarnation_of(info.key)
-        if inc is not None:
-            self._fleet.leave_out(inc)
-        self._taints[info.key] = info, why
-        await self._tell_taints()
-        if self._taints:
-            self._has_taints.set()
-
-    async def _keep_tainting(self) -> None:
-        while True:
-            await self._has_taints.wait()
-            self._has_taints.clear()
-            while self._taints:
-                await asyncio.sleep(MAINTENANCE_INTERVAL_S)
-                await self._tell_taints()
-
-    async def _tell_taints(self) -> None:
-        for key, (info, why) in list(self._taints.items()):
-            try:
-                await self._runner.one(leases.taint(self._keyspace, info, why))
-            except RedisUnavailable as error:
-                log.debug("%s: not told that it is tainted: %s", key, error)
-                return
-            self._taints.pop(key, None)
-            inc = self._fleet.incarnation_of(key)
-            if inc is not None:
-                self._fleet.let_in(inc)
 
     async def _maintain_workers(self) -> None:
         expire = reservations.expire(self._keyspace, EXPIRE_LIMIT)

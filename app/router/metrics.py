@@ -218,11 +218,6 @@ class Telemetry(Table):
         "pairs_left_alone",
         "Pairs of workers between which nothing is split for a while, as KV did not arrive.",
     )
-    taints = counter(
-        "worker_taints",
-        "Workers that may hold KV of one prompt as another's, and get no requests until their "
-        "engine has begun anew, or dropped what it holds.",
-    )
     refusals = counter(
         "invalid_requests",
         "Requests refused as invalid, by the code of the error.",

@@ -127,7 +127,8 @@ class Reports:
         """The prompt is computed, or ready to be handed on, at the request's source: one of
         these."""
         now_ms = self._replica.fleet.redis_now_ms
-        ttl_ms = round(1000 * kept_s(self._replica.settings.kv_lease_s, sources))
+        own_s = self._replica.settings.kv_lease_s
+        ttl_ms = round(1000 * max(own_s, kept_s(own_s, sources)))
         event = _Event.SOURCE_COMPLETE
         self._add(_Report(reservation_id, event, now_ms, answer, source_ttl_ms=ttl_ms))
 

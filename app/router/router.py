@@ -347,16 +347,9 @@ class Router:
                 self.fleet.name_of(one),
             )
 
-    async def taint(self, info: WorkerInfo, why: str) -> None:
-        """A worker's engine may hold KV of one prompt as another's: see `leases.taint`. If Redis
-        cannot be reached, it is told later."""
-        self.telemetry.taints.inc()
-        log.error(
-            "worker %s %s: nothing is routed there until its engine has begun anew, or dropped "
-            "what it holds",
-            *(info.key, why),
-        )
-        await self._maintenance.taint(info, why)
+    async def settle_fetches(self, attempts: Sequence[str]) -> None:
+        """What was fetched for these requests is right. Raises RedisUnavailable."""
+        await self._runner.run(reservations.settle(self.keyspace, attempts))
 
     async def answers_again(self, worker: WorkerInfo, names: Iterable[str]) -> None:
         """Forget the marks of these names, for which a worker was left alone: it has answered.

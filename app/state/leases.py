@@ -123,8 +123,8 @@ def activate(
 class Renewal(NamedTuple):
     """num_leases: how many incarnations have one; 0: it is not renewed, so register again. drains:
     whether the worker is out of service. is_out: whether it is as its engine is ill. tainted:
-    whether it is as its engine is tainted; see `taint`. same: that another worker, which is routed
-    to, has the same engine; "": none has."""
+    whether it is as its engine is tainted; see `fetched_late`. same: that another worker, which is
+    routed to, has the same engine; "": none has."""
 
     num_leases: int
     drains: bool = False
@@ -265,13 +265,15 @@ def answers_again(keyspace: Keyspace, key: WorkerKey, marks: Iterable[str]) -> C
     return call("answers_again", keyspace, str(key), *marks, parse=int)
 
 
-def taint(keyspace: Keyspace, info: WorkerInfo, why: str) -> Call[bool]:
-    """A worker's engine may hold KV of one prompt as another's: route nothing to it any more, until
-    it has begun anew or dropped what it holds. False: that is known, or it has begun anew since.
+def fetched_late(keyspace: Keyspace, source: WorkerKey) -> Call[list[str]]:
+    """A source's engine has counted fetches after their lease had ended. Targets that may have made
+    them may hold KV of one prompt as another's: route nothing to them any more, until they have
+    begun anew or dropped what they hold. Returns those of which that is new."""
 
-    info: as of when it was given what tainted it.
-    """
-    return call("taint", keyspace, str(info.key), info.engine_life, why, parse=bool)
+    def parse(reply: list[bytes]) -> list[str]:
+        return [worker.decode() for worker in reply]
+
+    return call("fetched_late", keyspace, str(source), parse=parse)
 
 
 def drain(keyspace: Keyspace, key: WorkerKey, *, undo: bool = False) -> Call[int | None]:

@@ -23,6 +23,7 @@ class ReserveRow(NamedTuple):
     carried: int
     sending_ms: int
     receiving_ms: int
+    fetch: str
 
 
 class ExtendRow(NamedTuple):

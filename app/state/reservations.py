@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from app.core.errors import NamespaceMissing, WrongVersion
+from app.core.fetches import AHEAD_MS, Fetch
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.loads import Load, Refusal, Reservation, Snapshot, Wish
 from app.core.types import Incarnation, parse_incarnation
@@ -29,7 +30,7 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
         assert snapshot is not None
         return snapshot
 
-    return call("loads", keyspace, DATA_VERSION, 0, parse=parse)
+    return call("loads", keyspace, DATA_VERSION, 0, AHEAD_MS, parse=parse)
 
 
 def load_of(keyspace: Keyspace, incarnation: Incarnation) -> Call[Load | None]:
@@ -48,7 +49,7 @@ def changes(keyspace: Keyspace, columns: Columns) -> Call[Snapshot | None]:
     def parse(reply: list[Any] | None) -> Snapshot | None:
         return _snapshot(keyspace, reply, columns)
 
-    return call("loads", keyspace, DATA_VERSION, columns.ask(), parse=parse)
+    return call("loads", keyspace, DATA_VERSION, columns.ask(), AHEAD_MS, parse=parse)
 
 
 def reserve(
@@ -85,7 +86,7 @@ def reserve(
 
 
 def _reserve_row(wish: Wish, request_id: str) -> ReserveRow:
-    reservation = wish.reservation
+    reservation, fetch = wish.reservation, wish.reservation.fetch
     return ReserveRow(
         inc=wish.incarnation,
         request_id=request_id,
@@ -99,6 +100,7 @@ def _reserve_row(wish: Wish, request_id: str) -> ReserveRow:
         carried=int(reservation.carried),
         sending_ms=reservation.sending_ms,
         receiving_ms=reservation.receiving_ms,
+        fetch="" if fetch is None else f"{reservation.lease_ms} {fetch.record()}",
     )
 
 
@@ -206,6 +208,14 @@ def release(keyspace: Keyspace, releases: Sequence[Release]) -> Call[list[str | 
     return call("release", keyspace, *args, parse=_attempts)
 
 
+def settle(keyspace: Keyspace, attempts: Sequence[str]) -> list[Call[int]]:
+    """Forget what was to be fetched for these: it was fetched in time, or nothing came too late."""
+    return [
+        command("settle", "ZREM", keyspace["fetches"], *attempts, parse=int),
+        command("settle", "HDEL", keyspace["fetching"], *attempts, parse=int),
+    ]
+
+
 def expire(keyspace: Keyspace, limit: int) -> Call[int]:
     """Forget at most `limit` reservations whose time is up; returns how many."""
     return call("expire", keyspace, limit, parse=int)
@@ -220,15 +230,17 @@ def _snapshot(keyspace: Keyspace, reply: list[Any] | None, columns: Columns) -> 
         raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
     if len(reply) == 1:
         raise WrongVersion(keyspace.namespace, reply[0], DATA_VERSION)
-    rows, workers_ms, shards, waiting, marked = reply
+    rows, workers_ms, shards, waiting, marked, late, records = reply
     snapshot = columns.take(rows)
     if snapshot is None:
         return None
     pairs = zip(map(parse_incarnation, marked[::2]), marked[1::2], strict=True)
+    fetches = map(Fetch.parse, late[::2], late[1::2], records)
     return replace(
         snapshot,
         workers_ms=workers_ms,
         shards=shards,
         somebody_waits=bool(waiting),
         marks=MarksByWorker((inc, parse_marks(text)) for inc, text in pairs if inc is not None),
+        fetches=[fetch for fetch in fetches if fetch is not None],
     )

@@ -63,6 +63,7 @@ SCRIPTS = {
         "audit",
         "claim",
         "drain",
+        "fetched_late",
         "renew",
         "open_shard",
         "register",
@@ -94,7 +95,6 @@ SCRIPTS = {
         "reserve",
         "suspend",
         "sweep",
-        "taint",
         "turns",
         "vouch",
         "wait",
@@ -120,6 +120,7 @@ OUTSIDE_SCRIPTS = {
         "xadd",
         "xread",
         "xrevrange",
+        "zrem",
     },
     "operator": {
         "exec",

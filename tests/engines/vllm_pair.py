@@ -95,18 +95,21 @@ def two_servers(folder: Path, lease_s: float) -> Iterator[list[PdServer]]:
 
 
 @asynccontextmanager
-async def joined(servers: list[PdServer], url: str, folder: Path) -> AsyncIterator[Pair]:
+async def joined(
+    servers: list[PdServer], url: str, folder: Path, *flags: str
+) -> AsyncIterator[Pair]:
+    """flags: more of their agents."""
     p, d = servers
     way = "--kv-transfer=nixl"
     ports = [f"--side-channel-port={one.side_channel_port}" for one in servers]
-    lease = {"kv_lease_s": p.lease_s, "answer_timeout_s": 600.0}
+    patient = {"answer_timeout_s": 600.0}
     with (
-        agent(p.url, url, folder / "p", "p", ("--role=prefill", way, ports[0])),
-        agent(d.url, url, folder / "d", "d", ("--role=decode", way, ports[1])),
+        agent(p.url, url, folder / "p", "p", ("--role=prefill", way, ports[0], *flags)),
+        agent(d.url, url, folder / "d", "d", ("--role=decode", way, ports[1], *flags)),
     ):
         async with (
-            replica(url, policy="least_loaded", **lease) as split,
-            replica(url, **lease) as priced,
+            replica(url, policy="least_loaded", **patient) as split,
+            replica(url, **patient) as priced,
             httpx.AsyncClient(timeout=600) as direct,
         ):
             for door in (split, priced):

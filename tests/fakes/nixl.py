@@ -39,8 +39,8 @@ class PdEngine(FakeEngine):
     """Its blocks are written anew as soon as their lease has ended.
 
     counts: whether /metrics has NixlConnector's counters. tells_start: whether it says there when
-    it started. is_deaf: while it stands still, it hears of no request that is given up, and fetches
-    for that first of all.
+    it started. tells_lease: whether it says how it is set. is_deaf: while it stands still, it hears
+    of no request that is given up, and fetches for that first of all.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class PdEngine(FakeEngine):
         kv_lease_s: float = 30.0,
         counts: bool = True,
         tells_start: bool = True,
+        tells_lease: bool = True,
         is_deaf: bool = False,
         **options: Any,
     ) -> None:
@@ -62,6 +63,10 @@ class PdEngine(FakeEngine):
         self._kept: dict[str, Kept] = {}
         self._kv_lease_s = kv_lease_s
         self._has_counts, self._tells_start, self._is_deaf = counts, tells_start, is_deaf
+        if tells_lease:
+            extra = {"kv_lease_duration": kv_lease_s}
+            connector = {"kv_connector": "NixlConnector", "kv_connector_extra_config": extra}
+            self.says["/server_info"] = {"vllm_config": {"kv_transfer_config": connector}}
         self._steps: list[asyncio.Task[None]] = []
         self._tainted: set[int] = set()
         """Blocks that it holds as what they are not."""

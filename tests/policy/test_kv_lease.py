@@ -2,55 +2,64 @@ from __future__ import annotations
 
 import pytest
 
-from app.policy.kv_lease import Fetches, LeaseBooks, Leases, fetches, leases
+from app.core.fetches import Fetch
+from app.core.types import WorkerKey
+from app.policy.kv_lease import LeaseBooks, are_kept, began_anew, has_spoken, is_void
 
-BEFORE = LeaseBooks("1000.5", ended=3, late=1, steps=50, read_ms=10_000)
+FETCH = Fetch(WorkerKey("p"), WorkerKey("d"), "1000.5", "", ended=3)
 
 
 def books(
-    ended: int = 3, late: int = 1, steps: int = 60, read_ms: float = 20_000, life: str = "1000.5"
+    ended: int = 3, steps: int = 60, read_ms: float = 20_000, life: str = "1000.5"
 ) -> LeaseBooks:
-    return LeaseBooks(life, ended, late, steps, read_ms)
+    return LeaseBooks(life, ended, steps, read_ms)
 
 
 @pytest.mark.parametrize(
-    ("now", "by_ms", "state"),
+    ("now", "by_ms", "kept"),
     [
-        (books(), 19_000, Leases.KEPT),
-        (books(), 19_001, Leases.UNKNOWN),  # it may be a second older than it seems
-        (books(ended=4), 19_000, Leases.SOME_ENDED),
-        (books(ended=4, read_ms=10_001), 30_000, Leases.SOME_ENDED),
-        (books(ended=0, late=0, steps=2), 19_000, Leases.UNKNOWN),  # it has begun anew
-        (books(life="2000.5"), 19_000, Leases.UNKNOWN),
-        (books(life="1000.5+7"), 19_000, Leases.KEPT),  # it has only dropped its cache
-        (None, 0, Leases.UNKNOWN),
+        (books(), 19_000, True),
+        (books(), 19_001, False),  # it may be a second older than it seems
+        (books(ended=4), 19_000, False),
+        (books(ended=0, steps=2), 19_000, False),  # it has begun anew
+        (books(life="2000.5"), 19_000, False),
+        (books(life="1000.5+7"), 19_000, True),  # it has only dropped its cache
+        (None, 0, False),
     ],
 )
 def test_a_lease_is_kept_if_its_engine_has_let_none_go(
-    now: LeaseBooks | None, by_ms: float, state: Leases
+    now: LeaseBooks | None, by_ms: float, kept: bool
 ) -> None:
-    assert leases(BEFORE, now, by_ms) is state
-    assert leases(None, now, by_ms) is Leases.UNKNOWN
+    assert are_kept(FETCH, now, by_ms) is kept
 
 
 @pytest.mark.parametrize(
-    ("first", "now", "what"),
+    ("first", "now", "spoken"),
     [
-        (books(), books(), Fetches.IN_TIME),
-        (books(ended=4, late=2), books(ended=4, late=2), Fetches.LATE),
-        (books(ended=4), books(ended=4, late=2), Fetches.LATE),
+        (books(), books(), True),  # it has let go of nothing
         # An idle engine has not heard yet of what was fetched.
-        (books(ended=4), books(ended=4), Fetches.UNKNOWN),
-        (books(ended=4), books(ended=4, steps=61), Fetches.IN_TIME),
-        (books(ended=4), books(ended=4, late=2, steps=61), Fetches.LATE),
-        (books(ended=4), books(ended=4, steps=61, life="2000.5"), Fetches.UNKNOWN),
-        (books(ended=4), books(ended=0, late=0, steps=1), Fetches.UNKNOWN),
-        (None, books(), Fetches.UNKNOWN),
-        (books(), None, Fetches.UNKNOWN),
+        (books(ended=4), books(ended=4), False),
+        (books(ended=4), books(ended=4, steps=61), True),
+        (books(ended=4), books(ended=0, steps=1), True),  # another hands nothing on
+        (books(ended=4), books(ended=4, life="2000.5"), True),
     ],
 )
-def test_nothing_was_fetched_late_if_the_engine_has_heard_of_nothing_in_a_step_since(
-    first: LeaseBooks | None, now: LeaseBooks | None, what: Fetches
+def test_a_source_has_spoken_once_its_engine_has_made_a_step_since(
+    first: LeaseBooks, now: LeaseBooks, spoken: bool
 ) -> None:
-    assert fetches(BEFORE, first, now) is what
-    assert fetches(None, first, now) is Fetches.UNKNOWN
+    assert has_spoken(FETCH, first, now) is spoken
+
+
+def test_what_was_to_be_fetched_from_a_process_that_is_no_more_is_void() -> None:
+    assert not is_void(FETCH, books())
+    assert is_void(FETCH, books(life="2000.5+1"))
+
+
+@pytest.mark.parametrize(
+    ("life", "now", "is_other"),
+    [("1.5", "2.5", True), ("1.5", "1.5+3", False), ("1.5", None, False), ("", "2.5", False)],
+)
+def test_an_engine_that_does_not_tell_its_life_is_not_known_to_have_begun_anew(
+    life: str, now: str | None, is_other: bool
+) -> None:
+    assert began_anew(life, now) is is_other

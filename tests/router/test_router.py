@@ -44,6 +44,7 @@ from app.router.router import Router
 from app.state import in_flight
 from app.state.client import RedisClient
 from app.state.connect import connect
+from app.state.records import ReserveRow
 from app.state.round_trip import Node
 from app.state.scripts import Call, ScriptRunner
 from tests.eventually import eventually
@@ -94,7 +95,8 @@ class ScriptedRunner(ScriptRunner):
         ran = not isinstance(replies[0], NoScriptError)
         if ran:  # else a Redis that is new gets the scripts, and the calls once more
             self.round_trips.append(names)
-            self.num_wishes += sum((len(c.args) - 4) // 12 for c in calls if c.name == "reserve")
+            rows = [c.args[4:] for c in calls if c.name == "reserve"]
+            self.num_wishes += sum(len(row) // len(ReserveRow._fields) for row in rows)
         if "reserve" in names and ran and self.answer_is_lost:
             raise TimeoutError
         if "loads" in names and self.after_look_up:

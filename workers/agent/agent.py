@@ -127,6 +127,8 @@ class Agent:
         """Whether what is published has come to an end, after which all of it is void."""
         self._tainted_in: str | None = None
         """The life of its engine in which Redis last said that it is tainted."""
+        self._told_late: int | None = None
+        """Late fetches from its engine that Redis was last told of."""
         self._judge = judge
         self._rung = TOP
         """As last told."""
@@ -415,6 +417,14 @@ class Agent:
             return await self._runner.one(reservations.load_of(self._keyspace, self.incarnation))
         return None
 
+    async def _tell_late(self, late: int | None) -> None:
+        """Before anybody hears that its engine has counted nothing since, Redis knows of what it
+        has. Raises RedisUnavailable."""
+        if late and late != self._told_late:
+            targets = await self._runner.one(leases.fetched_late(self._keyspace, self.info.key))
+            log.error("%s: KV was fetched late, perhaps by %s", self.info.key, targets or "nobody")
+        self._told_late = late
+
     async def _publish_metrics(self) -> None:
         """Publish only the latest value: a tick that Redis does not take is not retried."""
         while True:
@@ -428,6 +438,7 @@ class Agent:
                 **metrics_entry.encode(metrics, speed, self._read_gpu()),
             }
             try:
+                await self._tell_late(metrics.kv_fetched_late)
                 async with deadline(METRICS_TIMEOUT_S):
                     await self._runner.redis.xadd(
                         self._keyspace["metrics"],

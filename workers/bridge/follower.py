@@ -17,6 +17,7 @@ import zmq.asyncio
 from app.core.errors import EngineUnavailable, EngineUnfit, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Load
+from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
 from app.core.worker_report import UNKNOWN, ForwardPassMetrics, Speed, WorkerInfo
 from app.http.supervisor import supervised
@@ -30,6 +31,7 @@ from workers.bridge.http.engine import EngineHttp
 from workers.bridge.http.facts import EngineFacts, EngineLoad, Overrides
 from workers.bridge.http.load import LoadReader
 from workers.bridge.http.models import models_of, tokenizer_hash
+from workers.bridge.kv_lease import ANSWER_S, LEAST_S, KvLeaseFinder
 from workers.bridge.measured import measured
 from workers.bridge.rank import Rank
 from workers.bridge.registration import Registrations
@@ -94,6 +96,8 @@ class EngineFollower:
         self._state: State = "unavailable"
         self._unfit = ""
         """Why it cannot be followed, or not by what it says now; "": it can."""
+        self._lease: KvLeaseFinder | None = None
+        """None: there is no lease to be found out."""
         self._healths: dict[int, EngineHealth] = {}
         self._settings = settings
         self._keyspace = keyspace
@@ -219,13 +223,14 @@ class EngineFollower:
             running = [tasks.create_task(rank.run()) for rank in self.ranks]
             adapting = _begun(tasks, "adapters", self._follow_adapters)
             cleansing = _begun(tasks, "taints", partial(cleanse, self._engine, self.ranks))
+            leasing = _begun(tasks, "lease", self._find_lease)
             ending = [
                 _begun(tasks, "facts", partial(self._look_for_changes, facts)),
                 _begun(tasks, "health", partial(self._probe, _health_path(facts))),
                 _begun(tasks, "load", partial(self._watch, facts, reader)),
             ]
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
-            for task in (*running, adapting, cleansing, *ending):
+            for task in (*running, adapting, cleansing, leasing, *ending):
                 task.cancel()
 
     async def _probe(self, path: str) -> None:
@@ -364,6 +369,20 @@ class EngineFollower:
                     log.info("the engine has changed: it registers anew")
                     return
 
+    async def _find_lease(self) -> None:
+        """How long the engine keeps KV for others, for as long as it serves."""
+        if self._lease is not None:
+            await self._lease.run()
+        await asyncio.Event().wait()
+
+    def _found_lease(self, seconds: float) -> None:
+        for rank in self.ranks:
+            rank.agent.info = replace(rank.agent.info, kv_lease_s=seconds)
+
+    def _all_findings(self) -> tuple[str, ...]:
+        lease = self._lease.finding if self._lease is not None else ""
+        return (*self.findings(), *filter(None, [lease]))
+
     async def _follow_adapters(self) -> None:
         """They come and go, also under a name that another had before."""
         while True:
@@ -387,12 +406,24 @@ class EngineFollower:
         with suppress(EngineUnavailable, EngineUnfit):
             probed = await tokenizer_hash(self._engine, facts.models[0])
         hosts = await self._registrations.hosts()
+        counts = any(load.leases_ended is not None for load in self.loads.values())
+        self._lease = None
+        if counts and settings.kv_transfer == "nixl" and settings.role != Role.DECODE:
+            self._lease = KvLeaseFinder(
+                EngineHttp(self._session, self._engine.url, ANSWER_S),
+                facts.models[0],
+                settings.kv_lease_s,
+                lambda: (self.loads, self.read_s),
+                self._found_lease,
+            )
         ranks = []
         for source in facts.sources:
             self.speeds.setdefault(source.rank, EngineSpeed(facts.capacity_tokens, self._profile))
             fingerprint = await self._registrations.fingerprint(self._context, facts, source.rank)
             info = self._registrations.info(facts, source, block_size, probed, hosts, fingerprint)
             info = replace(info, engine_id=await self._registrations.engine_id(facts, source.rank))
+            if self._lease is not None:
+                info = replace(info, kv_lease_s=LEAST_S)
             ranks.append(
                 Rank(
                     self._context,
@@ -407,7 +438,7 @@ class EngineFollower:
                     / f"{settings.namespace}-{info.key.worker_id}-{source.rank}.blocks",
                 )
             )
-            ranks[-1].agent.findings = self.findings
+            ranks[-1].agent.findings = self._all_findings
         return ranks
 
     async def _block_size(self, facts: EngineFacts) -> int:

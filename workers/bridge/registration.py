@@ -93,5 +93,5 @@ class Registrations:
             address = urlsplit(settings.address or self._url).hostname
             hosts = dict.fromkeys(filter(None, (settings.kv_host, address, self._host)))
             port = settings.side_channel_port + rank
-            return await kv_fingerprint.of_vllm(context, facts, hosts, port, settings.kv_lease_s)
+            return await kv_fingerprint.of_vllm(context, facts, hosts, port)
         return kv_fingerprint.of_sglang(facts) if settings.kv_transfer else ()

@@ -76,8 +76,9 @@ class EngineAgentSettings(MemberSettings):
     )
     kv_lease_s: float = setting(
         0.0,
-        "Seconds that the engine keeps what waits to be fetched, as it is set, with --kv-transfer "
-        "nixl: kv_lease_duration; 0: not told.",
+        "Seconds that the engine keeps what waits to be fetched, with --kv-transfer nixl "
+        "(kv_lease_duration), where it does not count leases. Else that is found out, and told "
+        "where this says something else; 0: not told.",
         SECONDS,
     )
     kv_compatible: str = setting(

@@ -144,8 +144,8 @@ class RouterSettings(DoorSettings):
     )
     kv_lease_s: float = setting(
         30.0,
-        "How long a source keeps blocks that wait to be fetched, in seconds: as its engine is set "
-        "(vLLM: kv_lease_duration). Of a worker that says less, what it says.",
+        "How long a source keeps blocks that wait to be fetched, in seconds, where its worker does "
+        "not say: as its engine is set. So long at least they count.",
         POSITIVE_SECONDS,
     )
     max_body_bytes: int = setting(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from app.core.failures import Failure
+from app.core.fetches import Fetch
 from app.core.worker_report import WorkerInfo
 from app.door import blame
 from app.door.connection import EngineAnswer, UpstreamError
@@ -64,14 +65,16 @@ NO_TRANSFER = Transfer()
 class SourceCall:
     """What the source of a decision is sent, and how long it may take.
 
-    watch: raises UpstreamBroken within it once the source is gone. on_computed: to be called when
-    the source has done all that it does for this request.
+    fetch: what Redis knows of it; None: nothing. watch: raises UpstreamBroken within it once the
+    source is gone. on_computed: to be called when the source has done all that it does for this
+    request.
     """
 
     kind: TransferKind
     source: WorkerInfo
     target: WorkerInfo
     router: Router
+    fetch: Fetch | None
     outgoing: Outgoing
     path: str
     headers: Headers

@@ -1,47 +1,43 @@
 """Whether workers that decode fetch KV while its source still keeps it for them.
 
 What is fetched after a lease has ended belongs to other prompts: the text is wrong, nothing in the
-answer tells, and the engine keeps it as the prompt's. So an answer counts if it began within a
-lease from before the source was asked. Later, it counts if the source's engine says that it has
-let go of nothing since, or that nothing was fetched after that.
+answer tells, and the engine keeps it as the prompt's, for others as well. So all replicas know from
+Redis what each target is yet to fetch, by when (`Fetch`), and keep one rule: an answer that began
+after a lease of its worker may have ended is given to nobody until the source has spoken, by a
+reading of its engine from after that. What that engine has counted as late, its agent has told
+Redis by then, which taints all targets that it may have been.
 
-A target that has not begun when a lease may have ended is given up: its engine then drops the
-request, and what it may still fetch for it. An engine that stands still may fetch before it hears
-of that, and then answers others with it. So whatever a target was sent is in doubt until the target
-has answered something that it was sent later: within the lease, or after the source's engine was
-asked. A target that may have fetched late is tainted.
+A target that has answered what it was sent later has fetched, as engines begin requests in order.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf
 
+from app.core.errors import KvrouteError
+from app.core.fetches import NIXL, Fetch
 from app.core.types import WorkerKey
-from app.core.worker_report import WorkerInfo, process_of
+from app.core.worker_report import WorkerInfo
 from app.door.connection import UpstreamError
+from app.door.members import Headers
 from app.door.waits import Wait
-from app.policy.kv_lease import STALE_MS, Fetches, LeaseBooks, Leases, fetches, leases
+from app.policy.kv_lease import STALE_MS, LeaseBooks, are_kept, has_spoken
 from app.router.router import Router
 
 LOOK_EVERY_S = 0.25
 POLL_S = 0.05
-JUDGED_S = 15.0
-"""How long at most the source's engine is asked about what was fetched."""
-LEFT_JUDGED_S = 5.0
-"""The same, of what nobody waits for: sources come and go, and one that is gone says nothing."""
-UNKNOWN_S = 10.0
-"""How long a source's agent may be away, as when it is restarted."""
+STEPS_S = 10.0
+"""How long at most a source's engine is waited for that has to make a step."""
+SETTLED_S = 2.0
+"""How long before its lease may end Redis is told of a fetch that is known to have been in time: by
+then most requests have told so themselves."""
 MARGIN_S = 0.5
 """By which a target is given up before its lease may end, if nobody says when it does."""
-DOUBTED_S = 3600.0
-"""How long at most something is in doubt."""
-MOST_DOUBTS = 1000
-"""Of a pair. The first counts for all later ones, until the last is past."""
-FETCHED_LATE = "may hold KV that is not its prompt's, fetched after its source's lease had ended"
+MAY_HOLD = "may hold KV that is not its prompt's"
 NOT_KNOWN = "took longer than its source's lease, and nobody says whether that had ended"
 NOT_BEGUN = "has not begun, and its source's lease may have ended"
 
@@ -62,143 +58,39 @@ class TaintedTarget(UpstreamError):
 class KvLease:
     """Of a target, on what its source keeps for it.
 
-    streams: the target's answer begins with its first token; else nobody sees that. kept_s: how
-    long it is for sure. asked_s: from when on that counts, by the event loop's clock. before: what
-    the source's engine had counted by then.
-    nudge: has the source's engine make a step. An engine also counts as fetched late what a target
-    lets go of late, unfetched: nobody can tell which it was.
+    fetch: as Redis knows it; None: the source's engine counts nothing. streams: the target's answer
+    begins with its first token; else nobody sees that. until_s: how long it is for sure, by the
+    event loop's clock.
     """
 
     router: Router
-    source: WorkerInfo
     target: WorkerInfo
+    fetch: Fetch | None
     streams: bool
-    asked_s: float
-    kept_s: float
-    before: LeaseBooks | None
-    nudge: Callable[[], Awaitable[None]]
-    judged: LeaseBooks | None = None
-    """As of when it was last known that nothing had been fetched late."""
-    fetched: Fetches = Fetches.UNKNOWN
-    """What the target had fetched, when that was last found out."""
-    fetched_since_s: float = -inf
-    """When that began to be found out, by the event loop's clock."""
-    steps: int | None = None
-    """That the target's engine had made then."""
+    until_s: float
     sent_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     """When its target was sent the request, or that this is given up."""
-    is_left: bool = False
-    """Whether nobody waits for the target any more."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Of whoever finds out."""
-    known_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
-    """When anything was last known."""
+    is_passed: bool = False
+    """Whether the target has begun, in time, to answer what it was sent later."""
 
     @property
-    def age_s(self) -> float:
-        """Since the source was asked."""
-        return asyncio.get_running_loop().time() - self.asked_s
+    def left_s(self) -> float:
+        """For how long it has not ended, whatever the source's engine says."""
+        return self.until_s - asyncio.get_running_loop().time()
 
     @property
-    def is_sure(self) -> bool:
-        """Whether it has not ended, whatever the source's engine says."""
-        return self.age_s <= self.kept_s
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to look what the source's engine says, or if nobody says anything, to give up."""
-        margin_s = 0.0 if self.before is not None else min(MARGIN_S, self.kept_s / 4)
-        return self.age_s > self.kept_s - margin_s
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has come to an end without a late fetch.
-
-        A target that still prolongs it is alive. An engine that has begun anew hands nothing on,
-        and holds nothing.
-        """
+    def has_ended(self) -> bool:
+        """Whether it may have."""
         fleet = self.router.fleet
-        books = fleet.lease_books(self.source)
-        if self.before is None or self.age_s > DOUBTED_S:
-            return True
-        if books is not None and process_of(books.life) != process_of(self.before.life):
-            return True
-        life = fleet.engine_life(self.target.key)
-        if life is not None and process_of(life) != process_of(self.target.engine_life):
-            return True
-        return self.age_s > 2 * self.kept_s and self.state() is Leases.KEPT
+        if self.left_s > 0 or self.fetch is None or fleet.redis_now_ms is None:
+            return self.left_s <= 0
+        books = fleet.lease_books(self.fetch.source)
+        return not are_kept(self.fetch, books, fleet.redis_now_ms - STALE_MS)
 
     @property
-    def has_news(self) -> bool:
-        """Whether it may have been fetched late since that was last found out."""
-        if self.is_sure or self.before is None:
-            return False
-        books, told = self.books(), self.judged or self.before
-        is_told = books is not None and books.late > told.late
-        return is_told or (self.is_left and self._steps() != self.steps)
-
-    def _steps(self) -> int | None:
-        """That the target's engine has made."""
-        theirs = self.router.fleet.lease_books(self.target)
-        return theirs and theirs.steps
-
-    def books(self) -> LeaseBooks | None:
-        """What the source's engine has counted."""
-        return self.router.fleet.lease_books(self.source)
-
-    def state(self) -> Leases:
-        """As far as is known now."""
-        now_ms, now_s = self.router.fleet.redis_now_ms, asyncio.get_running_loop().time()
-        books = self.books()
-        state = Leases.UNKNOWN
-        if now_ms is not None:
-            state = leases(self.before, books, now_ms - STALE_MS)
-        if state is not Leases.UNKNOWN:
-            self.known_s = now_s
-        elif self.before is not None and now_s < self.known_s + UNKNOWN_S:
-            return Leases.KEPT
-        return state
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether nothing has happened since it was found that nothing had been fetched late."""
-        books, judged = self.books(), self.judged
-        return books is not None and judged is not None and books.same_leases(judged)
-
-    async def find_out(self) -> None:
-        """Set `fetched` to what the target has by now, as the source's engine says. If that was
-        late, the target is tainted."""
-        loop, asked_ms = asyncio.get_running_loop(), self.router.fleet.redis_now_ms
-        self.fetched_since_s, self.steps = loop.time(), self._steps()
-        self.fetched = Fetches.UNKNOWN
-        if self.router.fleet.is_tainted(self.target.key):
-            self.fetched = Fetches.LATE
-        elif self.before is not None and asked_ms is not None:
-            self.fetched = await self._asked(self.before, asked_ms)
-            if self.fetched is Fetches.LATE:
-                await self.router.taint(self.target, FETCHED_LATE)
-        if self.fetched is Fetches.LATE:
-            # Its engine may drop what it holds: then only what is fetched late from now on counts.
-            self.before = self.books() or self.before
-
-    async def _asked(self, before: LeaseBooks, asked_ms: int) -> Fetches:
-        loop = asyncio.get_running_loop()
-        ends_s = loop.time() + (LEFT_JUDGED_S if self.is_left else JUDGED_S)
-        first, is_nudged = None, False
-        while loop.time() < ends_s:
-            books = self.books()
-            if first is None and books is not None and books.is_of(asked_ms):
-                first = books
-            state = fetches(before, first, books)
-            if state is Fetches.IN_TIME:
-                self.judged = books
-            if state is not Fetches.UNKNOWN:
-                return state
-            if first is not None and not is_nudged:
-                is_nudged = True
-                await self.nudge()
-            await asyncio.sleep(POLL_S)
-        return Fetches.UNKNOWN
+    def is_lost(self) -> bool:
+        """Whether a target that has not begun by now is not to be waited for."""
+        return self.has_ended if self.streams or self.fetch is None else False
 
 
 class _Watch(Wait):
@@ -214,110 +106,127 @@ def _not_begun() -> LeaseEnded:
 
 
 class KvLeases:
-    """Looks after requests whose targets have yet to begin, while `run` runs."""
+    """Looks after requests whose targets have yet to begin, while `run` runs.
 
-    def __init__(self) -> None:
+    nudge: has a worker's engine make a step.
+    """
+
+    def __init__(self, nudge: Callable[[WorkerInfo, Headers], Awaitable[None]]) -> None:
+        self._nudge = nudge
         self._open: set[_Watch] = set()
-        self._doubts: defaultdict[WorkerKey, dict[WorkerKey, deque[KvLease]]] = defaultdict(dict)
-        """By target and source, as they were sent."""
-        self._judging: defaultdict[WorkerKey, set[asyncio.Future[None]]] = defaultdict(set)
-        """Targets of which it is being found out what they have fetched."""
+        self._sent: defaultdict[WorkerKey, set[KvLease]] = defaultdict(set)
+        """What targets were sent that they have not answered in time yet."""
 
     def watched(self, lease: KvLease) -> Wait:
         """Within it, a request waits for its target to begin. Raises LeaseEnded."""
-        self._doubt(lease)
+        self._sent[lease.target.key].add(lease)
         return _Watch(lease, self._open)
 
-    def leave(self, lease: KvLease) -> None:
-        """Nobody waits for its target any more, which may fetch all the same."""
-        doubts = self._doubts.get(lease.target.key, {}).get(lease.source.key)
-        if doubts and lease in doubts:
-            doubts.remove(lease)
-            lease.sent_s, lease.is_left = asyncio.get_running_loop().time(), True
-            self._doubt(lease)
-
-    def _doubt(self, lease: KvLease) -> None:
-        if lease.before is None:
-            return
-        doubts = self._doubts[lease.target.key].setdefault(lease.source.key, deque())
-        if len(doubts) == MOST_DOUBTS:
-            doubts.pop()
-        doubts.append(lease)
-
-    async def confirm(self, target: WorkerKey, sent_s: float, lease: KvLease | None) -> None:
+    async def confirm(
+        self,
+        router: Router,
+        target: WorkerInfo,
+        lease: KvLease | None,
+        sent_s: float,
+        headers: Headers,
+    ) -> None:
         """Of an answer that begins now: returns once it is sure that its target has fetched nothing
         late, for this request or another.
 
-        sent_s: when the request was sent, by the event loop's clock. Raises LeaseEnded,
-        TaintedTarget.
+        sent_s: when the request was sent, by the event loop's clock. headers: for engines. Raises
+        LeaseEnded, TaintedTarget.
         """
-        if lease is not None and not lease.is_sure:
-            state = await self._fetched(lease)
-            if state is not Fetches.IN_TIME:
-                raise LeaseEnded(FETCHED_LATE if state is Fetches.LATE else NOT_KNOWN)
-        for doubts in list(self._doubts.get(target, {}).values()):
-            if doubts and not doubts[0].is_sure:
-                state = await self._fetched(doubts[0])
-                if state is Fetches.LATE:
-                    raise TaintedTarget(FETCHED_LATE)
-            while doubts and doubts[0].sent_s <= sent_s:
-                doubts.popleft()
-        # What this answer begins with may be what another one is being judged for.
-        while judging := self._judging.get(target):
-            await asyncio.wait(list(judging))
+        if target.kv_transfer != NIXL:
+            return
+        fleet, now_s = router.fleet, asyncio.get_running_loop().time()
+        began_ms = fleet.redis_now_ms or 0
+        fetches = await self._ended(router, target, began_ms)
+        if lease is not None and lease.left_s <= 0:
+            if lease.fetch is None:
+                raise LeaseEnded(NOT_KNOWN)
+            fetches[lease.fetch.attempt] = lease.fetch
+        if fetches:
+            await self._until_spoken(router, fetches.values(), began_ms, headers)
+            with suppress(KvrouteError):
+                await router.refresh()
+            # One that has dropped what it held is tainted no more, but this is of before.
+            if (fleet.engine_life(target.key) or "") != target.engine_life:
+                raise TaintedTarget(MAY_HOLD)
+        if fleet.is_tainted(target.key):
+            raise TaintedTarget(MAY_HOLD)
+        if lease is not None:
+            self._sent[target.key].discard(lease)
+        for other in self._sent.get(target.key, ()):
+            other.is_passed |= other.sent_s < sent_s and other.left_s > 0
+        sent_ms = began_ms - 1000 * (now_s - sent_s)
+        own = lease.fetch.attempt if lease is not None and lease.fetch is not None else None
+        over = [a for a, one in fetches.items() if a == own or one.until_ms < sent_ms]
+        await _settle(router, over)
+
+    async def _ended(self, router: Router, target: WorkerInfo, by_ms: int) -> dict[str, Fetch]:
+        """What the target may have begun to fetch late by then, by attempt, as far as Redis can be
+        asked."""
+        if not router.fleet.knows_fetches(by_ms):
+            with suppress(KvrouteError):
+                await router.refresh()
+        return {one.attempt: one for one in router.fleet.late_fetches(target.key, by_ms)}
+
+    async def _until_spoken(
+        self, router: Router, fetches: Iterable[Fetch], began_ms: int, headers: Headers
+    ) -> None:
+        """Returns once the engines of all sources have told of what was late by then. Raises
+        LeaseEnded if one does not."""
+        # Of each source, the one since which the most leases may have ended.
+        by_source = {one.source: one for one in sorted(fetches, key=lambda f: -f.ended)}
+        for fetch in by_source.values():
+            if not await self._has_spoken(router, fetch, began_ms, headers):
+                raise LeaseEnded(NOT_KNOWN)
+
+    async def _has_spoken(
+        self, router: Router, fetch: Fetch, began_ms: int, headers: Headers
+    ) -> bool:
+        loop, fleet = asyncio.get_running_loop(), router.fleet
+        ends_s = loop.time() + STALE_MS / 1000
+        first: LeaseBooks | None = None
+        while loop.time() < ends_s:
+            source, books = fleet.known(fetch.source), fleet.lease_books(fetch.source)
+            if source is None:
+                return True  # it is gone, and hands nothing on
+            if first is None and books is not None and books.is_of(began_ms):
+                first, ends_s = books, loop.time() + STEPS_S
+                if not has_spoken(fetch, first, books):
+                    await self._nudge(source, headers)
+            if first is not None and books is not None and has_spoken(fetch, first, books):
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
+
+    def leave(self, lease: KvLease) -> None:
+        """Nobody waits for its target any more, which may fetch all the same."""
+        lease.sent_s, lease.is_passed = asyncio.get_running_loop().time(), False
 
     async def run(self) -> None:
         """Run until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await asyncio.sleep(LOOK_EVERY_S)
-                for watch in list(self._open):
-                    if watch.lease.is_due and not watch.lease.turn.locked():
-                        self._look_at(watch, tasks)
-                for target in list(self._doubts):
-                    self._look_after(target, tasks)
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for watch in list(self._open):
+                if watch.lease.is_lost:
+                    watch.end()
+            passed: defaultdict[Router, list[str]] = defaultdict(list)
+            for target, some in list(self._sent.items()):
+                due = {one for one in some if one.left_s < SETTLED_S}
+                for one in due:
+                    if one.is_passed and one.fetch is not None:
+                        passed[one.router].append(one.fetch.attempt)
+                some -= due
+                if not some:
+                    del self._sent[target]
+            for router, attempts in passed.items():
+                await _settle(router, attempts)
 
-    def _look_after(self, target: WorkerKey, tasks: asyncio.TaskGroup) -> None:
-        of_target = self._doubts[target]
-        for source, doubts in list(of_target.items()):
-            while doubts and doubts[0].is_over:
-                doubts.popleft()
-            if not doubts:
-                del of_target[source]
-            elif doubts[0].has_news and not doubts[0].turn.locked():
-                tasks.create_task(self._fetched(doubts[0]))
-        if not of_target:
-            del self._doubts[target]
 
-    def _look_at(self, watch: _Watch, tasks: asyncio.TaskGroup) -> None:
-        lease = watch.lease
-        state = lease.state()
-        if state is Leases.KEPT or (lease.is_judged and not lease.streams):
-            return
-        if lease.before is None:
-            watch.end()  # in time, for sure
-            return
-        if lease.streams or state is Leases.UNKNOWN:
-            watch.end()
-        tasks.create_task(self._judge(watch))
-
-    async def _judge(self, watch: _Watch) -> None:
-        if await self._fetched(watch.lease) is not Fetches.IN_TIME and watch in self._open:
-            watch.end()
-
-    async def _fetched(self, lease: KvLease) -> Fetches:
-        """What the target has fetched by now; if that was late, it is tainted."""
-        loop, key = asyncio.get_running_loop(), lease.target.key
-        asked_s, done = loop.time(), loop.create_future()
-        self._judging[key].add(done)
-        try:
-            async with lease.turn:
-                # Not if somebody else began to find out only after this was asked.
-                if lease.fetched_since_s < asked_s:
-                    await lease.find_out()
-                return lease.fetched
-        finally:
-            done.set_result(None)
-            self._judging[key].discard(done)
-            if not self._judging[key]:
-                del self._judging[key]
+async def _settle(router: Router, attempts: list[str]) -> None:
+    """Have Redis forget fetches that were in time, or of which nothing came too late."""
+    if attempts:
+        with suppress(KvrouteError):
+            await router.settle_fetches(attempts)

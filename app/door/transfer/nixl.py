@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 
 import orjson
 
@@ -26,7 +25,7 @@ from app.door.transfer.base import (
     Transfer,
     of_rank,
 )
-from app.door.transfer.kv_lease import KvLease
+from app.door.transfer.kv_lease import MARGIN_S, KvLease
 from app.door.transfer.params import (
     COMMON,
     Checks,
@@ -37,10 +36,8 @@ from app.door.transfer.params import (
     params_in,
 )
 from app.door.upstream import Upstream
-from app.policy.kv_lease import Leases, kept_s
+from app.policy.kv_lease import kept_s
 
-NIXL = "nixl"
-"""The protocol of vLLM's NixlConnectors."""
 ASKED: Mapping[str, object] = {
     **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
     "do_remote_decode": True,
@@ -75,21 +72,20 @@ class Nixl:
         # The lease may begin as soon as the source has been asked: what is held up is its answer.
         asked_s = asyncio.get_running_loop().time()
         lease_s = kept_s(self._kv_lease_s, [call.source])
-        before = call.router.fleet.lease_books(call.source)
+        fetch = call.fetch
         body = call.outgoing.for_source(call.source, ASKED)
         params = await call.handed_on(self._upstream, body, nixl_params)
-        took_s = asyncio.get_running_loop().time() - asked_s
-        if params is not None and before is None and took_s > MOST_OF_LEASE * lease_s:
-            raise SourceFailed(TOOK_TOO_LONG, None)
+        if fetch is None:
+            took_s = asyncio.get_running_loop().time() - asked_s
+            if params is not None and took_s > MOST_OF_LEASE * lease_s:
+                raise SourceFailed(TOOK_TOO_LONG, None)
+            lease_s -= min(MARGIN_S, lease_s / 4)
         call.on_computed()
         if params is None:
             return NO_TRANSFER
-        lease = KvLease(
-            *(call.router, call.source, call.target, call.outgoing.asked.streams),
-            *(asked_s, lease_s, before),
-            partial(nudge, self._upstream, call.source, call.headers),
-        )
-        if not lease.is_sure and lease.state() is not Leases.KEPT:
+        streams = call.outgoing.asked.streams
+        lease = KvLease(call.router, call.target, fetch, streams, asked_s + lease_s)
+        if lease.has_ended:
             raise SourceFailed(TOOK_TOO_LONG, None)
         return Transfer(params, lease=lease)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from app.core.fetches import NIXL
 from app.door.asked import AnswerRequest, Api
 from app.door.prompts import PromptIds
 from app.door.transfer.base import NO_TRANSFER, SourceCall, Transfer, TransferProtocol
-from app.door.transfer.nixl import NIXL, Nixl
+from app.door.transfer.nixl import Nixl
 from app.door.transfer.own import Own
 from app.door.transfer.sglang import Sglang
 from app.door.upstream import Upstream

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Trio:
     d: PdEngine
     e: PdEngine
     redis: Redis
+    agents: dict[str, Callable[[], AbstractAsyncContextManager[None]]]
+    running: dict[str, AsyncExitStack]
 
     async def ask(self, prompt: list[int], **more: Any) -> httpx.Response:
         body = {"model": "m", "prompt": prompt, "max_tokens": 4, **more}
@@ -55,6 +58,14 @@ class Trio:
         records = await self.redis.hgetall(KEYS["verdicts"])
         return [name for name, text in records.items() if b"tainted" in text]
 
+    async def begin_agent(self, name: str) -> None:
+        await self.running[name].enter_async_context(self.agents[name]())
+
+    async def lease_of_p(self) -> float:
+        """As it is registered."""
+        workers = (await self.door.get("/v1/workers")).json()["workers"]
+        return next((one["kv_lease_s"] for one in workers if one["worker_id"] == "p"), 0.0)
+
     async def lease_ends(self) -> None:
         """Until p has let go of what d was to fetch."""
         await eventually(lambda: _value(len(self.p._kept)), lambda kept: not kept)
@@ -66,11 +77,22 @@ async def _value(value: int) -> int:
 
 @asynccontextmanager
 async def trio(
-    redis: Redis, url: str, folder: Path, *, kv_lease_s: float = LEASE_S, **of_each: Any
+    redis: Redis,
+    url: str,
+    folder: Path,
+    *,
+    kv_lease_s: float = LEASE_S,
+    said_s: float | None = None,
+    **of_each: Any,
 ) -> AsyncIterator[Trio]:
+    """said_s: how long they are, as operators say; None: as they are."""
     async with AsyncExitStack() as opened:
-        engines = []
-        alike = {"kv_transfer": "nixl", "kv_lease_s": kv_lease_s, "kv_compatible": "fakes"}
+        engines, three = [], Trio(*[None] * 4, redis, {}, {})  # type: ignore[list-item]
+        alike = {
+            "kv_transfer": "nixl",
+            "kv_lease_s": said_s or kv_lease_s,
+            "kv_compatible": "fakes",
+        }
         for name, about in {
             "p": {"role": "prefill", **alike},
             "d": {"role": "decode", **alike},
@@ -79,13 +101,17 @@ async def trio(
             engine = PdEngine(kv_lease_s=kv_lease_s, **of_each)
             await opened.enter_async_context(engine.serving(0))
             engines.append(engine)
-            beside = agent_here(engine.url, url, folder / name, name, **about)
-            await opened.enter_async_context(beside)
-        door = await opened.enter_async_context(replica(url, policy="least_loaded"))
-        await until_serving(door, 3)
+            three.agents[name] = partial(agent_here, engine.url, url, folder / name, name, **about)
+            three.running[name] = await opened.enter_async_context(AsyncExitStack())
+            await three.begin_agent(name)
+        three.p, three.d, three.e = engines
+        three.door = await opened.enter_async_context(replica(url, policy="least_loaded"))
+        await until_serving(three.door, 3)
         if of_each.get("counts", True):
-            await eventually(lambda: _metrics(door), lambda text: COUNTED in text)
-        yield Trio(door, *engines, redis)
+            await eventually(lambda: _metrics(three.door), lambda text: COUNTED in text)
+        if said_s is None:
+            await eventually(three.lease_of_p, lambda lease_s: lease_s == kv_lease_s)
+        yield three
 
 
 async def _metrics(door: httpx.AsyncClient) -> str:

@@ -222,8 +222,9 @@ async def test_a_killed_source_or_target_costs_no_request(
 
 
 async def test_a_client_gone_between_the_steps_leaves_nothing(
-    one_redis_server: EmbeddedRedis, redis: Redis
+    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workers.main.KEEP_S", 2.0)
     async with fleet_here(
         one_redis_server.url,
         ROLES,

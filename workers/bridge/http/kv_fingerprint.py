@@ -48,7 +48,6 @@ async def of_vllm(
     facts: EngineFacts,
     hosts: Iterable[str],
     port: int,
-    lease_s: float,
 ) -> tuple[str, ...]:
     """As WorkerInfo.kv_fingerprint. hosts: where the engine's side channel may be."""
     told, about = UNKNOWN, _Metadata()
@@ -65,7 +64,6 @@ async def of_vllm(
             "layout": about.kv_cache_layout,
             "context-parallel": f"{about.dcp_size}/{about.pcp_size}",
             "handshake": told,
-            "lease": f"{lease_s:g}",
         }
     )
 

@@ -60,7 +60,7 @@ async def side_channel(answer: bytes | None) -> AsyncIterator[tuple[int, list[An
 
 async def told(port: int, *hosts: str) -> dict[str, str]:
     with zmq.asyncio.Context() as context:
-        found = await kv_fingerprint.of_vllm(context, FACTS, hosts, port, 120.0)
+        found = await kv_fingerprint.of_vllm(context, FACTS, hosts, port)
     return {name: value for name, _, value in (one.partition("=") for one in found)}
 
 
@@ -76,7 +76,6 @@ async def test_all_that_decides_is_told_by_the_engine() -> None:
             "layout": "HND",
             "context-parallel": "1/1",
             "handshake": "5f0c" * 4,
-            "lease": "120",
         }
     # Asked for a rank that it has not, vLLM would hand on nothing any more.
     assert asked == [[b"get_meta_msg", 0, 0]]

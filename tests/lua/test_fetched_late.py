@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.types import Incarnation
+from app.core.fetches import Fetch
+from app.core.types import Incarnation, WorkerKey
 from app.core.verdicts import State
 from app.core.worker_report import WorkerInfo
 from app.state import leases
@@ -23,8 +24,22 @@ async def lives(space: Namespace, inc: Incarnation, life: str) -> None:
     assert await space.renew(inc)
 
 
+async def outstanding(
+    space: Namespace, info: WorkerInfo, left_ms: int = -1, source: str = "b", attempt: str = "1-f"
+) -> None:
+    """A worker is to fetch from a source, whose lease ends then."""
+    fetch = Fetch(WorkerKey(source), info.key, "500.5", info.engine_life, 0)
+    await space.redis.zadd(space.keys["fetches"], {attempt: await space.now_ms() + left_ms})
+    await space.redis.hset(space.keys["fetching"], attempt, fetch.record())
+
+
+async def late(space: Namespace, source: str = "b") -> list[str]:
+    return await space.do(leases.fetched_late(space.keys, WorkerKey(source)))
+
+
 async def taint(space: Namespace, info: WorkerInfo) -> bool:
-    return await space.do(leases.taint(space.keys, info, "fetched after the lease of b:0"))
+    await outstanding(space, info)
+    return bool(await late(space))
 
 
 async def marked(space: Namespace) -> list[str]:
@@ -43,13 +58,37 @@ async def test_nothing_goes_to_a_tainted_worker_be_it_the_last(space: Namespace)
         assert not snapshot.loads
         assert snapshot.paused == [inc]
         verdict = snapshot.verdict(inc)
-        assert (verdict.state, verdict.cause) == (State.TAINTED, "fetched after the lease of b:0")
+        assert verdict.state is State.TAINTED
+        assert verdict.cause.endswith("after a lease of b:0 had ended")
         assert await space.renew(inc)
     refused = await space.reserve(inc, "r1")
     assert refused is not None
     assert refused.reason == "lapsed"
     assert await space.retire_lapsed(grace_ms=5000) == 0
     assert await space.release("r0")
+
+
+async def test_all_targets_of_a_source_that_may_have_fetched_late_are_tainted_and_no_other(
+    space: Namespace,
+) -> None:
+    a, c, d, e = [space.infos[await alive(space, name)] for name in "acde"]
+    await outstanding(space, a, attempt="1-a")
+    await outstanding(space, c, -5000, attempt="1-c")
+    await outstanding(space, d, 60_000, attempt="1-d")  # counts left by others are none of its
+    await outstanding(space, e, source="other", attempt="1-e")
+    assert sorted(await late(space)) == ["a:0", "c:0"]
+    assert sorted(await marked(space)) == ["a:0", "c:0"]
+    assert await late(space) == []
+
+
+@pytest.mark.parametrize("text", [None, "b:0 a:0", "b:0 a:0 - - - -"])
+async def test_a_damaged_record_taints_nobody(space: Namespace, text: str | None) -> None:
+    await alive(space, "a")
+    await space.redis.zadd(space.keys["fetches"], {"1-f": 1})
+    if text is not None:
+        await space.redis.hset(space.keys["fetching"], "1-f", text)
+    assert await late(space) == []
+    assert (await space.loads()).fetches == []
 
 
 async def test_its_agent_hears_of_it_with_the_next_renewal(space: Namespace) -> None:
