@@ -234,7 +234,7 @@ class Outcomes:
     def ended(self, record: RequestRecord) -> None:
         """Count one request."""
         model = record.model_name
-        self._requests(model, record.outcome, str(record.status)).inc()
+        self._requests[model, record.outcome, str(record.status)].value += 1
         if (used := record.used) is not None:
             self._count_key(BY["key"](used[0]), used[1], kind_of(record.outcome))
         if record.admitted is not None:
@@ -249,73 +249,73 @@ class Outcomes:
             if len(self._names) >= self._max_names:
                 name = OTHER
             self._names.add(name)
-        self._key_requests(name, kind).inc()
+        self._key_requests[name, kind].value += 1
         if used.prompt_tokens:
-            self._key_tokens(name, "prompt").inc(used.prompt_tokens)
-            self._key_tokens(name, "cached").inc(used.cached_tokens)
-            self._key_tokens(name, "output").inc(used.output_tokens)
+            self._key_tokens[name, "prompt"].value += used.prompt_tokens
+            self._key_tokens[name, "cached"].value += used.cached_tokens
+            self._key_tokens[name, "output"].value += used.output_tokens
         if used.waited_ms:
-            self._key_waited(name).inc(used.waited_ms / 1000)
+            self._key_waited[name].value += used.waited_ms / 1000
 
     def reported(self, model: str, ending: Ending | None, *, has_failed: bool) -> None:
         """Count a request that its client has carried, by what that says. ending: None: nothing."""
-        self._requests(model, WORKER_FAILED if has_failed else OK, "").inc()
+        self._requests[model, WORKER_FAILED if has_failed else OK, ""].value += 1
         if ending is not None:
-            self._tokens(model, "output").inc(ending.output_tokens)
+            self._tokens[model, "output"].value += ending.output_tokens
             if ending.ttft_ms is not None:
-                self._ttft(model).observe(ending.ttft_ms / 1000)
+                self._ttft[model].observe(ending.ttft_ms / 1000)
 
     def _count_admitted(self, model: str, admitted: Admission, record: RequestRecord) -> None:
-        self._tokens_from(model, admitted.tokens_from).inc()
+        self._tokens_from[model, admitted.tokens_from].value += 1
         if record.failures:
-            self._retries(model).inc(len(record.failures))
+            self._retries[model].value += len(record.failures)
         if record.migrations:
-            self._migrations(model).inc(record.migrations)
+            self._migrations[model].value += record.migrations
         if record.decision is not None and record.decision.source is not None:
-            self._sources(model).inc()
-            self._worker_sources(str(record.decision.source.worker.key)).inc()
-        self._duration(model).observe(record.ended_s - record.began_s)
+            self._sources[model].value += 1
+            self._worker_sources[str(record.decision.source.worker.key)].value += 1
+        self._duration[model].observe(record.ended_s - record.began_s)
         if record.first_token_s:
-            self._ttft(model).observe(record.first_token_s - record.began_s)
+            self._ttft[model].observe(record.first_token_s - record.began_s)
         if record.usage is not None:
             self._count_tokens(model, record.usage, record)
         for stage, seconds in record.spent_s.items():
-            self._stages(model, stage).observe(seconds)
+            self._stages[model, stage].observe(seconds)
 
     def _count_workers(self, record: RequestRecord) -> None:
         for failed in record.failures:
-            self._by_worker(failed.worker, failed.result, failed.cause).inc()
+            self._by_worker[failed.worker, failed.result, failed.cause].value += 1
         worker = record.worker
         has_failed = worker in (failed.worker for failed in record.failures)
         if not worker or (has_failed and kind_of(record.outcome) not in ANSWERED):
             return  # it was given to no other one, nor answered at a second try
-        self._by_worker(worker, record.outcome, "").inc()
+        self._by_worker[worker, record.outcome, ""].value += 1
         if record.first_token_s and not record.migrations:
-            self._first_token(worker).observe(record.spent_s[Stage.FIRST_TOKEN])
+            self._first_token[worker].observe(record.spent_s[Stage.FIRST_TOKEN])
 
     def _count_tokens(self, model: str, usage: Usage, record: RequestRecord) -> None:
         if worker := record.worker:
-            self._worker_output(worker).inc(usage.output)
+            self._worker_output[worker].value += usage.output
         if usage.by_router:
-            self._tokens(model, "prompt_by_router").inc(usage.prompt)
-            self._tokens(model, "output_by_router").inc(usage.output)
-            self._tokens(model, "cached_by_router").inc(usage.cached or 0)
+            self._tokens[model, "prompt_by_router"].value += usage.prompt
+            self._tokens[model, "output_by_router"].value += usage.output
+            self._tokens[model, "cached_by_router"].value += usage.cached or 0
             return
-        self._tokens(model, "prompt").inc(usage.prompt)
-        self._tokens(model, "output").inc(usage.output)
+        self._tokens[model, "prompt"].value += usage.prompt
+        self._tokens[model, "output"].value += usage.output
         if record.first_token_s and usage.output > 1:
             took_s = record.ended_s - record.first_token_s
-            self._per_token(model).observe(took_s / (usage.output - 1))
+            self._per_token[model].observe(took_s / (usage.output - 1))
         if usage.cached is None:
             return
-        self._tokens(model, "cached").inc(usage.cached)
-        self._tokens(model, "told").inc(usage.prompt)
+        self._tokens[model, "cached"].value += usage.cached
+        self._tokens[model, "told"].value += usage.prompt
         predicted = record.predicted_cached
-        self._tokens(model, "predicted").inc(predicted or 0)
+        self._tokens[model, "predicted"].value += predicted or 0
         if predicted is not None and record.decision is not None:
             worker = str(record.decision.prompt_worker.key)
-            self._compared(model, worker).inc(usage.prompt)
-            self._apart(model, worker).inc(abs(usage.cached - predicted))
+            self._compared[model, worker].value += usage.prompt
+            self._apart[model, worker].value += abs(usage.cached - predicted)
             self.alarm.compare(
                 *(model, worker, usage.prompt, predicted, usage.cached),
                 at_least=record.decision.trust is Trust.BOUND,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Generic, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Gauge, Metric, disable_created_metrics
 from prometheus_client.core import (
@@ -94,13 +94,13 @@ class _Counted(Collector):
 class Counter(_Counted):
     def __init__(self, family: Family) -> None:
         super().__init__(family)
-        self._value = 0.0
+        self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        self._value += amount
+        self.value += amount
 
     def _show(self, metric: Any, values: tuple[str, ...]) -> None:
-        metric.add_metric(values, self._value)
+        metric.add_metric(values, self.value)
 
 
 class Histogram(_Counted):
@@ -164,30 +164,32 @@ OTHER = "other"
 M = TypeVar("M", Counter, Histogram)
 
 
-class Children(Generic[M]):
-    """The children of one metric, by the values of their labels.
+class Children(dict[tuple[str, ...] | str, M]):
+    """The children of one metric, by the value of its label, or the values of its labels.
 
-    Past `most`, all new ones are one, whose labels are OTHER.
+    Past `most`, all new ones are one, whose labels are OTHER. A child that is there costs no call.
     """
 
     def __init__(self, metric: M, most: float = MAX_CHILDREN) -> None:
+        super().__init__()
         self._metric: M = metric
         self._most = most
-        self._made: dict[tuple[str, ...], M] = {}
 
-    def __call__(self, *values: str) -> M:
-        child = self._made.get(values)
-        if child is None:
-            if len(self._made) >= self._most:
-                values = (OTHER,) * len(values)
-            child = self._made[values] = self._metric.labels(*values)
+    def __missing__(self, key: tuple[str, ...] | str) -> M:
+        if len(self) >= self._most:
+            key = OTHER if isinstance(key, str) else (OTHER,) * len(key)
+        child = self[key] = self._metric.labels(*_values_of(key))
         return child
 
     def keep(self, position: int, names: Collection[str]) -> None:
         """Forget those whose label at `position` is none of `names`."""
-        for values in [values for values in self._made if values[position] not in names]:
-            del self._made[values]
-            self._metric.remove(*values)
+        for key in [key for key in self if _values_of(key)[position] not in names]:
+            del self[key]
+            self._metric.remove(*_values_of(key))
+
+
+def _values_of(key: tuple[str, ...] | str) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
 
 
 Sampled = tuple[Family, Sequence[str], Any]

@@ -109,7 +109,7 @@ def test_a_metric_has_so_many_children_and_one_for_all_others() -> None:
     registry.register(metric)
     children = Children(metric, most=2)
     for who in "abcda":
-        children(who, "x").inc()
+        children[who, "x"].inc()
 
     def seen(who: str, what: str) -> float | None:
         return registry.get_sample_value("seen_total", {"who": who, "what": what})
@@ -118,7 +118,7 @@ def test_a_metric_has_so_many_children_and_one_for_all_others() -> None:
     assert seen("other", "other") == 2
     children.keep(0, {"b", "other"})
     assert seen("a", "x") is None
-    children("c", "x").inc()
+    children["c", "x"].inc()
     assert (seen("other", "other"), seen("c", "x")) == (3, None)
 
 
