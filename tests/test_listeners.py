@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from app.console.routes import MAX_BODY_BYTES as CONSOLE_BODY_BYTES
@@ -88,6 +89,27 @@ def test_the_balancers_bounds_are_those_of_their_files() -> None:
             "headers within 30 s; 8,000 connections, 6,000 of one address",
             "the same",
         )
+
+
+def test_the_pickers_bounds_are_those_of_the_code() -> None:
+    messages = pytest.importorskip("app.gateway.messages")
+    processor = pytest.importorskip("app.gateway.processor")
+    picker = ROWS["picker, gateways"][-1]
+    assert f"messages of {messages.MAX_BYTES >> 20} MiB" in picker
+    assert f"{messages.MAX_HEAD_BYTES >> 10} KiB for headers" in picker
+    assert f"{processor.MAX_SILENT:,} calls" in picker
+
+
+def test_the_gateways_bounds_are_those_of_its_file() -> None:
+    text = (ROOT / "deploy/envoy.yaml").read_text()
+    head_kb, connections = (
+        int(re.findall(rf"{name}: (\d+)", text)[0])
+        for name in ("max_request_headers_kb", "max_connections")
+    )
+    assert ROWS["Envoy of `envoy.yaml`"][-1] == (
+        f"{head_kb} KiB of headers, within 10 s; {connections:,} connections"
+    )
+    assert "request_headers_timeout: 10s" in text
 
 
 def test_the_deployment_files_open_the_ports_of_the_page_alone() -> None:

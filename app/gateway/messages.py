@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct
 
 from app.gateway import ext_proc
@@ -32,6 +33,27 @@ NONE, STREAMED, FULL_DUPLEX_STREAMED = map(
     ext_proc.BODY_MODES.index, ("NONE", "STREAMED", "FULL_DUPLEX_STREAMED")
 )
 """How bodies pass a picker."""
+
+
+MAX_BYTES = 4 * 1024 * 1024
+"""Of a message. Gateways pass bodies in far smaller pieces."""
+MAX_HEAD_BYTES = 128 * 1024
+"""Of one that is no piece of a body: its headers, metadata and attributes are looked at one by
+one."""
+_BODIES = ("request_body", "response_body")
+
+
+def parsed(text: bytes) -> Request | None:
+    """Returns what a gateway says, or None if it is none of the protocol, or too long."""
+    is_long = len(text) > MAX_HEAD_BYTES
+    # Bodies are the fields 4 and 5: what begins with another one is not even parsed.
+    if is_long and text[0] >> 3 not in (4, 5):
+        return None
+    try:
+        said = ext_proc.ProcessingRequest.FromString(text)
+    except DecodeError:
+        return None
+    return None if is_long and not any(map(said.HasField, _BODIES)) else said
 
 
 def headers_of(headers: Any) -> list[tuple[bytes, bytes]]:
@@ -61,8 +83,10 @@ def attribute_in(request: Request, name: str) -> str:
     return ""
 
 
-def problem_of(first: Request) -> str:
+def problem_of(first: Request | None) -> str:
     """Why the gateway's filter cannot be served as it is set; "": it can, or does not say how."""
+    if first is None:
+        return f"no message of ext_proc, or over {MAX_HEAD_BYTES} bytes"
     if not first.HasField("request_headers"):
         return "request_header_mode: needs SEND"
     said = first.protocol_config

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -23,7 +24,7 @@ from app.gateway.gateway_request import GatewayRequest
 from app.gateway.picker import GatewayCarriage
 from app.http.client import JSON
 from app.http.held import HeldBodies
-from app.http.protocol import HEAD_TIMEOUT_S
+from app.http.protocol import HEAD_TIMEOUT_S, max_connections
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,10 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    ("grpc.max_receive_message_length", messages.MAX_BYTES),
 )
+MAX_SILENT = 1024
+"""Calls that have not said what they want. One more, and the one that waits for longest ends."""
 _Health = health_pb2.HealthCheckResponse
 
 
@@ -55,11 +58,12 @@ class Processor:
         self._held = HeldBodies(settings.max_held_bytes)
         self._endpoints = Endpoints()
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._silent: dict[asyncio.Timeout, None] = {}
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=max_connections())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         process = grpc.stream_stream_rpc_method_handler(
             self._process,
-            request_deserializer=ext_proc.ProcessingRequest.FromString,
+            request_deserializer=messages.parsed,
             response_serializer=ext_proc.ProcessingResponse.SerializeToString,
         )
         handler = grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
@@ -99,10 +103,25 @@ class Processor:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.drain_s)
 
+    async def _first(self, call: grpc.aio.ServicerContext) -> Any:
+        """What a call says first. One that says nothing is ended."""
+        if len(self._silent) >= MAX_SILENT:
+            longest = next(iter(self._silent))
+            del self._silent[longest]
+            longest.reschedule(0.0)
+        wait = asyncio.timeout(HEAD_TIMEOUT_S)
+        self._silent[wait] = None
+        try:
+            async with wait:
+                return await call.read()
+        except TimeoutError:
+            await call.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request_headers have come")
+        finally:
+            self._silent.pop(wait, None)
+
     async def _process(self, _: object, call: grpc.aio.ServicerContext) -> None:
         """One request of a gateway."""
-        async with asyncio.timeout(HEAD_TIMEOUT_S):
-            first = await call.read()
+        first = await self._first(call)
         if first is grpc.aio.EOF:
             return
         if problem := messages.problem_of(first):

@@ -275,6 +275,8 @@ class Protocol(HttpToolsProtocol):
             return
         if self._is_half_closed:
             self.transport.close()
+        elif self.is_receiving:
+            self.linger()  # an application that reads no body would not miss one that never comes
         else:
             self._state.idle[self] = None
 

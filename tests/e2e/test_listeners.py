@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
 from app.http.protocol import MAX_HEAD_BYTES, MAX_URL_BYTES
+from app.local.envoy import rendered
 from app.local.redis_server import EmbeddedRedis, free_port
 from tests.attack.kv_port import KvPort
 from tests.e2e.engines import Process
 from tests.e2e.test_cells import CONFIG as CELLS
 from tests.e2e.test_haproxy import CONFIG, Replica, haproxy
+from tests.eventually import eventually
+from tests.gateway.envoy import ENVOY
 from tests.test_listeners import ROWS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -52,6 +56,38 @@ async def bounded(url: str) -> None:
         assert (await http.get("/", headers={"x": "y" * MAX_HEAD_BYTES})).status_code == 431
 
 
+ABUSES = {
+    "nothing": b"",
+    "a head without end": b"GET /health HTTP/1.1\r\nHost: a\r\nX: ",
+    "a body that never comes": b"POST /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n",
+    "headers without end": b"GET /health HTTP/1.1\r\nHost: a\r\n" + 400_000 * b"x: y\r\n",
+    "no HTTP": b"\x16\x03\x01\xff\r\n\r\n",
+}
+ENDS_S = 45.0
+"""By then each has ended. An idle connection that has had its answer may stay for longer."""
+
+
+async def abused(url: str, path: str = "/health", *, ends_s: float = ENDS_S) -> None:
+    """Each of ABUSES ends, and others are served meanwhile."""
+    at = httpx.URL(url)
+
+    async def ended(abuse: str) -> None:
+        reader, writer = await asyncio.open_connection(at.host, at.port)
+        with suppress(OSError):
+            writer.write(ABUSES[abuse])
+            async with asyncio.timeout(ends_s):
+                while await reader.read(65_536):
+                    pass
+        writer.transport.abort()
+
+    async with asyncio.TaskGroup() as tasks:
+        trying = [tasks.create_task(ended(abuse), name=abuse) for abuse in ABUSES]
+        for _ in range(5):
+            async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+                assert (await http.get(path)).status_code < 504
+            await asyncio.wait(trying, timeout=0.5)
+
+
 async def check_router(redis: EmbeddedRedis, folder: Path) -> None:
     keys = folder / "keys"
     keys.write_text(f"app {KEY}\nops {OPERATOR} operator\nprometheus {READER} metrics\n")
@@ -70,6 +106,7 @@ async def check_router(redis: EmbeddedRedis, folder: Path) -> None:
         assert await statuses(url, *everybody, path=overview) == [401, 401, 200, 401]
         assert await statuses(url, OPERATOR, path=overview, origin="https://a.example") == [403]
         await bounded(url)
+        await abused(url)
 
 
 async def check_worker(redis: EmbeddedRedis, folder: Path) -> None:
@@ -83,6 +120,7 @@ async def check_worker(redis: EmbeddedRedis, folder: Path) -> None:
         assert await statuses(worker.url, *everybody, path="/metrics") == [401, 200, 200, 401]
         assert (await statuses(worker.url, "", path="/health"))[0] in (200, 503)
         await bounded(worker.url)
+        await abused(worker.url)
         assert b"proof" in await KvPort(HERE, port).asked()
         assert b"proof" in await KvPort(HERE, port, KEY).asked()
         assert b"was fetched" in await KvPort(HERE, port, WORKER).asked()
@@ -99,6 +137,7 @@ async def check_agent(redis: EmbeddedRedis, folder: Path) -> None:
         assert await statuses(agent.url, "", path="/metrics/") == [200]
         assert await statuses(agent.url, "", path="/health") == [503]
         await bounded(agent.url)
+        await abused(agent.url)
 
 
 async def check_planner(redis: EmbeddedRedis, folder: Path) -> None:
@@ -106,6 +145,7 @@ async def check_planner(redis: EmbeddedRedis, folder: Path) -> None:
         assert await statuses(planner.url, "", path="/metrics/") == [200]
         assert (await statuses(planner.url, "", path="/health"))[0] in (200, 503)
         await bounded(planner.url)
+        await abused(planner.url)
 
 
 async def check_balancer(redis: EmbeddedRedis, folder: Path) -> None:
@@ -119,6 +159,38 @@ async def check_balancer(redis: EmbeddedRedis, folder: Path) -> None:
             await stack.enter_async_context(haproxy(made, port))
             assert await statuses(f"http://{HERE}:{port}", "", path="/v1/models") == [200]
             assert _listening(port) == [HERE]
+            await abused(f"http://{HERE}:{port}")
+
+
+async def check_picker(redis: EmbeddedRedis, folder: Path) -> None:
+    """What a call to it may cost is tested in tests/gateway/test_picker.py."""
+    pytest.importorskip("grpc")
+    port = free_port()
+    arguments = ("picker", "--port=0", f"--grpc-port={port}", f"--redis-url={redis.url}")
+    with running(*arguments) as picker:
+        await abused(picker.url)
+        assert _listening(port) == [HERE]
+        reader, writer = await asyncio.open_connection(HERE, port)
+        writer.write(ABUSES["no HTTP"])
+        async with asyncio.timeout(30):
+            while await reader.read(65_536):
+                pass
+        writer.close()
+
+
+async def check_envoy(redis: EmbeddedRedis, folder: Path) -> None:
+    if not ENVOY.exists():
+        pytest.skip("Envoy is not installed: make test-gateway")
+    front, made = free_port(), folder / "envoy.yaml"
+    made.write_text(rendered((HERE, front), [(HERE, free_port())], [(HERE, free_port())]))
+    command = (ENVOY, "-c", made, "-l", "off", "--disable-hot-restart")
+    envoy = await asyncio.create_subprocess_exec(*command)
+    try:
+        await eventually(lambda: asyncio.to_thread(_listening, front))
+        await abused(f"http://{HERE}:{front}", ends_s=100.0)  # its idle_timeout is 75 s
+    finally:
+        envoy.kill()
+        await envoy.wait()
 
 
 async def check_redis(redis: EmbeddedRedis, folder: Path) -> None:
@@ -142,12 +214,14 @@ CHECKS: dict[str, Check] = {
     "router `/`, `/health`, `/readiness`, `/console/`": check_router,
     "router `/metrics`": check_router,
     "router `/console/api/`": check_router,
+    "picker, gateways": check_picker,
     "worker": check_worker,
     "worker, KV": check_worker,
     "agent": check_agent,
     "planner": check_planner,
     "balancer": check_balancer,
     "cells' balancer": check_balancer,
+    "Envoy of `envoy.yaml`": check_envoy,
     "Redis of `kvroute up`": check_redis,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import orjson
@@ -11,14 +12,24 @@ from grpc_health.v1 import health_pb2
 from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
-from app.gateway import ext_proc, picker
+from app.gateway import ext_proc, picker, processor
 from app.gateway.answer import FIRST_BYTES
-from app.gateway.messages import CHUNK_BYTES, NONE, SUBSET, TEST_SELECTION
+from app.gateway.messages import (
+    CHUNK_BYTES,
+    FULL_DUPLEX_STREAMED,
+    MAX_BYTES,
+    MAX_HEAD_BYTES,
+    NONE,
+    SUBSET,
+    TEST_SELECTION,
+)
 from app.gateway.processor import LIVENESS, READINESS, SERVICE
+from app.http import body
+from app.http.protocol import HEAD_TIMEOUT_S
 from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import registered, worker_here
 from tests.eventually import eventually
-from tests.gateway.conftest import DONE, EVENTS, USAGE, fleet, picking
+from tests.gateway.conftest import DONE, EVENTS, USAGE, Gateway, fleet, picking
 
 ASKS = {"model": "m", "prompt": [*range(1, 13)], "stream": True}
 FIRST, SECOND = "10.0.0.1:80", "10.0.0.2:80"
@@ -435,3 +446,66 @@ async def test_a_gateway_that_confines_a_request_to_nothing_gets_no_worker(
     async with fleet(redis, one_redis_server.url) as gateway:
         _, told = await gateway.asks(ASKS, meta={SUBSET: hint})
         assert (told.status, told.fields["error"]["code"]) == (503, "no_workers")
+
+
+def silent(gateway: Gateway) -> Any:
+    """A call whose messages are bytes as they are."""
+    return gateway.channel.stream_stream(f"/{SERVICE}/Process")()
+
+
+async def code_of(call: Any, *said: bytes) -> Any:
+    """How it ends once that has been said."""
+    for one in said:
+        await call.write(one)
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await call.read()
+    return ended.value.code()
+
+
+async def test_what_is_no_message_or_has_too_many_headers_is_refused_without_a_traceback(
+    redis: Redis, one_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    many = ext_proc.ProcessingRequest()
+    for number in range(MAX_HEAD_BYTES // 8):
+        many.request_headers.headers.headers.add(key="x", raw_value=b"%d" % number)
+    late = ext_proc.ProcessingRequest()
+    late.request_body.body = b"{"
+    async with fleet(redis, one_redis_server.url) as gateway:
+        for said in (b"\xff\xff", many.SerializeToString(), late.SerializeToString()):
+            code = await code_of(silent(gateway), said)
+            assert code == grpc.StatusCode.INVALID_ARGUMENT
+        too_long = b"\x22" + b"\x00" * (MAX_BYTES + 1)
+        code = await code_of(silent(gateway), too_long)
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        _, told = await gateway.asks(ASKS)
+        assert told.endpoints
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_calls_that_say_nothing_make_room_and_end_in_time(
+    redis: Redis, one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "MAX_SILENT", 4)
+    async with fleet(redis, one_redis_server.url) as gateway:
+        calls = [asyncio.create_task(code_of(silent(gateway))) for _ in range(6)]
+
+        async def num_ended() -> int:
+            return sum(call.done() for call in calls)
+
+        await eventually(num_ended, lambda number: number == 2, within_s=HEAD_TIMEOUT_S / 2)
+        _, told = await gateway.asks(ASKS)
+        assert told.endpoints
+        assert await num_ended() == 3
+        codes = await asyncio.wait_for(asyncio.gather(*calls), 2 * HEAD_TIMEOUT_S)
+        assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+async def test_a_body_that_never_comes_is_not_waited_for_for_ever(
+    redis: Redis, one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.5)
+    async with fleet(redis, one_redis_server.url) as gateway:
+        asked = gateway.call()
+        await asked.headers("/v1/completions", mode=FULL_DUPLEX_STREAMED, about={}, meta=None)
+        async with asyncio.timeout(10):
+            assert (await asked.told()).status == 408
