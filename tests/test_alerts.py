@@ -99,6 +99,19 @@ CASES = {
         {counter("worker_stale", worker="a:0"): "1x40"},
     ),
     "KvrouteWorkersFail": on_and_off("worker_suspensions_total", RISES, STANDS),
+    "KvrouteFirstTokensLate": on_and_off(
+        "worker_first_token_late_seconds", "2x40", "0.5x40", worker="a:0"
+    ),
+    "KvrouteQueuesLong": Case(
+        {counter("worker_queue_seconds", worker=name): "37x40" for name in ("a:0", "b:0")},
+        {
+            counter("worker_queue_seconds", worker="a:0"): "37x40",
+            counter("worker_queue_seconds", worker="b:0"): "0x40",
+        },
+    ),
+    "KvrouteWorkersRestart": on_and_off("worker_changes", "4x40", "3x40", worker="a:0"),
+    "KvrouteLoopLate": on_and_off("loop_late_seconds", "0.05x40", "0.01x40", instance="a"),
+    "KvrouteRouterBusy": on_and_off("process_cpu", "0.95x40", "0.5x40", instance="a"),
     "KvrouteWorkerTainted": on_and_off(
         "worker_state", "1x40", "0x40", worker="a:0", state="tainted"
     ),
@@ -188,6 +201,10 @@ CASES = {
             door("left_before_token", 499): rising(20),
         },
         {"model": "m"},
+    ),
+    "KvrouteModelsUnknown": Case(
+        {door("ok"): rising(90), door("model_not_found", 404, model=""): rising(10)},
+        {door("ok"): rising(90), door("model_not_found", 404, model=""): rising(1)},
     ),
     "KvrouteSlowFirstTokens": Case(first_tokens(90, 10), first_tokens(99, 1), {"model": "m"}),
     "KvrouteEnginesTokenize": Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from app.console.roster import Roster
 from app.core.errors import KvrouteError, RedisUnavailable
 from app.core.keys import Keyspace
-from app.ops.figures import Together, Window, count_transfers, read
+from app.ops.figures import Together, Window, count_transfers, gauge_each, read
 from app.policy.view import View
 from app.router.router import Router
 from app.state import events, replicas
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 TIMEOUT_S = 2.0
+HOUR_MS = 3_600_000
+CHANGES = ("joined", "left", "lost", "ill")
+"""Events of workers that come and go."""
 MAX_QUEUES = 200
 """Workers whose queues a sample has: those with the longest."""
 
@@ -52,6 +56,9 @@ class Sampler:
         self._away_s: float | None = None
         """Since when Redis has not answered; None: it does."""
         self.roster = Roster()
+        self._changed = deque[events.Event]()
+        """The last hour's."""
+        self._last_event = ""
 
     async def run(self) -> None:
         """Run until cancelled; then say that the replica is gone."""
@@ -86,6 +93,8 @@ class Sampler:
         if view is not None:
             self.roster.see(view)
             count_transfers(reading, view)
+        changes = self._router.telemetry.changes = await self._changes()
+        gauge_each(reading, view, changes, str(self._about["address"]))
         reading.gauges["tokenizer_apart"] = float(sum(self._apart().values()))
         self._window.add(reading, now_s)
         said = {
@@ -102,6 +111,17 @@ class Sampler:
         if step != self._step:
             self._step = step
             await self._sample()
+
+    async def _changes(self) -> dict[str, int]:
+        """How often each worker has joined or left within the last hour."""
+        now_ms = self._router.fleet.redis_now_ms or 0
+        after = self._last_event or f"{max(0, now_ms - HOUR_MS)}-0"
+        page = await events.read(self._router.redis, self._keyspace, after, events.KEPT)
+        self._last_event = page[0].id if page else after
+        self._changed.extend(event for event in reversed(page) if event.kind in CHANGES)
+        while self._changed and self._changed[0].at_ms < now_ms - HOUR_MS:
+            self._changed.popleft()
+        return Counter(event.subject for event in self._changed)
 
     async def _sample(self) -> None:
         said = await replicas.present(self._router.redis, self._keyspace)

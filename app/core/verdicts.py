@@ -22,6 +22,8 @@ LATE = "late"
 """The mark of a worker whose first tokens come later than predicted."""
 LATE_FADES_MS = 7000
 """By a factor of e, as in lua/lib/late.lua."""
+LATE_COUNTS_S = 0.2
+LATE_TOLD_MS = 60_000
 FAILED = "failed"
 """The mark of failures that count for all callers."""
 LACKS, CALLER = "lacks ", "caller "
@@ -98,8 +100,10 @@ class Mark:
         return share if share >= SHARE_COUNTS else 0.0
 
     def late_s(self, now_ms: int) -> float:
-        """How late first tokens come, in seconds. It fades, so that the worker is tried again."""
-        return self.late_ms / 1000 * math.exp(min(0, self.at_ms - now_ms) / LATE_FADES_MS)
+        """How late first tokens come, in seconds. It fades, so that the worker is tried again; 0
+        once it is too little to say anything."""
+        late_s = self.late_ms / 1000 * math.exp(min(0, self.at_ms - now_ms) / LATE_FADES_MS)
+        return late_s if late_s >= LATE_COUNTS_S else 0.0
 
 
 NO_MARK = Mark()
@@ -123,6 +127,11 @@ class Marks(dict[str, Mark]):
     def is_out(self) -> bool:
         """Whether it gets no requests, however few others are left."""
         return "tainted" in self or "draining" in self
+
+    def first_tokens_late_s(self, now_ms: int) -> float | None:
+        """How much later than predicted first tokens came within a minute; None: in time."""
+        late = self.get(LATE, NO_MARK)
+        return late.late_ms / 1000 if now_ms - late.at_ms < LATE_TOLD_MS else None
 
     def away_ms(self, now_ms: int) -> int | None:
         """Since when its agent is away; None: it is not."""

@@ -45,6 +45,7 @@ from app.http.server import serve
 from app.http.supervisor import supervised
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
+from app.router.pulse import Pulse
 from app.router.router import Router
 from app.router.routers import Routers
 from app.router.tally import Tally
@@ -192,11 +193,13 @@ def _router(
 @asynccontextmanager
 async def _running(replica: Services, _: Starlette) -> AsyncIterator[None]:
     """All that goes on beside requests."""
-    failures = replica.router.telemetry.task_failures
+    telemetry = replica.router.telemetry
+    failures = telemetry.task_failures
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(replica.door.run()),
             tasks.create_task(replica.routers.run()),
+            tasks.create_task(supervised("pulse", Pulse(telemetry).run, failures)),
             *(tasks.create_task(run()) for run in replica.beside),
             *(
                 tasks.create_task(supervised(watched.what, watched.run, failures))

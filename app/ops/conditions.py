@@ -13,7 +13,20 @@ from app.core.check import Check
 from app.core.documents import page
 from app.core.errors import cut
 from app.core.outcomes import Kind
-from app.ops.figures import KV_FAILED, KV_LATE, TARGET_S, WRONG, Together, share
+from app.ops.figures import (
+    CHANGES,
+    CPU,
+    KV_FAILED,
+    KV_LATE,
+    LATE,
+    LOOP_LATE,
+    QUEUE,
+    TARGET_S,
+    UNKNOWN_MODEL,
+    WRONG,
+    Together,
+    share,
+)
 
 FEW = 10
 """Requests in a minute: of fewer, no share is told."""
@@ -31,14 +44,16 @@ class Condition:
     name: str
     threshold: float
     judge: Judge
-    remedy: str
+    remedy: str | Callable[[Together], str]
+    """Of several, the one whose cause was seen."""
 
 
 def holding(all_of: Together) -> Iterator[Check]:
     """Those that hold. Their alerts fire once they have for a while."""
     for one in CONDITIONS:
         if text := one.judge(all_of, one.threshold):
-            yield Check(one.name, False, text, one.remedy)
+            remedy = one.remedy if isinstance(one.remedy, str) else one.remedy(all_of)
+            yield Check(one.name, False, text, remedy)
 
 
 def _count(name: str, text: str) -> Judge:
@@ -55,6 +70,23 @@ def _gauge(name: str, text: str) -> Judge:
     return judge
 
 
+def _gauge_each(prefix: str, text: str) -> Judge:
+    """Of each worker, model or replica whose gauge is above."""
+
+    def judge(all_of: Together, most: float) -> str:
+        above = {
+            name.removeprefix(prefix): value
+            for name, value in all_of.gauges.items()
+            if name.startswith(prefix) and value > most
+        }
+        worst = sorted(above, key=lambda name: (-above[name], name))
+        said = [text.format(name, above[name]) for name in worst[:MAX_TOLD]]
+        more = [f"{len(worst) - MAX_TOLD} more"] if len(worst) > MAX_TOLD else []
+        return "; ".join(said + more)
+
+    return judge
+
+
 def _of_many(prefix: str, judge: Judge) -> Judge:
     """The same, of no fewer than FEW that are counted under names that begin so."""
     return lambda all_of, most: judge(all_of, most) if all_of.sum_of(prefix) >= FEW else ""
@@ -67,6 +99,8 @@ def _of_each(rows: str, part: Sequence[str], of: Sequence[str], text: str) -> Ju
         said = []
         for name, counts in sorted(getattr(all_of, rows).items()):
             whole = sum(counts[kind] for kind in of)
+            if not name:  # a share of all, as each could have named one that is known
+                whole = all_of.sum_of("ended:")
             value = share(sum(counts[kind] for kind in part), whole) or 0.0
             if whole >= FEW and value > most:
                 said.append(text.format(value, name or "no known model"))
@@ -89,6 +123,23 @@ def _told_by(kind: str, text: str) -> Judge:
 def _refused(all_of: Together, most: float) -> str:
     number = all_of.refused(all_of.minute)
     return f"{number:.0f} requests were refused in the last minute" if number > most else ""
+
+
+def _refused_remedy(all_of: Together) -> str:
+    minute = all_of.minute
+    if minute["suspensions"] or minute["ended:engine"]:
+        return "workers fail what they get: the last errors say which, and why"
+    if minute["decisions:all_busy"] or minute["decisions:overloaded"]:
+        return "add workers, or let requests wait: --wait-queue"
+    return "are workers there that take requests? Their states and causes say why not"
+
+
+def _unknown(all_of: Together, most: float) -> str:
+    """Of all requests, as each could have named a model that is there."""
+    value = all_of.share_of("outcome:", UNKNOWN_MODEL)
+    if value <= most or all_of.minute[f"outcome:{UNKNOWN_MODEL}"] < FEW:
+        return ""
+    return f"{value:.0%} of all requests name a model that nobody serves"
 
 
 def _slow(all_of: Together, most: float) -> str:
@@ -163,6 +214,12 @@ CONDITIONS = (
         "was a model renamed, or a client changed? The last errors say what is refused",
     ),
     Condition(
+        "KvrouteModelsUnknown",
+        0.05,
+        _unknown,
+        "is a name misspelt, or was a model renamed? The last errors have the names",
+    ),
+    Condition(
         "KvrouteKeysRefused",
         0.2,
         _of_many("outcome:", _without_key),
@@ -172,7 +229,37 @@ CONDITIONS = (
         "KvrouteRequestsRefused",
         0.0,
         _refused,
-        "add workers, or let requests wait: --wait-queue",
+        _refused_remedy,
+    ),
+    Condition(
+        "KvrouteFirstTokensLate",
+        1.0,
+        _gauge_each(LATE, "first tokens of {0} come {1:.1f} s later than predicted"),
+        "see its engine's log and load; it gets hardly any requests meanwhile",
+    ),
+    Condition(
+        "KvrouteQueuesLong",
+        TARGET_S,
+        _gauge_each(QUEUE, "the shortest queue for {0} is {1:.0f} s of prompts"),
+        "add workers: those that serve it have more to do than clients wait for",
+    ),
+    Condition(
+        "KvrouteWorkersRestart",
+        3.0,
+        _gauge_each(CHANGES, "{0} has joined and left {1:.0f} times within an hour"),
+        "its log, and that of its engine, say why it ends",
+    ),
+    Condition(
+        "KvrouteLoopLate",
+        0.04,
+        _gauge_each(LOOP_LATE, "router {0} does all {1:.2f} s late: it is short of CPU"),
+        "give each router a core of its own",
+    ),
+    Condition(
+        "KvrouteRouterBusy",
+        0.9,
+        _gauge_each(CPU, "router {0} uses {1:.0%} of a core, and one is all that it can use"),
+        "start more replicas",
     ),
     Condition(
         "KvrouteSlowFirstTokens",

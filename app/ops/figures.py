@@ -22,6 +22,7 @@ MAX_ROWS = 200
 WRONG = "wrong"
 """Of these, requests that a router or an engine refused as the clients' own fault."""
 _NOT_WRONG = ("401", "429", "499")
+UNKNOWN_MODEL = "model_not_found"
 MISSES = ("no_workers", "all_busy", "overloaded", "failed")
 """Outcomes of decisions that refuse a request which could have been served."""
 _COUNTS = {
@@ -71,6 +72,8 @@ _GAUGES = {
     "kvroute_index_fill": "index_fill",
     "kvroute_redis_may_evict": "may_evict",
     "kvroute_redis_memory_fill": "redis_fill",
+    "kvroute_loop_late_seconds": "loop_late",
+    "kvroute_process_cpu": "cpu",
 }
 _NAMES = (*_COUNTS, *_BUCKETS, *_BY_LABEL, *_OF_MODELS, *_GAUGES, _OF_WORKERS, *_WORK_OF_WORKERS)
 
@@ -115,13 +118,35 @@ def read(registry: CollectorRegistry) -> Reading:
                 reading.counts[f"ended:{kind}"] += value
                 of_model = reading.models.setdefault(labels["model"], Counter())
                 of_model[kind.value] += value
-                if labels["code"].startswith("4") and labels["code"] not in _NOT_WRONG:
+                is_wrong = labels["code"].startswith("4") and labels["code"] not in _NOT_WRONG
+                if is_wrong and labels["outcome"] != UNKNOWN_MODEL:
                     of_model[WRONG] += value
             elif name in _OF_MODELS:
                 reading.models.setdefault(labels["model"], Counter())[_OF_MODELS[name]] += value
             elif name == _TOKENS and labels["kind"] in _OUTPUT:
                 reading.models.setdefault(labels["model"], Counter())["output"] += value
     return reading
+
+
+LATE, QUEUE, CHANGES, LOOP_LATE, CPU = "late:", "queue:", "changes:", "loop_late:", "cpu:"
+"""What gauges begin with that are there for each worker, model or replica."""
+
+
+def gauge_each(reading: Reading, view: View | None, changes: Mapping[str, int], me: str) -> None:
+    """Add the gauges of each worker and model. changes: of workers within the last hour. me: the
+    replica, whose own gauges are named for it."""
+    found = {f"{CHANGES}{name}": float(number) for name, number in changes.items()}
+    if view is not None:
+        for inc, info, load in zip(view.incarnations, view.infos, view.loads, strict=True):
+            late_s = view.marks[inc].first_tokens_late_s(view.now_ms)
+            found |= {f"{LATE}{info.key}": late_s} if late_s else {}
+            for model in info.models:
+                queue_s = load.queue_s(view.now_ms)
+                found[f"{QUEUE}{model}"] = min(queue_s, found.get(f"{QUEUE}{model}", math.inf))
+    some = sorted(found, key=lambda name: -found[name])[:MAX_ROWS]
+    reading.gauges |= {name: round(found[name], 3) for name in some}
+    for name in (LOOP_LATE, CPU):
+        reading.gauges[f"{name}{me}"] = reading.gauges.pop(name[:-1], 0.0)
 
 
 def count_transfers(reading: Reading, view: View) -> None:

@@ -69,6 +69,13 @@ WORKER_FAMILIES = {
     "failed_share": _of_worker(
         "failed_share", "Of a worker's tries lately, the share that failed; it fades in seconds."
     ),
+    "first_token_late_seconds": _of_worker(
+        "first_token_late_seconds",
+        "How much later than predicted first tokens of a worker came lately, if they did.",
+    ),
+    "changes": _of_worker(
+        "changes", "How often a worker has joined or left within the last hour, or fallen ill."
+    ),
     "agent_away_seconds": _of_worker(
         "agent_away_seconds",
         "For so long a worker's agent has been away, while its engine answers and is routed to.",
@@ -85,8 +92,10 @@ WORKER_FAMILIES = {
 sample; nor do failures and requests of others without any."""
 
 
-def _samples(view: View | None) -> Iterator[Sampled]:
+def _samples(view: View | None, changes: Mapping[str, int]) -> Iterator[Sampled]:
     """What a view shows of its workers. view: None shows nothing."""
+    for worker, number in changes.items():
+        yield WORKER_FAMILIES["changes"], (worker,), number
     if view is None:
         return
     for inc, info, values in _shown(view):
@@ -113,6 +122,7 @@ def _shown(view: View) -> Iterator[tuple[Incarnation, WorkerInfo, dict[str, floa
             "prefill_tokens": load.prefill_tokens,
             "queue_seconds": load.queue_s(view.now_ms),
             "others_requests": others or None,
+            "first_token_late_seconds": view.marks[inc].first_tokens_late_s(view.now_ms),
             "agent_away_seconds": away_s,
             **_failures(view, inc),
             **_values(METRICS, measured.metrics),
@@ -255,6 +265,12 @@ class Telemetry(Table):
         "redis_memory_fill",
         "Used share of Redis's maxmemory, or without one of its machine's memory; 0: not known.",
     )
+    loop_late_s = gauge(
+        "loop_late_seconds",
+        "How late the router does what is due, the 90th percentile of five seconds: it has too "
+        "little CPU.",
+    )
+    cpu = gauge("process_cpu", "Cores that the router used, in the mean of five seconds.")
     task_failures = TASK_FAILURES
     workers = gauge(
         "workers", "Live workers that can take requests; also 0 while Redis is unreachable."
@@ -283,8 +299,10 @@ class Telemetry(Table):
         self.reuse = Reuse(self.registry)
         self.view: View | None = None
         """Whose workers are shown."""
+        self.changes: Mapping[str, int] = {}
+        """How often each worker has joined or left within the last hour."""
         self.registry.register(
-            ScrapeCollector(WORKER_FAMILIES.values(), lambda: _samples(self.view))
+            ScrapeCollector(WORKER_FAMILIES.values(), lambda: _samples(self.view, self.changes))
         )
 
     def count_blocks(self, worker: str, isl: int, overlap: TierOverlap) -> None:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client import Counter as Counting
 
 from app.core.types import TierOverlap
-from app.ops.conditions import holding
+from app.ops.conditions import CONDITIONS, holding
 from app.ops.figures import Reading, Together, Window, read
 from app.router.metrics import Telemetry
 
@@ -124,6 +124,11 @@ def requests(outcome: str, times: int, code: int = 200) -> tuple[str, dict[str, 
     return "door_requests", {"model": "m", "outcome": outcome, "code": str(code)}, times
 
 
+def unknown(outcome: str, times: int, code: int) -> tuple[str, dict[str, str], float]:
+    """Of requests whose model nobody knows."""
+    return "door_requests", {"model": "", "outcome": outcome, "code": str(code)}, times
+
+
 def at_worker(outcome: str, times: int) -> tuple[str, dict[str, str], float]:
     return "door_worker_requests", {"worker": "w:0", "outcome": outcome, "cause": ""}, times
 
@@ -204,7 +209,11 @@ def test_what_is_cached_is_what_engines_report() -> None:
         ),
         ([requests("ok", 80), requests("left_after_token", 80)], []),
         ([requests("ok", 10), requests("refused", 90, 400)], ["KvrouteRequestsUnfit"]),
-        ([requests("ok", 10), requests("model_not_found", 90, 404)], ["KvrouteRequestsUnfit"]),
+        ([requests("ok", 80), unknown("model_not_found", 20, 404)], ["KvrouteModelsUnknown"]),
+        ([requests("ok", 400), unknown("model_not_found", 10, 404)], []),
+        ([requests("ok", 5), unknown("model_not_found", 2, 404)], []),
+        ([requests("ok", 10), unknown("bad_request", 90, 400)], ["KvrouteRequestsUnfit"]),
+        ([requests("ok", 60), unknown("bad_request", 40, 400)], []),
         ([requests("ok", 10), requests("rate_limited", 90, 429)], []),
         ([requests("ok", 10), requests("invalid_api_key", 90, 401)], ["KvrouteKeysRefused"]),
         (
@@ -228,6 +237,41 @@ def test_what_is_cached_is_what_engines_report() -> None:
 def test_a_condition_holds_above_its_threshold(counts: list[Any], names: list[str]) -> None:
     found = holding(counted(*counts, ttft=(80, 0)))
     assert [check.about for check in found] == names
+
+
+@pytest.mark.parametrize(
+    ("gauge", "name"),
+    [
+        ("late:w:0", "KvrouteFirstTokensLate"),
+        ("queue:m", "KvrouteQueuesLong"),
+        ("changes:w:0", "KvrouteWorkersRestart"),
+        ("loop_late:r", "KvrouteLoopLate"),
+        ("cpu:r", "KvrouteRouterBusy"),
+    ],
+)
+def test_the_worst_of_each_worker_model_and_replica_is_named(gauge: str, name: str) -> None:
+    most = next(one.threshold for one in CONDITIONS if one.name == name)
+    window = Window()
+    for value, found in ((most, []), (1.1 * most, [name])):
+        window.add(Reading(gauges={gauge: value}), value)
+        checks = [*holding(Together([window.figures(), window.figures()]))]
+        assert [check.about for check in checks] == found
+        assert all(gauge.partition(":")[2] in check.found for check in checks)
+
+
+def test_workers_are_asked_for_only_where_those_there_are_busy() -> None:
+    for outcome, more, remedy in (
+        ("all_busy", 0.0, "add workers"),
+        ("no_workers", 0.0, "states and causes"),
+        ("all_busy", 5.0, "workers fail"),
+    ):
+        refused = ("decisions", {"policy": "latency", "outcome": outcome}, 20.0)
+        [check] = (
+            check
+            for check in holding(counted(refused, ("worker_suspensions", {"of": "all"}, more)))
+            if check.about == "KvrouteRequestsRefused"
+        )
+        assert remedy in check.remedy
 
 
 def test_no_share_is_told_of_a_few_requests() -> None:
