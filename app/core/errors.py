@@ -6,6 +6,7 @@ KvrouteError
 ├── InvalidRequest        a caller's input is bad; names the field and the value
 ├── BodyTooLarge          a request body exceeds the configured size
 ├── BodyTimeout           a request body stops coming, or comes too slowly
+├── EncodingUnknown       a request body is encoded in a way that is not decoded here
 ├── BodiesTooLarge        all request bodies together have as many bytes as may be held
 ├── Unauthorized          a request carries no valid key
 ├── Crowded               too many wait for one of a few places, and this caller more than others
@@ -112,6 +113,10 @@ class Crowded(KvrouteError):
 
 class BodyTimeout(KvrouteError):
     """A caller began a request body that stopped coming, or came too slowly."""
+
+
+class EncodingUnknown(KvrouteError):
+    """A request body has a content encoding that is not decoded here."""
 
 
 class BodiesTooLarge(KvrouteError):

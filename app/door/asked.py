@@ -16,7 +16,11 @@ from numpy.typing import NDArray
 
 from app.core.errors import InvalidRequest, cut, shown
 
-PASSED_ON = ("/tokenize", "/detokenize")
+AUDIO = "/v1/audio/"
+PASSED_ON = (
+    *("/tokenize", "/detokenize", "/pooling", "/classify"),
+    *(AUDIO + what for what in ("transcriptions", "translations", "speech")),
+)
 """Paths of which any worker of a model may answer requests, without being reserved."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
 MODELS = "/v1/models"

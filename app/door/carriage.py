@@ -17,7 +17,7 @@ from app.door.lifecycle import Lifecycle
 from app.door.members import headers_back
 from app.door.migration import Migrating
 from app.door.record import Usage
-from app.door.stream import TAIL_BYTES, Whole, usage_in
+from app.door.stream import Whole, usage_in
 from app.door.tries import Tries
 
 
@@ -70,7 +70,7 @@ class Carriage:
             return
         parser: Parser = self.outgoing.parser() if begun.in_events else Whole()
         if begun.in_events:
-            life.hears(lambda: (parser.num_said, self._usage(parser.tail, begun.worker)))
+            life.hears(lambda: (parser.num_said, self._usage(parser, begun.worker)))
             headers = [each for each in headers if each[0] not in _OF_STREAMS]
             headers += _OF_STREAMS.items()
         await client.start(answer.status, headers)
@@ -97,7 +97,7 @@ class Carriage:
             await life.evidence.judge(is_answered=False)
         elif life.evidence.tries or life.marked:
             await life.answered()
-        usage = self._usage(parser.tail, begun.worker) if outcome == "ok" else None
+        usage = self._usage(parser, begun.worker) if outcome == "ok" else None
         life.end(outcome, ended_by="worker", usage=usage)
         await client.send(rest, last=True)
 
@@ -108,7 +108,8 @@ class Carriage:
             life.first_token(is_seen=False)
             if life.evidence.tries or life.marked:
                 await life.answered()
-            life.end("ok", usage=self._usage(begun.first, begun.worker))
+            most = self.outgoing.most_tokens(begun.worker)
+            life.end("ok", usage=usage_in(begun.first, most))
             await self.client.whole(begun.answer.status, headers, begun.first)
             return
         is_full = failure is not None and blame.takes_no_more(failure)
@@ -117,9 +118,8 @@ class Carriage:
         life.end(outcome, ended_by="worker")
         await self.client.refuse(status, headers, begun.first, begun.worker)
 
-    def _usage(self, text: bytes, worker: WorkerInfo) -> Usage | None:
-        most = self.outgoing.most_tokens(worker)
-        return usage_in(text[-TAIL_BYTES:], most)
+    def _usage(self, parser: Parser, worker: WorkerInfo) -> Usage | None:
+        return usage_in(parser.tail, self.outgoing.most_tokens(worker), parser.start)
 
     async def _pass(self, begun: Beginning, parser: Parser) -> None:
         """Pass the answer of one worker on. Raises UpstreamBroken."""

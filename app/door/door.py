@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from app.core.types import Incarnation
 from app.door.any_worker import AnyWorker
 from app.door.engine_words import EngineWords
 from app.door.missing import MissingWorkers
@@ -38,6 +39,8 @@ class Door:
         self.any_worker = AnyWorker(upstream, patience.between_s, self.words)
         self.leases = KvLeases(partial(nudge, upstream))
         self.transfers = PairTransfers()
+        self.refused = dict[tuple[str, Incarnation], frozenset[str]]()
+        """By namespace and engine, what it does not take of the members that routers add."""
 
     @property
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:

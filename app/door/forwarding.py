@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,11 +24,12 @@ Parser = Stream | Whole | Migrating
 
 
 def headers_for_engine(
-    headers: Headers, request_id: str, worker_key: str
+    headers: Headers, request_id: str, worker_key: str, kind: bytes = b"application/json"
 ) -> list[tuple[bytes, bytes]]:
-    """A client's headers as they go on, with our own in place of what is between it and us."""
+    """A client's headers as they go on, with our own in place of what is between it and us. kind:
+    of the body."""
     sent = members.headers_on(headers)
-    sent += [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+    sent += [(b"content-type", kind), (b"x-request-id", request_id.encode())]
     if worker_key:
         sent.append((b"authorization", b"Bearer " + worker_key.encode()))
     return sent
@@ -52,7 +54,7 @@ class Outgoing:
     model: str
     can_migrate: bool = False
     _output: Sequence[int] = ()
-    _made: dict[str, bytes] = field(default_factory=dict)
+    _made: dict[tuple[str, frozenset[str]], bytes] = field(default_factory=dict)
 
     def parser(self) -> Parser:
         """What sees a stream."""
@@ -92,16 +94,27 @@ class Outgoing:
         worker: WorkerInfo,
         params: Mapping[str, object] = _NOTHING,
         members: Mapping[str, object] = _NOTHING,
+        without: frozenset[str] = frozenset(),
     ) -> bytes:
         """The body for an engine of that kind. params: of what it fetches, if it does. members: of
-        the body, besides."""
+        the body, besides. without: of what is added here, what the engine refuses."""
         field_name = self._field_for(worker)
+        field_name = "" if field_name in without else field_name
         if params or members:
-            return self._make(field_name, params, members)
-        body = self._made.get(field_name)
+            return self._make(field_name, params, members, without)
+        body = self._made.get((field_name, without))
         if body is None:
-            body = self._made[field_name] = self._make(field_name, params, members)
+            body = self._make(field_name, params, members, without)
+            self._made[field_name, without] = body
         return body
+
+    def named_in(self, words: bytes, worker: WorkerInfo) -> frozenset[str]:
+        """Returns which of the members that are added for a worker are named in an engine's words.
+        Ids stay that say the answer so far."""
+        ids = "" if self._output else self._field_for(worker)
+        words = words.replace(b"prompt_token_ids", TRANSFER.encode())  # which have them in it
+        added = filter(None, (*_ADDED, ids))
+        return frozenset(name for name in added if re.search(rb"\b%b\b" % name.encode(), words))
 
     def _field_for(self, worker: WorkerInfo) -> str:
         """Where it takes ids, if it is sent any; else ""."""
@@ -121,14 +134,19 @@ class Outgoing:
         return changes
 
     def _make(
-        self, field_name: str, params: Mapping[str, object], members: Mapping[str, object]
+        self,
+        field_name: str,
+        params: Mapping[str, object],
+        members: Mapping[str, object],
+        without: frozenset[str],
     ) -> bytes:
         changes = {**self._ids_for(field_name, params), **members}
         changes |= renamed(self.asked.model, self.model)
-        if self.asked.streams and not self.asked.wants_usage and self.asked.api in _USAGE_ASKED_FOR:
+        adds_usage = self.asked.streams and not self.asked.wants_usage
+        if adds_usage and self.asked.api in _USAGE_ASKED_FOR and "stream_options" not in without:
             options = self.body.fields.get("stream_options") or {}
             changes["stream_options"] = {**options, "include_usage": True}
-        if self.can_migrate:
+        if self.can_migrate and "return_token_ids" not in without:
             changes["return_token_ids"] = True
         limit, least = self._limit(), self.body.fields.get("min_tokens")
         if self._output and limit is not None:
@@ -147,6 +165,7 @@ class Outgoing:
         return None
 
 
+_ADDED = ("stream_options", "return_token_ids")
 _SAY_END = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES)
 _USAGE_ASKED_FOR = (Api.CHAT, Api.COMPLETIONS)
 """Others always say it."""

@@ -134,6 +134,8 @@ class Migrating:
     def tail(self) -> bytes:
         return self._stream.tail
 
+    start = b""
+
     def goes_on(self) -> None:
         """Another worker says the rest."""
         self._before = len(self.output)

@@ -157,7 +157,10 @@ class Prompts:
             if given is not None:
                 return PromptIds(given, len(given), "client")
         try:
-            return await self._rendered(api, model, fields, holder)
+            ids = await self._rendered(api, model, fields, holder)
+            if fields.has_halves:
+                raise NotTokenized("unicode")
+            return ids
         except Overloaded as error:
             raise RouterOverloaded(str(error)) from None
         except NotTokenized as error:

@@ -16,7 +16,7 @@ from app.door.endings import ABORTED, CUT, FAILURES, MAY_END, reasons_of
 from app.door.record import Usage
 
 TAIL_BYTES = 4096
-"""Usage comes at the end of an answer, followed by little else."""
+"""Of an answer, around its usage."""
 MAX_EVENT_BYTES = 1024 * 1024
 """A longer one is passed on in parts, and may then reach a client that did not ask for it."""
 MAX_TOKENS = 2**30
@@ -84,24 +84,35 @@ def is_error(fields: Mapping[str, Any]) -> bool:
     )
 
 
-def usage_in(tail: bytes, max_tokens: int = MAX_TOKENS) -> Usage | None:
-    """The usage in the last bytes of an answer; None: there is none that could be true. max_tokens:
-    that the engine can have read or written."""
-    last = tail.rfind(b'"usage"')
-    opening = _USAGE.match(tail, last) if last >= 0 else None
-    if opening is None:
-        return None
-    ttft = _TTFT.search(tail)
-    text = tail[opening.end() - 1 :]
+def usage_in(text: bytes, max_tokens: int = MAX_TOKENS, start: bytes = b"") -> Usage | None:
+    """The last usage in `text`; None: there is none that could be true. max_tokens: that the engine
+    can have read or written. start: with what a stream said as it began, which counts where the
+    last one says 0, or nothing."""
+    last, first = _usage_object(text), _usage_object(start) if start else None
+    with suppress(ValueError):
+        if last is not None:
+            said = {
+                name: count for name, count in last.items() if count or name not in (first or ())
+            }
+            usage = _usage({**(first or {}), **said})
+            ttft = _TTFT.search(text[-2 * TAIL_BYTES :])
+            if max(usage.prompt, usage.output) <= max_tokens:
+                return replace(usage, ttft_s=float(ttft[1]) / 1000) if ttft else usage
+    return None
+
+
+def _usage_object(text: bytes) -> dict[str, Any] | None:
+    """Returns the last one in `text`, if all of it is there."""
+    begin = -1
+    for usage in _USAGE.finditer(text):
+        begin = usage.end() - 1
     depth = 0
-    for brace in _BRACE.finditer(text):
+    for brace in _BRACE.finditer(text, begin) if begin >= 0 else ():
         depth += 1 if brace.group() == b"{" else -1
         if depth == 0:
-            with suppress(ValueError):
-                usage = _usage(orjson.loads(text[: brace.end()]))
-                if max(usage.prompt, usage.output) > max_tokens:
-                    return None
-                return replace(usage, ttft_s=float(ttft[1]) / 1000) if ttft else usage
+            with suppress(orjson.JSONDecodeError):
+                values: dict[str, Any] = orjson.loads(text[begin : brace.end()])
+                return values
             break
     return None
 
@@ -174,8 +185,9 @@ class Whole:
     """An answer that comes as one body."""
 
     def __init__(self) -> None:
-        self.tail = b""
+        self.tail = self._latest = b""
 
+    start = b""
     has_first_token = False
     num_said = 0
     broken = ""
@@ -184,7 +196,10 @@ class Whole:
     error = b""
 
     def passed(self, piece: bytes) -> bytes:
-        self.tail = (self.tail + piece)[-TAIL_BYTES:]
+        text = self._latest + piece
+        self._latest = text[-TAIL_BYTES:]
+        for usage in _USAGE.finditer(text):
+            self.tail = text[usage.start() : usage.start() + TAIL_BYTES]
         return piece
 
     def rest(self) -> bytes:
@@ -199,7 +214,8 @@ class Stream:
     """
 
     def __init__(self, *, drops_usage: bool, says_end: bool = False, num_choices: int = 1) -> None:
-        self.tail = b""
+        self.start = self.tail = b""
+        """Where its usage stands that it said first, if as a message began, and last."""
         self.has_first_token = False
         self.num_said = 0
         """Events with something of the answer in them: tokens, where each has one."""
@@ -241,7 +257,11 @@ class Stream:
             self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
         self.num_said += len(_SAYS.findall(events))
         if b'"usage"' in events:
-            self.tail = events[-TAIL_BYTES:]
+            for usage in _USAGE.finditer(events):
+                at = usage.start()
+                if not self.start and b"message_start" in events:
+                    self.start = events[at : at + TAIL_BYTES].partition(b"\n")[0]
+                self.tail = events[max(0, at - TAIL_BYTES) : at + TAIL_BYTES]
             if self._drops_usage and _EMPTY.search(events):
                 return _without_usage(events)
         return events

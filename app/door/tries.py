@@ -230,20 +230,29 @@ class Tries:
             raise
         return begun
 
-    async def _try(self, decision: Decision, transfer: Transfer, deadline_s: float) -> Beginning:
-        """The beginning of one worker's answer. Raises UpstreamError, as RefusedWithSource and
-        SourceFailed are."""
+    async def _try(
+        self,
+        decision: Decision,
+        transfer: Transfer,
+        deadline_s: float,
+        refused: frozenset[str] = frozenset(),
+    ) -> Beginning:
+        """The beginning of one worker's answer. refused: members that it has just refused. Raises
+        UpstreamError, as RefusedWithSource and SourceFailed are."""
         worker = decision.worker
+        engine = self.life.admitted.model.namespace, decision.incarnation
+        without = refused | self.door.refused.get(engine, refused)
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
         if self.outgoing.asked.streams:
             left_s = min(left_s, FIRST_TOKEN_S + TIMES_EXPECTED * decision.expected_s)
         connect_s = min(CONNECT_S, left_s)
         more = [*self.life.trace.try_begins(str(worker.key)), *of_rank(worker)]
+        body = self.outgoing.for_worker(worker, transfer.params, transfer.members, without)
         answering = self.door.upstream.send(
             worker.address,
             self.path,
             [*self.headers, *more],
-            self.outgoing.for_worker(worker, transfer.params, transfer.members),
+            body,
             connect_s=connect_s,
             answer_s=left_s,
             # On a new connection nothing is sent twice.
@@ -267,6 +276,16 @@ class Tries:
         if transfer.params and failure is None and 400 <= answer.status < 500:
             answer.abort()
             raise RefusedWithSource(f"answered {answer.status} to a request with a source")
+        if answer.status in (400, 422) and not transfer.params:
+            names = without | self.outgoing.named_in(first, worker)
+            is_long = blame.of_length(answer.status, first) is not None
+            if not is_long and self.outgoing.for_worker(worker, without=names) != body:
+                answer.abort()
+                self.life.trace.try_ends("members_refused")
+                begun = await self._try(decision, transfer, deadline_s, names)
+                if begun.answer.status < 400:
+                    self.door.refused[engine] = names
+                return begun
         if failure is None and answer.status >= 400 and decision.trust is not Trust.BLIND:
             failure = blame.of_length(answer.status, first)
         return Beginning(worker, answer, first, is_all, in_events, failure)

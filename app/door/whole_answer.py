@@ -8,6 +8,7 @@ from typing import Any
 
 from app.core.failures import Failure
 from app.door import blame
+from app.door.asked import AUDIO
 from app.door.endings import ABORTS, FAILURES, reasons_of
 from app.door.stream import is_error, parsed
 
@@ -58,6 +59,8 @@ def failure_of(
         return blame.wrong(blame.EMPTY)
     if path in _MAY_BE_BINARY and _is_binary(headers):
         return None
+    if path.startswith(AUDIO) and not is_json(headers) and type_in(headers) != b"text/html":
+        return None  # sound, or plain text
     if body.lstrip()[:1] not in _OPENS:
         return blame.wrong(blame.FOREIGN)
     if not is_all:

@@ -14,17 +14,20 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.console import routes as console_routes
 from app.console.console import Console
+from app.core.errors import cut
 from app.core.keys import Keyspace
 from app.core.settings.kinds import base_url, parse_origins
 from app.core.settings.router import RouterSettings
 from app.core.types import random_hex
-from app.door.asked import is_of_door
+from app.door.asked import MODELS, is_of_door
 from app.door.engine_signs import EngineSigns
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
@@ -271,6 +274,27 @@ class Application(Starlette):
         else:
             await self._answer(scope, receive, send)
 
+    async def _answer_else(self, client: Client) -> None:
+        """Answer at a path with parameters, or to OPTIONS. Raises HTTPException, which names the
+        path that was meant."""
+        scope, path = client.scope, client.scope["path"]
+        at_path = [one for one in self._routes if one.matches(scope)[0] is not Match.NONE]
+        if scope["method"] == "OPTIONS" and at_path:
+            methods = {"OPTIONS"}.union(*(one.methods or () for one in at_path))
+            await client.start(204, [(b"allow", ", ".join(sorted(methods)).encode())])
+            await client.send(b"", last=True)
+            return
+        is_none = not at_path or path == f"{MODELS}/"
+        if is_none and (meant := self._meant_by(path)):
+            raise HTTPException(404, f"There is no {cut(path)}: ask {meant} instead.")
+        await routed(self.router, client)
+
+    def _meant_by(self, path: str) -> str | None:
+        """Returns the path that has the same words, with `/v1` before them or without it."""
+        plain = "".join([f"/{word}" for word in path.split("/") if word not in ("", "v1")])
+        paths = {one.path for one in self._routes}
+        return next((each for each in (f"/v1{plain}", plain) if each in paths), None)
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         replica, path = self.replica, scope["path"]
         client = Client(scope, receive, send, replica)
@@ -287,7 +311,7 @@ class Application(Starlette):
             if answer is not None:
                 await answer(client)
             else:
-                await routed(self.router, client)
+                await self._answer_else(client)
         except ClientDisconnect as error:
             ended_by = error
         except Exception as error:

@@ -29,7 +29,7 @@ def _described(route: Route) -> APIRoute:
     return APIRoute(
         route.path,
         route.answer,
-        methods=route.methods,
+        methods=(route.methods or set()) - {"HEAD"},
         name=route.name,
         response_model=_model(route.answered),
         response_class=PlainTextResponse if route.is_text else JSONResponse,

@@ -71,6 +71,7 @@ FRAMEWORK_ERRORS = (
     ),
     ("not_found", 404, "There is no such path."),
     ("method_not_allowed", 405, "The path has no such method."),
+    ("websocket_refused", 426, "A WebSocket is asked for; all answers are plain HTTP."),
     ("url_too_long", 414, "The URL has more than 32 KiB."),
     ("headers_too_large", 431, "Headers, or trailers and chunk extensions, have more than 64 KiB."),
     ("internal", 500, "An unforeseen error; the router's log has it."),
@@ -107,7 +108,7 @@ _UNSERVED = (
 UNSERVED_STATUS = b"x-unserved-status"
 """Header by which a balancer in front of several fleets asks for the status 425 for such a request,
 so that it sends on no other. The answer's `x-status` is what it would have been."""
-INVALID_STATUSES = (401, 408, 413, 422)
+INVALID_STATUSES = (401, 408, 413, 415, 422)
 """Statuses that count as invalid requests."""
 DONE = b"data: [DONE]\n\n"
 _SAY_DONE = (Api.CHAT, Api.COMPLETIONS)

@@ -95,7 +95,6 @@ async def readiness(client: Client) -> None:
 
 ROUTES = [
     Route("GET", "/health", health, answered="Health"),
-    Route("HEAD", "/health", health, is_described=False),
     Route(
         "GET",
         "/readiness",

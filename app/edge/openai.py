@@ -42,6 +42,7 @@ from app.edge.ask import fitting_id, request_id_in, request_of
 from app.edge.client import Client
 from app.edge.errors import ending_of, reason_of
 from app.edge.routes import Route
+from app.http.form_body import FORM, FormBody
 from app.http.json_body import Fields, JsonBody
 from app.policy.decision import RouteRequest
 from app.router.prompt import check_length
@@ -271,9 +272,19 @@ def _card(model: Model, name: str) -> dict[str, object]:
 async def _read(client: Client) -> JsonBody:
     """The body, once models are known."""
     await client.replica.door.models.until_known()
-    body = await JsonBody.read(await client.read(client.replica.settings.max_request_bytes))
+    most = client.replica.settings.max_request_bytes
+    raw = await client.read(most, "--max-request-bytes")
+    kind = _form_of(client)
+    body = FormBody.of_form(raw, kind) if kind else await JsonBody.read(raw)
     members.check(body)
     return body
+
+
+def _form_of(client: Client) -> bytes:
+    """Returns the content type of a form, where one may be; b"" for JSON."""
+    kind = client.raw_headers.get(b"content-type", b"")
+    is_form = client.scope["path"].startswith(asked.AUDIO) and kind.lower().startswith(FORM)
+    return kind if is_form else b""
 
 
 def _session(named: object) -> str | None:
@@ -289,15 +300,18 @@ def _engine_id(headers: Mapping[bytes, bytes], request_id: str) -> str:
     return f"{request_id[: MAX_ID - 9]}-{random_hex(4)}"
 
 
-def _headers_on(client: Client, request_id: str) -> list[tuple[bytes, bytes]]:
+def _headers_on(
+    client: Client, request_id: str, kind: bytes = b"application/json"
+) -> list[tuple[bytes, bytes]]:
     worker_key = client.replica.settings.worker_key
-    return headers_for_engine(client.scope["headers"], request_id, worker_key)
+    return headers_for_engine(client.scope["headers"], request_id, worker_key, kind)
 
 
 async def _ask_any(client: Client, model: Model, body: JsonBody) -> None:
     record = client.record
     record.request_id = request_id = request_id_in(client.raw_headers)
-    headers = _headers_on(client, _engine_id(client.raw_headers, request_id))
+    kind = _form_of(client) or b"application/json"
+    headers = _headers_on(client, _engine_id(client.raw_headers, request_id), kind)
     door, path = client.replica.door, client.scope["path"]
     gave_up = set[str]()
     while True:

@@ -216,7 +216,7 @@ class GatewayCarriage:
     async def _begins(self, answer: Answer, *, is_all: bool) -> None:
         if answer.in_events:
             parser, most = answer.parser, self._outgoing.most_tokens(self._worker)
-            self._life.hears(lambda: (parser.num_said, usage_in(parser.tail, most)))
+            self._life.hears(lambda: (parser.num_said, usage_in(parser.tail, most, parser.start)))
         await self._client.start(answer.status, [])
         if is_all:
             return
@@ -283,7 +283,8 @@ class GatewayCarriage:
         life.record.error = words
         usage = None
         if outcome == "ok":
-            usage = usage_in(parser.tail, self._outgoing.most_tokens(self._worker))
+            most = self._outgoing.most_tokens(self._worker)
+            usage = usage_in(parser.tail, most, parser.start)
             life.first_token(is_seen=False)
             await life.answered()
         if failure is not None:

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from app.core.errors import BodyTimeout, BodyTooLarge
+from app.http.encodings import decoded
 from app.http.held import HELD, HeldBody
 
 T = TypeVar("T")
@@ -21,10 +22,10 @@ LEAST_BYTES_PER_S = 8192
 """What has come of a body earns it so much more time: slow lines bring large ones, too."""
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises BodyTooLarge and BodiesTooLarge, as soon as that is known, BodyTimeout and
-    ClientDisconnect."""
-    size = _announced(request)
+async def read_body(request: Request, limit: int, flag: str = "") -> bytes:
+    """Returns the body, decoded. flag: that sets the limit. Raises BodyTooLarge and BodiesTooLarge,
+    as soon as that is known, BodyTimeout and ClientDisconnect, and as `decoded`."""
+    size, coding = _announced(request)
     held: HeldBody | None = request.scope.get(HELD)  # servers of other makes, in tests, have none
     if held is not None and size <= limit:
         held.check(size)
@@ -60,17 +61,25 @@ async def read_body(request: Request, limit: int) -> bytes:
         if held is not None:
             held.check(size)
         more = message.get("more_body", False)
-    if size > limit:
-        raise BodyTooLarge(f"body: over {limit} bytes")
-    return b"".join(chunks)
+    try:
+        if size > limit:
+            raise BodyTooLarge(f"body: over {limit} bytes")
+        body = b"".join(chunks)
+        return await decoded(body, coding, limit, held) if coding else body
+    except BodyTooLarge as error:
+        raise BodyTooLarge(f"{error}: see {flag}" if flag else str(error)) from None
 
 
-def _announced(request: Request) -> int:
-    """Without making an object of all headers, as request.headers does."""
+def _announced(request: Request) -> tuple[int, str]:
+    """Returns the length and the encoding that headers say, "" for none. Without making an object
+    of all headers, as request.headers does."""
+    size, coding = 0, ""
     for name, value in request.scope["headers"]:
         if name == b"content-length":
-            return int(value) if value.isdigit() else 0
-    return 0
+            size = int(value) if value.isdigit() else 0
+        elif name == b"content-encoding":
+            coding = value.decode("latin-1").strip().lower().removeprefix("x-")
+    return size, "" if coding == "identity" else coding
 
 
 @coroutine

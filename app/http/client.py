@@ -56,11 +56,11 @@ class Client(Request):
         peer = self.scope.get("client")
         return self.key_name or (peer[0] if peer else "")
 
-    async def read(self, limit: int) -> bytes:
-        """The body. Raises as `read_body`."""
+    async def read(self, limit: int, flag: str = "") -> bytes:
+        """The body. flag: that sets the limit. Raises as `read_body`."""
         if (held := self.scope.get(HELD)) is not None:
             held.belong_to(self.holder)
-        return await read_body(self, limit)
+        return await read_body(self, limit, flag)
 
     def watched(self) -> watched:
         """Cancels what is done within it once the client is gone."""

@@ -14,6 +14,7 @@ from app.core.errors import (
     BodiesTooLarge,
     BodyTimeout,
     BodyTooLarge,
+    EncodingUnknown,
     InvalidRequest,
     PromptTooLarge,
     Unauthorized,
@@ -51,6 +52,7 @@ OF_ALL_SERVERS: Mapping[type[Exception], Meaning] = {
     PromptTooLarge: Meaning(422, "prompt_too_large", INVALID),
     Unauthorized: Meaning(401, "invalid_api_key", "authentication_error"),
     BodyTimeout: Meaning(408, "body_timeout", INVALID),
+    EncodingUnknown: Meaning(415, "encoding_unknown", INVALID),
     BodyTooLarge: Meaning(413, "body_too_large", INVALID),
     BodiesTooLarge: Meaning(503, "bodies_too_large", OVERLOADED),
 }

@@ -12,7 +12,7 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
 
@@ -53,7 +53,12 @@ UNTIL_TAKEN = "kvroute.until_taken"
 """In a request's scope: see Protocol.until_taken."""
 
 _RESET = struct.pack("ii", 1, 0)
-_STATUS = {400: b"Bad Request", 414: b"URI Too Long", 431: b"Request Header Fields Too Large"}
+_STATUS = {
+    400: b"Bad Request",
+    414: b"URI Too Long",
+    426: b"Upgrade Required\r\nupgrade: HTTP/1.1",  # which such an answer has to name
+    431: b"Request Header Fields Too Large",
+}
 
 
 def max_connections() -> int:
@@ -208,6 +213,10 @@ class Protocol(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
+                if any(n == b"upgrade" and v.lower() == b"websocket" for n, v in self.headers):
+                    # Clients that try one go on over HTTP at once.
+                    self._refuse(426, "websocket_refused", "There are no WebSockets: ask by HTTP.")
+                    return
                 data = memoryview(data)[upgrade.args[0] :]
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
@@ -252,6 +261,8 @@ class Protocol(HttpToolsProtocol):
         cycle.scope[UNTIL_TAKEN] = self.until_taken
         cycle.scope[HELD] = self._held
         cycle.scope[ON_GONE] = partial(self._watch, cycle)
+        if cycle.scope["http_version"] == "1.0":
+            cycle.send = partial(_send_unchunked, cycle, cycle.send)
 
     def on_body(self, body: bytes) -> None:
         self._framing -= len(body)
@@ -347,3 +358,14 @@ class Protocol(HttpToolsProtocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+
+async def _send_unchunked(cycle: Any, send: Callable[[Any], Awaitable[None]], message: Any) -> None:
+    """As uvicorn's, but an answer without a length ends with its connection: HTTP/1.0 knows no
+    chunks."""
+    if message["type"] == "http.response.start":
+        if all(name.lower() != b"content-length" for name, _ in message["headers"]):
+            cycle.chunked_encoding, cycle.is_unbounded = False, True
+    elif hasattr(cycle, "is_unbounded"):
+        cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)

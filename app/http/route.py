@@ -15,11 +15,11 @@ _CLIENT = "kvroute.client"
 
 
 class Route(routing.Route):
-    """A path with one method."""
+    """A path with one method, and HEAD where that is GET."""
 
     def __init__(self, method: str, path: str, endpoint: Callable[[Any], Awaitable[None]]) -> None:
         super().__init__(path, endpoint)
-        self.methods = {method}  # of Starlette's own, a GET would answer HEAD as well
+        self.methods = {method, "HEAD"} if method == "GET" else {method}
 
         async def app(scope: Scope, _: Receive, __: Send) -> None:
             await endpoint(scope[_CLIENT])

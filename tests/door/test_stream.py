@@ -6,7 +6,7 @@ import pytest
 
 from app.door import stream as stream_module
 from app.door.record import Usage
-from app.door.stream import Events, Stream, usage_in
+from app.door.stream import Events, Stream, Whole, usage_in
 
 CREATED = b'event: response.created\ndata: {"type":"response.created"}\n\n'
 IN_PROGRESS = b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
@@ -123,3 +123,31 @@ def test_wherever_a_stream_is_cut_its_events_stay_whole_but_for_the_usage(end: b
         passed = stream.passed(text[:cut]) + stream.passed(text[cut:]) + stream.rest()
         assert passed == end.join((nulls, one, counts, nulls, one, b""))
         assert usage_in(stream.tail) == Usage(3, 1, None)
+
+
+def test_what_a_message_counted_as_it_began_is_not_lost() -> None:
+    start = (
+        b'event: message_start\ndata: {"type":"message_start","message":{"usage":'
+        b'{"input_tokens":7,"cache_read_input_tokens":3,"output_tokens":0}}}\n\n'
+    )
+    for last in (b'{"output_tokens":5}', b'{"input_tokens":0,"output_tokens":5}'):
+        delta = b'event: message_delta\ndata: {"type":"message_delta","usage":%b}\n\n' % last
+        for pieces in ((start + delta,), (start, delta)):
+            stream = Stream(drops_usage=False)
+            for piece in pieces:
+                stream.passed(piece)
+            assert usage_in(stream.tail, start=stream.start) == Usage(10, 5, 3)
+
+
+def test_usage_counts_however_far_from_the_end_it_comes() -> None:
+    counts = b'"usage":{"prompt_tokens":9,"completion_tokens":2,"total_tokens":11}'
+    body = b'{%b,"text":"%b","usage_of":1}' % (counts, b"x" * 500_000)
+    assert usage_in(body) == Usage(9, 2, None)
+    stream = Stream(drops_usage=False)
+    stream.passed(b"data: " + body + b"\n\n" + b'data: {"usage":null}\n\n' * 1000)
+    assert usage_in(stream.tail) == Usage(9, 2, None)
+    for at in (1, 30, len(counts) - 1, 4000):
+        whole = Whole()
+        for piece in (body[:at], body[at:]):
+            whole.passed(piece)
+        assert usage_in(whole.tail) == Usage(9, 2, None)

@@ -217,6 +217,9 @@ async def test_a_long_value_or_name_is_shortened_in_the_message(
     assert len(message) < 250
 
 
+OVER = "body: over 64 bytes: see --max-body-bytes"
+
+
 class TestLimits:
     @pytest.fixture
     async def small(
@@ -292,7 +295,7 @@ class TestLimits:
     def assert_too_large(self, response: httpx.Response) -> None:
         assert response.status_code == 413
         assert response.json() == {
-            "error": {"code": "body_too_large", "message": "body: over 64 bytes", "field": None}
+            "error": {"code": "body_too_large", "message": OVER, "field": None}
         }
 
 

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from app.core.errors import InvalidRequest
 from app.http import numbers
-from app.http.json_body import MAX_IDS, MAX_LISTS, MAX_MEMBERS, MAX_VALUES, JsonBody
+from app.http.json_body import (
+    MAX_HALVED_BYTES,
+    MAX_HALVES,
+    MAX_IDS,
+    MAX_LISTS,
+    MAX_MEMBERS,
+    MAX_VALUES,
+    JsonBody,
+)
 
 BLANK = st.text(" \t\r\n", max_size=2)
 NAMES = st.sampled_from(
@@ -176,7 +184,7 @@ def test_a_long_name_that_comes_twice_is_not_repeated_whole() -> None:
         b'{"a": 1} x',
         b"\xef\xbb\xbf{}",
         b'{"a": NaN}',
-        b'{"a": "\\ud800"}',
+        b'{"a": "\\ud80"}',
         b'{"\xc0\xaf": 1}',
         b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
         b'{"a": ' * 5000,
@@ -300,3 +308,16 @@ def test_more_members_than_any_api_has_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=f"over {MAX_MEMBERS} members"):
         JsonBody.parse(raw(MAX_MEMBERS + 1))
     assert len(JsonBody.parse(raw(MAX_MEMBERS)).members) == MAX_MEMBERS
+
+
+@each_parser
+def test_half_a_character_is_read_as_none_and_goes_on_as_it_came() -> None:
+    raw = rb'{"a": "\ud83d \\ud83d \ud83d\ude00 \\\ude00", "b": 1}'
+    body = JsonBody.parse(raw)
+    assert body.fields["a"] == "\ufffd \\ud83d \U0001f600 \\\ufffd"
+    assert body.fields.has_halves
+    assert body.changed({"c": 2}) == raw[:-1] + b',"c":2}'
+    assert not JsonBody.parse(rb'{"a": "\\ud83d"}').fields.has_halves
+    for many in (raw + b" " * MAX_HALVED_BYTES, rb'{"a": "%b"}' % (rb"\ud83d" * MAX_HALVES)):
+        with pytest.raises(InvalidRequest):
+            JsonBody.parse(many)

@@ -237,7 +237,7 @@ def test_connections_leave_descriptors_for_the_rest_of_the_process(
         assert Connections().limit == expected
 
 
-@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket", b"TLS/1.2, h2c"])
+@pytest.mark.parametrize("upgrade", [b"h2c", b"TLS/1.2, h2c"])
 @pytest.mark.parametrize(
     "framed",
     [
