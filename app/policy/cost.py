@@ -181,8 +181,8 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     arrival_s       twice the time until a part of the prompt has come that is on its way from
                     another worker: as more requests will wait for it. Left out if there is none
     spread_s        while workers are idle, the prefill routed to the worker lately beyond that of
-                    the one that got least: where no queue tells workers apart, all of the fleet's
-                    memory is to be used
+                    the one that got least, where one that is busy counts as the one that got most:
+                    where no queue tells workers apart, all of the fleet's memory is to be used
 
     These weights did best over conversation and agentic traces in simulation: docs/experiments.md.
     """
@@ -205,7 +205,9 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     }
     idle = _idle_weight(requests)
     if idle:
-        terms["spread_s"] = idle * (candidates.routed_s - least(candidates.routed_s))
+        routed = candidates.routed_s
+        routed = np.where(requests > 0.0, routed[routed.argmax()], routed)
+        terms["spread_s"] = idle * (routed - least(routed))
     if size.priority != "normal":
         terms["queue_s"], terms["blocking_s"] = weighed(
             size.priority, terms["queue_s"], terms["blocking_s"], queue

@@ -99,7 +99,7 @@ def test_a_large_bucket_is_read_in_parts(url: str, raw: Redis) -> None:
 
 
 @pytest.mark.parametrize("field", ["shards", "block_size"])
-@pytest.mark.parametrize("text", ["spoilt", "", "0", "-1", "9" * 5000])
+@pytest.mark.parametrize("text", ["spoilt", "", "0", "-1", "9" * 500])
 def test_a_corrupted_setting_of_a_namespace_is_named(
     url: str, raw: Redis, field: str, text: str
 ) -> None:

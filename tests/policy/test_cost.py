@@ -313,8 +313,8 @@ def test_a_cold_prompt_goes_where_nothing_is_evicted_or_else_blocks_idle_for_lon
     ("active_requests", "spread_s"),
     [
         ([0, 0, 0, 0], [4, 2, 0, 0]),
-        ([0, 1, 1, 0], [4, 2, 0, 0]),
-        ([1, 1, 1, 0], [2, 1, 0, 0]),
+        ([0, 1, 1, 0], [4, 4, 4, 0]),
+        ([1, 1, 1, 0], [2, 2, 2, 0]),
         ([1, 1, 1, 1], [0, 0, 0, 0]),
     ],
 )
