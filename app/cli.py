@@ -41,7 +41,7 @@ from app.options import (
 from app.output import ErrHandler
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-OF_AGENTS = ("engine_api_key", "namespace", "log_level", "max_requests")
+OF_AGENTS = ("engine_api_key", "namespace", "log_level", "max_requests", "drain_s")
 """What `up` tells agents as it is told to workers."""
 POLL_S = 0.5
 REDIS_TIMEOUT_S = 5.0
@@ -301,13 +301,13 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
 )
 @options(
     RouterSettings,
-    without=("redis_url", "port", "shared_fd", "log_level", "tls_cert", "tls_key", "drain_s"),
+    without=("redis_url", "port", "shared_fd", "log_level", "tls_cert", "tls_key"),
 )
 @options(
     WorkerSettings,
     without=(
         *("redis_url", "namespace", "host", "log_level", "port", "worker_id", "address"),
-        *("worker_key", "metrics_key", "role", "kv_port", "engine"),
+        *("worker_key", "metrics_key", "role", "kv_port", "engine", "drain_s"),
     ),
 )
 @click.option(

@@ -43,6 +43,10 @@ connection, and the client would lose the answer."""
 PROBE_S, MAX_PROBE_S = 0.02, 2.0
 """How soon a client that has ended its sending is first asked whether it is there, and the longest
 time between two times."""
+NOTICED_S = 3.0
+"""For how long a server that stops still answers on connections that are idle. A balancer needs so
+long to see that it stops (deploy/haproxy.cfg: two checks), and a request that meets the closing of
+its connection is lost."""
 MAX_CONNECTIONS = 16_384
 SPARE_DESCRIPTORS = 128
 """Left for Redis, files and listening sockets."""
@@ -84,6 +88,8 @@ class Connections(ServerState):
         self.log: Any = _SeldomWarning(logging.getLogger("uvicorn.error"))
         self.idle: dict[Protocol, None] = {}
         self.limit = max_connections()
+        self.closes_in_s: float | None = None
+        """Once the server stops: for how long connections stay open that are idle then."""
         self._complaints = Pace(COMPLAINTS_PER_S)
 
     def make_room(self, newest: Protocol) -> None:
@@ -257,12 +263,20 @@ class Protocol(HttpToolsProtocol):
         self._state.idle.pop(self, None)
         super().on_headers_complete()
         cycle: Any = self.cycle
+        cycle.keep_alive &= self._state.closes_in_s is None
         cycle.scope[CUT] = partial(self._cut, cycle)
         cycle.scope[UNTIL_TAKEN] = self.until_taken
         cycle.scope[HELD] = self._held
         cycle.scope[ON_GONE] = partial(self._watch, cycle)
         if cycle.scope["http_version"] == "1.0":
             cycle.send = partial(_send_unchunked, cycle, cycle.send)
+
+    def shutdown(self) -> None:
+        """Have the answer under way, or else the next one, be the last of this connection."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+        else:
+            self.loop.call_later(self._state.closes_in_s or 0.0, super().shutdown)
 
     def on_body(self, body: bytes) -> None:
         self._framing -= len(body)

@@ -17,7 +17,7 @@ from uvicorn.lifespan.on import LifespanOn
 
 from app.core.errors import ConfigError, KvrouteError
 from app.http.held import HeldBodies
-from app.http.protocol import HEAD_TIMEOUT_S, Connections, Protocol
+from app.http.protocol import HEAD_TIMEOUT_S, NOTICED_S, Connections, Protocol
 from app.http.stopping import end_within
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ KEEP_ALIVE_S = 75
 """How long a connection may be idle. Balancers and clients should be the first to close it (most do
 after 60 s or less), as a request that meets its closing is lost."""
 DRAIN_S = 2.0
-"""How long open responses may go on after the signal to stop, unless told otherwise."""
+"""How long open responses go on after the signal to stop, where all are metrics and probes."""
 ENDING_S = 1
 """How much longer, once they are told to end."""
 LATE_S = 6.0
@@ -90,7 +90,7 @@ class _Server(uvicorn.Server):
         held: HeldBodies | None,
     ) -> None:
         super().__init__(config)
-        self.server_state = Connections(on_refused, held)
+        self.server_state = self._connections = Connections(on_refused, held)
         self._drain_s = drain_s
         self._on_stop = on_stop
         self._on_late = on_late
@@ -122,6 +122,7 @@ class _Server(uvicorn.Server):
         late = asyncio.get_running_loop().call_later(self._drain_s, self._on_late)
         try:
             await self._on_stop()
+            self._connections.closes_in_s = min(NOTICED_S, self._drain_s)
             await super().shutdown(sockets)
         finally:
             late.cancel()

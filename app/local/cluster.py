@@ -454,7 +454,7 @@ class Cluster:
         """Ask all processes to stop, wait, and kill those that do not."""
         for member in self.members:
             member.process.terminate()
-        drain_s = max(self._worker.drain_s, self._agent.drain_s if self.agents else 0.0)
+        drain_s = max(part.drain_s for part in (self._router, self._worker, self._agent))
         deadline = time.monotonic() + drain_s + STOP_DEADLINE_S
         for member in self.members:
             try:

@@ -53,7 +53,9 @@ def cluster() -> Iterator[Cluster]:
         num_workers=NUM_WORKERS,
         num_replicas=2,
         haproxy=True,
-        router=RouterSettings(reservation_ttl_s=5.0, log_level="error", details_per_s=1000),
+        router=RouterSettings(
+            reservation_ttl_s=5.0, log_level="error", details_per_s=1000, drain_s=2.0
+        ),
         worker=WorkerSettings(
             speedup=2.0,
             kv_pool_tokens=16_384,

@@ -151,9 +151,9 @@ def test_the_first_page_says_what_is_wrong_with_a_sick_cluster(name: str, watch:
             num_workers=0,
             num_replicas=1,
             engines=[engine.url for engine in all_engines],
-            agent=EngineAgentSettings(log_level="error"),
-            router=RouterSettings(log_level="error"),
-            worker=WorkerSettings(),
+            agent=EngineAgentSettings(log_level="error", drain_s=2.0),
+            router=RouterSettings(log_level="error", drain_s=2.0),
+            worker=WorkerSettings(drain_s=2.0),
         ) as cluster,
         watch(cluster.balancer_url, failures=True, viewport=SIZES[""]) as seen,
     ):

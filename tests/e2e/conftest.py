@@ -46,6 +46,7 @@ def small_cluster(
         router=RouterSettings(
             reservation_ttl_s=reservation_ttl_s,
             redis_timeout_ms=5000,
+            drain_s=drain_s,
             log_level="error",
         ),
         worker=WorkerSettings(

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -29,6 +30,8 @@ PAGE = (ROOT / "docs/upgrading.md").read_text()
 LAST_RELEASE = "688a358e"
 """The commit that cut it, as no tag names it."""
 MODEL, NUM_TOKENS, CLIENTS = "m", 12, 8
+LONG_TOKENS, LONG_S = 12_000, 10.0
+"""Of each answer to every third client, and how long it takes at least."""
 PAIR = (0, 1)
 """Of routers, and of workers, old ones and new ones."""
 
@@ -175,11 +178,11 @@ class Fleet:
         command = [str(system_binary("haproxy")), "-db", "-f", str(config)]
         self._run(command, {**os.environ, **where})
 
-    def put_behind_the_balancer(self, *numbers: int) -> None:
+    def put_behind_the_balancer(self, *numbers: int, verb: bytes = b"enable") -> None:
         for number in numbers:
             with socket.socket(socket.AF_UNIX) as to_haproxy:
                 to_haproxy.connect(str(self._stats))
-                to_haproxy.sendall(b"enable server routers/r%d\n" % number)
+                to_haproxy.sendall(b"%b server routers/r%d\n" % (verb, number))
                 to_haproxy.recv(4096)
 
     async def follow(self, text: str, **variables: str) -> None:
@@ -217,26 +220,33 @@ class Load:
         self._http = http
         self.answered: Counter[str] = Counter()
         self.lost: list[str] = []
+        self.long_s: list[float] = []
+        """How long each long answer took."""
 
     async def ask(self, client: int) -> None:
         number = 0
         while True:
             number += 1
             turns = [{"role": "user", "content": f"{client} {n}"} for n in range(1 + number % 5)]
-            body = {"model": MODEL, "messages": turns, "max_tokens": NUM_TOKENS}
+            num_tokens = NUM_TOKENS if client % 3 else LONG_TOKENS
+            body = {"model": MODEL, "messages": turns, "max_tokens": num_tokens}
+            body |= {"ignore_eos": True}
             headers = {"x-session-id": f"c{client}"} if client % 2 else {}
             is_stream = bool(number % 2)
+            began_s = time.monotonic()
             try:
                 answer = await self._http.post(
                     "/v1/chat/completions",
                     json=body | ({"stream": True} if is_stream else {}),
                     headers=headers,
                 )
-                self._judge(answer, is_stream)
+                self._judge(answer, is_stream, num_tokens)
+                if num_tokens == LONG_TOKENS:
+                    self.long_s.append(time.monotonic() - began_s)
             except httpx.TransportError as error:
                 self.lost.append(repr(error))
 
-    def _judge(self, answer: httpx.Response, is_stream: bool) -> None:
+    def _judge(self, answer: httpx.Response, is_stream: bool, num_tokens: int) -> None:
         text = answer.text
         if answer.status_code != 200:
             self.lost.append(f"{answer.status_code}: {text}")
@@ -244,10 +254,10 @@ class Load:
         is_whole = (
             text.rstrip().endswith("data: [DONE]")
             if is_stream
-            else orjson.loads(text)["usage"]["completion_tokens"] == NUM_TOKENS
+            else orjson.loads(text)["usage"]["completion_tokens"] == num_tokens
         )
         if not is_whole:
-            self.lost.append(text)
+            self.lost.append(text[-500:])
         self.answered[answer.headers.get("x-kvroute-worker", "?")] += 1
 
     async def goes_to(self, name: str) -> None:
@@ -290,6 +300,8 @@ async def load(fleet: Fleet) -> AsyncIterator[Load]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     assert asking.lost == []
+    assert len(asking.long_s) >= 3
+    assert min(asking.long_s) >= LONG_S
     assert asking.answered["?"] == 0
 
 
@@ -327,8 +339,10 @@ async def test_a_second_namespace_takes_over_where_the_data_version_rises(
             for text in texts:
                 await fleet_.follow(text)
             fleet_.put_behind_the_balancer(2, 3)
+            fleet_.put_behind_the_balancer(*PAIR, verb=b"disable")
             await fleet_.follow(
                 stop,
+                LONGEST_ANSWER_S="25",
                 OLD_ROUTERS=" ".join(str(part.pid) for part in fleet_.old_routers),
                 OLD_WORKERS=" ".join(str(part.pid) for part in fleet_.old_workers),
             )

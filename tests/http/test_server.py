@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import socket as sockets
 import weakref
@@ -114,6 +115,37 @@ async def test_what_on_stop_waits_for_is_part_of_the_time_to_drain() -> None:
             async with httpx.AsyncClient() as client:
                 assert (await client.get(f"{url}/openapi.json")).status_code == 200
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("drain_s", [10.0, 0.0])
+async def test_a_request_that_meets_the_closing_of_its_idle_connection_is_answered(
+    drain_s: float,
+) -> None:
+    stops = asyncio.Event()
+
+    async def stop() -> None:
+        stops.set()
+
+    with listen("127.0.0.1", 0) as socket:
+        host, port = socket.getsockname()
+        asks = b"GET /openapi.json HTTP/1.1\r\nhost: a\r\n\r\n"
+        async with asyncio.timeout(10.0):
+            served = serve(FastAPI(), socket, drain_s=drain_s, on_stop=stop)
+            serving = asyncio.create_task(served)
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(asks)
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(re.findall(rb"content-length: (\d+)", head)[0]))
+            os.kill(os.getpid(), signal.SIGTERM)
+            await stops.wait()
+            await asyncio.sleep(0.05)  # by when idle connections have been told
+            writer.write(asks)
+            last = await reader.read()
+            writer.close()
+            await serving
+    # Without time to drain there is none for that, either.
+    assert last.startswith(b"HTTP/1.1 200 ") == (drain_s > 0)
+    assert (b"connection: close" in last) == (drain_s > 0)
 
 
 async def test_on_late_is_called_for_slow_responses_and_these_are_still_sent(

@@ -12,6 +12,7 @@ from app.core.settings.kinds import (
     SECONDS,
     Integers,
     OneOf,
+    drain_setting,
     setting,
 )
 from app.core.settings.worker import MemberSettings
@@ -138,13 +139,7 @@ class EngineAgentSettings(MemberSettings):
         "Speed to assume until it is learned; unset: about that of a 70B model on four H100s.",
         OneOf(("", "70b-4xh100", "70b-4xh200", "8b-1xh100")),
     )
-    drain_s: float = setting(
-        30.0,
-        "On SIGTERM, how long an agent waits for its engine's requests to end; no more are "
-        "routed there.",
-        SECONDS,
-        heading="Worker",
-    )
+    drain_s: float = drain_setting("Worker")
     keep_engine: bool = setting(
         False,
         "On SIGTERM, leave the engine in service: routers look after it until an agent is back. "

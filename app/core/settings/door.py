@@ -12,6 +12,7 @@ from app.core.settings.kinds import (
     Integers,
     OneOf,
     Text,
+    drain_setting,
     parse_aliases,
     parse_names,
     parse_origins,
@@ -134,12 +135,7 @@ class DoorSettings(CommonSettings):
         "that so long has passed: balancers cut connections on which nothing comes. 0: none.",
         SECONDS,
     )
-    drain_s: float = setting(
-        50.0,
-        "On SIGTERM, how long answers under way go on before they end with an error: less than the "
-        "time after which the process is killed.",
-        SECONDS,
-    )
+    drain_s: float = drain_setting()
     show_decision: bool = setting(
         False,
         "Answers name their worker and its overlap (x-kvroute-worker, -overlap, -trust).",

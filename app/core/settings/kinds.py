@@ -199,6 +199,18 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
+def drain_setting(heading: str | None = None) -> Any:
+    """Returns the field of how long a part that is told to stop goes on: alike for all parts, as
+    what one would finish another must not cut short."""
+    return setting(
+        300.0,
+        "On SIGTERM, for how long answers under way go on, at routers, workers and agents alike, "
+        "before they are ended: less than the time after which the process is killed.",
+        SECONDS,
+        heading=heading,
+    )
+
+
 def headings(cls: type) -> dict[str, str]:
     """The heading under which each setting is listed."""
     heading, by_name = COMMON, {}

@@ -14,11 +14,11 @@ from app.core.settings.kinds import (
     PORT,
     POSITIVE,
     POSITIVE_SECONDS,
-    SECONDS,
     CommonSettings,
     Integers,
     OneOf,
     base_url,
+    drain_setting,
     setting,
 )
 
@@ -189,13 +189,7 @@ class WorkerSettings(MemberSettings):
         "Requests that must have used a block before the torch engine stores it in a slower tier.",
         POSITIVE,
     )
-    drain_s: float = setting(
-        2.0,
-        "On SIGTERM, how long a worker waits for the requests routed to it, and then for the "
-        "answers under way.",
-        SECONDS,
-        heading="Worker",
-    )
+    drain_s: float = drain_setting("Worker")
 
     def model_names(self, default: str) -> tuple[str, ...]:
         return tuple(filter(None, map(str.strip, self.model_name.split(",")))) or (default,)
