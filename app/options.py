@@ -48,6 +48,9 @@ CLUSTER = "Cluster"
 """The heading of the options of a cluster on this machine."""
 
 
+_SETTING = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z0-9]+)+(?![\w/-])")
+
+
 class Number(click.FloatRange):
     """A number in a range. Refuses `nan`, which a comparison with a bound lets pass."""
 
@@ -142,7 +145,8 @@ class _OneLine(click.Command):
         # Out here, as early releases of Python 3.11 wrap what is raised in an except* clause.
         if isinstance(error, BrokenPipeError):
             raise error  # click ends quietly when nobody reads the output any more
-        raise click.ClickException(printable(cut(str(error), MAX_CHARACTERS)))
+        told = _with_flags(str(error), ctx.command)
+        raise click.ClickException(printable(cut(told, MAX_CHARACTERS)))
 
     def _invoke(self, ctx: click.Context) -> Any:
         try:
@@ -151,6 +155,13 @@ class _OneLine(click.Command):
             if isinstance(error, click.UsageError):  # of what was typed
                 raise
             raise click.ClickException(printable(error.message)) from None
+
+
+def _with_flags(text: str, command: click.Command) -> str:
+    """`text` with flags of the command in place of the names of its settings."""
+    spelt = (opt for param in command.params for opt in param.opts if opt.startswith("--"))
+    flags = {opt[2:].replace("-", "_"): opt for opt in spelt}
+    return _SETTING.sub(lambda match: flags.get(match[0], match[0]), text)
 
 
 class Command(_OneLine):

@@ -142,6 +142,7 @@ def test_the_help_lists_all_commands() -> None:
         "reset",
         "router",
         "up",
+        "usage",
         "whatif",
         "worker",
     ]
@@ -158,8 +159,8 @@ def test_a_plain_install_has_help_and_says_what_to_install_for_other_commands() 
     ):
         refused = kvroute(*command.split(), without=package)
         assert refused.returncode == 1
-        how = f"is missing: pip install 'kvroute[{extra}]'"
-        assert refused.stderr == f"Error: {package} {how}\n"
+        how = f"is missing: pip install '.[{extra}]' in a clone of kvroute, or 'WHEEL[{extra}]'"
+        assert refused.stderr == f"Error: {package} {how} of its wheel\n"
 
 
 @pytest.mark.parametrize(
@@ -268,11 +269,11 @@ def test_a_port_in_use_is_reported_in_one_line(command: list[str]) -> None:
         ),
         (
             ["router", "--port=0", "--shared-fd=999"],
-            "Error: shared_fd 999: Bad file descriptor",
+            "Error: --shared-fd 999: Bad file descriptor",
         ),
         (
             ["worker", "--port=0", "--kv-pool-tokens=15"],
-            "Error: kv_pool_tokens: needs at least one block of 16, got 15",
+            "Error: --kv-pool-tokens: needs at least one block of 16, got 15",
         ),
         (
             ["worker", "--port=0", "--role=prefill"],
@@ -280,11 +281,11 @@ def test_a_port_in_use_is_reported_in_one_line(command: list[str]) -> None:
         ),
         (
             ["worker", "--port=0", "--host-pool-tokens=15"],
-            "Error: host_pool_tokens: needs at least one block of 16, got 15",
+            "Error: --host-pool-tokens: needs at least one block of 16, got 15",
         ),
         (
             ["worker", "--port=0", "--engine=torch", "--disk-pool-tokens=15"],
-            "Error: disk_pool_tokens: needs at least one block of 16, got 15",
+            "Error: --disk-pool-tokens: needs at least one block of 16, got 15",
         ),
         (
             ["router", "--port=0", "--log-level=warning", "--namespace=a{b"],
@@ -322,7 +323,7 @@ def test_a_shared_socket_that_does_not_listen_is_reported_in_one_line() -> None:
         number = idle.fileno()
         ended = kvroute("router", "--port=0", f"--shared-fd={number}", inherits=(number,))
     assert ended.returncode == 1
-    assert ended.stderr == f"Error: shared_fd {number}: the socket is not listening\n"
+    assert ended.stderr == f"Error: --shared-fd {number}: the socket is not listening\n"
 
 
 def test_a_worker_that_does_not_fit_its_namespace_waits_and_says_why() -> None:
@@ -371,7 +372,7 @@ def test_up_refuses_an_empty_redis_url() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--prefill-workers=1"], "need kv_transfer"),
+        (["--prefill-workers=1"], "need --kv-transfer"),
         (
             ["--prefill-workers=1", "--decode-workers=2", "--workers=2", "--kv-transfer=kvroute"],
             "1 prefill_workers and 2 decode_workers are more than 2 workers",

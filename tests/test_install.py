@@ -230,9 +230,9 @@ async def test_the_plain_package_routes_a_chat_and_names_the_extra_of_what_it_la
             ("demo", "loadtest"),
         ):
             said = plain.said(*missing.split(), status=1)
-            assert f"is missing: pip install 'kvroute[{extra}]'" in said.splitlines()[-1]
+            assert f"is missing: pip install '.[{extra}]'" in said.splitlines()[-1]
         said = plain.said("router", redis, "--port=0", status=1, OTEL_TRACES_EXPORTER="otlp")
-        assert "pip install 'kvroute[otel]'" in said
+        assert "pip install '.[otel]'" in said
     plain.said("reset", redis, "--yes")
 
 
@@ -250,7 +250,7 @@ async def test_the_extra_of_workers_starts_engines_agents_and_clusters(
         await chat(router.url)
         installed.said("doctor", redis, f"--engine-url={beside.url}", "--probe")
         said = installed.said("worker", "--engine=torch", status=1)
-        assert "pip install 'kvroute[torch]'" in said
+        assert "pip install '.[torch]'" in said
     await installed.chats_with_a_cluster()
 
 

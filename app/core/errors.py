@@ -88,7 +88,10 @@ class MissingPackage(KvrouteError):
 
     def __init__(self, package: str, extra: str, reason: str = "") -> None:
         but = f"{reason}, but " if reason else ""
-        super().__init__(f"{but}{package} is missing: pip install 'kvroute[{extra}]'")
+        super().__init__(
+            f"{but}{package} is missing: pip install '.[{extra}]' in a clone of kvroute, or "
+            f"'WHEEL[{extra}]' of its wheel"
+        )
 
 
 class InvalidRequest(KvrouteError):

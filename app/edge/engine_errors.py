@@ -8,9 +8,9 @@ from app.core.worker_report import WorkerInfo
 from app.door.blame import is_path_missing
 from app.door.engine_words import Cause, cause_in
 from app.edge.errors import dialect_of
-from app.http.errors import Meaning, body_of, kind_of
+from app.http.errors import TAKES_NO_KEY, Meaning, body_of, kind_of
 
-_TAKES_NO_KEY = "does not take this router's key: see --worker-key"
+_TAKES_NO_KEY = f"{TAKES_NO_KEY}: see --worker-key, or --engine-api-key of `kvroute up`"
 _OF_WORKER = {
     401: _TAKES_NO_KEY,
     403: _TAKES_NO_KEY,

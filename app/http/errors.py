@@ -29,6 +29,9 @@ RETRIED = (429, 503)
 """Statuses whose answers say when to come again."""
 MAX_RETRY_AFTER_S = 60
 
+TAKES_NO_KEY = "does not take this router's key"
+"""What is said of an engine that refuses a router."""
+
 
 class Meaning(NamedTuple):
     """What an error is answered with. code: stable, part of the interface; "": an engine's error

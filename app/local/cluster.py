@@ -33,6 +33,7 @@ from app.core.settings.picker import OF_CARRIAGE, PickerSettings
 from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
+from app.http.errors import TAKES_NO_KEY
 from app.http.server import listen
 from app.local.child import start_child
 from app.local.detached import stop_workers
@@ -194,7 +195,8 @@ class Cluster:
         listed = self._ask(_PathRequest("models"))
         if not listed or not listed["data"]:
             raise ClusterError("the engines list no model any more")
-        model = listed["data"][0]["id"]
+        # Adapters come with what they adapt.
+        model = min(listed["data"], key=lambda card: bool(card.get("parent")))["id"]
         short = {"model": model, "max_tokens": 1}
         answered = (one for one in (chat, text) if self._ask(one, short) is not None)
         return self._curl(next(answered, ids), model)
@@ -209,7 +211,8 @@ class Cluster:
         return bool(self._router.api_key or self._router.api_key_file)
 
     def _ask(self, asked: _PathRequest, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """Of a replica, a GET without a body; None: it does not answer with 200."""
+        """Of a replica, a GET without a body; None: it does not answer with 200. Raises
+        ClusterError if the engine takes no key of the router's."""
         request = urllib.request.Request(  # noqa: S310 - our own http URL
             f"{self.balancer_url}/v1/{asked.path}",
             json.dumps({**asked.body, **more}).encode() if asked.body else None,
@@ -218,8 +221,13 @@ class Cluster:
         try:
             with urllib.request.urlopen(request, timeout=START_DEADLINE_S) as answer:  # noqa: S310
                 return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if TAKES_NO_KEY in (said := error.read().decode(errors="replace")):
+                message = json.loads(said)["error"]["message"]
+                raise ClusterError(f"{message} It is sent --engine-api-key.") from None
         except (OSError, ValueError):
-            return None
+            pass
+        return None
 
     @property
     def console_url(self) -> str:

@@ -294,6 +294,10 @@ async def test_without_a_picker_any_engine_is_asked_or_none(
         # The body of a request that finds it gone is gone with it.
         await eventually(status, lambda seen: seen == expected)
         assert [await status() for _ in range(6)] == [expected] * 6
+        if not fail_open:
+            refused = await client.post(CHAT, json=ASKS)
+            assert refused.json()["error"]["code"] == "no_picker"
+            assert refused.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

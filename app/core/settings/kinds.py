@@ -137,8 +137,8 @@ def _without_v1(url: str) -> None:
 
 
 def parse_engines(text: str) -> list[str]:
-    """The base URLs of engines, from text like `http://a:8000,http://b:8000`; none for `sim` and
-    `torch`. Raises ValueError for anything else."""
+    """The base URLs of engines, from text like `http://a:8000,http://b:8000`, each once; none for
+    `sim` and `torch`. Raises ValueError for anything else."""
     if text in ("sim", "torch"):
         return []
     urls = [url.strip() for url in text.split(",")]
@@ -146,7 +146,7 @@ def parse_engines(text: str) -> list[str]:
         if not _is_base_url(url):
             raise ValueError(f"{url!r} is not sim, torch or http://HOST:PORT of an engine")
         _without_v1(url)
-    return urls
+    return list(dict.fromkeys(url.rstrip("/") for url in urls))
 
 
 def parse_origins(text: str) -> list[str]:

@@ -72,8 +72,16 @@ class EngineHttp:
                         raise EngineUnavailable(
                             f"{at} answers with over {MAX_ANSWER_BYTES:,} bytes"
                         )
+        except aiohttp.ClientConnectorCertificateError as error:
+            why = getattr(error.certificate_error, "verify_message", error.certificate_error)
+            raise EngineUnfit(
+                f"the certificate of {self.url} is not trusted ({cut(str(why))}): set "
+                "SSL_CERT_FILE, of agents and routers, to a file with that of its authority"
+            ) from None
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, ValueError):
-            raise EngineUnfit(f"--engine-url {shown(self.url)} is no http:// address") from None
+            raise EngineUnfit(
+                f"--engine-url {shown(self.url)} is no http:// or https:// address"
+            ) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             why = str(error) or type(error).__name__
             raise EngineUnavailable(f"{at} does not answer: {cut(why)}") from None

@@ -102,14 +102,14 @@ const lines = (series, names) =>
   names.filter(([name]) => series[name]).map(([name, label, tone]) => ({ label, tone, values: series[name] }));
 
 function Curves({ marks }) {
-  const [window_s, setWindow] = useState(3600);
+  const [window_s, setWindow] = useState(300);
   const { data } = usePoll(`history?window_s=${window_s}`, HISTORY_MS);
   if (!data) return null;
   const { at_s, series } = data;
   return html`<div class="two">
     <${Chart} title="Requests a second" at=${at_s} from=${window_s} marks=${marks} lines=${lines(series, ENDINGS)}>
       <label class="note">last <select value=${window_s} onChange=${(e) => setWindow(Number(e.target.value))}>
-        <option value="3600">hour</option><option value="86400">day</option>
+        <option value="300">5 minutes</option><option value="3600">hour</option><option value="86400">day</option>
       </select></label>
     </${Chart}>
     <${Chart} title="First token" at=${at_s} from=${window_s} marks=${marks} text=${seconds}
