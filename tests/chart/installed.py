@@ -32,6 +32,11 @@ class Installed:
     def engines(self) -> set[str]:
         return {name for name, pod in self.pods.items() if POOL in pod["metadata"]["labels"]}
 
+    def downloads(self) -> bool:
+        """Whether routers fetch a tokenizer."""
+        pod = self.pods["router"]["spec"]
+        return any("tokenizer.sh" in str(each) for each in pod.get("initContainers", []))
+
     def ports(self, part: str) -> set[int]:
         containers = self.pods[part]["spec"]["containers"]
         return {port["containerPort"] for one in containers for port in one["ports"]}

@@ -21,6 +21,7 @@ TYPES = {
     "HTTPRoute": "@kubernetes-models/gateway-api/gateway.networking.k8s.io/v1",
     "InferencePool": str(Path(__file__).with_name("inference_pool.js")),
     "PodMonitor": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
+    "ServiceMonitor": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
     "PrometheusRule": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
     "ScaledObject": "@kubernetes-models/keda/keda.sh/v1alpha1",
 }

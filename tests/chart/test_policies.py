@@ -19,7 +19,8 @@ def connections(installed: Installed) -> set[tuple[str, str, int]]:
     parts, engines = installed.pods.keys(), installed.engines()
     redis = [6379, 26379] if installed.example == "ha" else [6379]
     of_redis = "redis" if "redis" in parts else "elsewhere"
-    discovers = "agent" in parts
+    agents = {part for part in parts if part.endswith("agent")}
+    discovers = bool(agents)
     made = {
         (part, of_redis, port)
         for part in parts - {"redis"} - (engines if discovers else set())
@@ -31,15 +32,17 @@ def connections(installed: Installed) -> set[tuple[str, str, int]]:
     callers = ("client", "elsewhere") if installed.example == "ha" else ("client",)
     for part in parts - {"redis"}:
         made |= {(caller, part, port) for port in installed.ports(part) for caller in callers}
-    if engines:  # Tokenizers and models.
-        made |= {(part, "elsewhere", 443) for part in ("router", *engines)}
-    if installed.example == "ha":
+    made |= {(engine, "elsewhere", 443) for engine in engines}  # Models, and tokenizers.
+    if installed.downloads():
+        made |= {("router", "elsewhere", 443)}
+    if installed.example in ("ha", "placement"):
         made |= {("router", "elsewhere", 4318)}
     if discovers:
         made |= {("agent", engine, port) for engine in engines for port in {8000} | EVENTS}
-    asking = {"split": "planner", "discovery": "agent"}.get(installed.example)
-    if asking:  # The API server; and KV, at any port.
-        made |= {(asking, "elsewhere", 443), (asking, "elsewhere", 6443)}
+    asking = {"split": {"planner"}, "models": {"chat-planner"}}.get(installed.example, set())
+    for part in asking | agents:  # The API server.
+        made |= {(part, "elsewhere", 443), (part, "elsewhere", 6443)}
+    if installed.example in ("split", "discovery"):  # KV, at any port.
         for one, other in permutations(engines, 2):
             made |= {(one, other, port) for port in installed.ports(other) | EVENTS | {SSH}}
     return made

@@ -1,19 +1,24 @@
 """What the chart's containers are told suffices: started here as processes, they answer the curl of
-docs/kubernetes.md, and spread requests over two revisions."""
+docs/kubernetes.md, spread requests over two revisions, and serve several models whose engines are
+found in pods."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+from aiohttp import web
 from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
@@ -21,9 +26,10 @@ from redis.retry import Retry
 from app.local.redis_server import free_port
 from tests.chart.installed import INSTALLED
 from tests.chart.rendering import DEPLOY, ROOT
-from tests.e2e.engines import Process
+from tests.e2e.engines import Process, engine
 from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_redis
+from tests.workers.discovery.api_server import api_server, pod
 
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
 
@@ -80,7 +86,8 @@ def started(part: str, redis_port: int, example: str = "default", **more: str) -
     told = container(part, example)
     variables = environment(told, redis_port, free_port()) | more
     given = [f"{name}={value}" for name, value in variables.items() if value]
-    command = told["args"][1:] if told["name"] != "agent" else ["worker"]
+    is_beside = told["name"] == "agent" and not part.endswith("agent")
+    command = ["worker"] if is_beside else told["args"][1:]
     process = Process(*command, command=["env", *given, sys.executable, "-m", "app.cli"])
     try:
         yield process.url
@@ -104,6 +111,40 @@ async def test_the_curl_of_the_page_is_answered(tmp_path: Path) -> None:
             assert answer.json()["choices"][0]["message"]["content"]
             refused = await client.post("/v1/chat/completions", content=body)
             assert refused.status_code == 401
+
+
+async def test_a_tokenizer_that_cannot_be_fetched_leaves_a_router_that_serves_and_says_so(
+    tmp_path: Path,
+) -> None:
+    [fetching] = INSTALLED["split"].pods["router"]["spec"]["initContainers"]
+    model, folder = "70b-4xh100", tmp_path / "tokenizer"
+    folder.mkdir()
+    shell, flag, script = fetching["command"]
+    script = script.replace("/scripts/", f"{DEPLOY}/").replace("--retry 5", "--retry 0")
+    nowhere = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+    fetched = await asyncio.create_subprocess_exec(
+        *(shell, flag, script, model, str(folder)), env=nowhere, stderr=subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(fetched.communicate(), 120)
+    assert fetched.returncode == 0, said
+    assert b"routers start without it" in said
+    port = free_port()
+    with ExitStack() as stack:
+        stack.enter_context(redis(port, tmp_path))
+        stack.enter_context(started("worker", port))
+        named = {"KVROUTE_TOKENIZERS": f"{model}={folder}"}
+        url = stack.enter_context(started("router", port, **named))
+        headers = {"Authorization": "Bearer kvroute-keys-api"}
+        async with httpx.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
+
+            async def missing() -> str:
+                asks = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+                answer = await client.post("/v1/chat/completions", json=asks | {"max_tokens": 1})
+                ready = await client.get("/readiness")
+                return str(ready.json()["missing"]) if answer.status_code == 200 else ""
+
+            await eventually(missing, lambda found: f"tokenizer of {model}" in found)
+            assert (await client.get("/readiness")).status_code == 200
 
 
 async def test_two_revisions_get_requests_by_weights_that_change_without_a_restart(
@@ -141,3 +182,130 @@ async def test_two_revisions_get_requests_by_weights_that_change_without_a_resta
             assert 8 <= (await counts(300))["next:0"] <= 55
             file.write_text(text.replace("default=9", "default=0"))
             await eventually(lambda: counts(20), lambda found: found == {"next:0": 20})
+
+
+class StatefulSet:
+    """One that Kubernetes keeps `replicas` pods of, 0 or 1: `put` makes it, `delete` ends it."""
+
+    def __init__(self) -> None:
+        self.replicas = 1
+        self.lives = 0
+        """How often it was scaled up."""
+        self.put: Callable[[str], None]
+        self.delete: Callable[[str], None]
+
+    def routes(self) -> list[web.RouteDef]:
+        path = "/apis/apps/v1/namespaces/default/statefulsets/chat/scale"
+        pods = "/api/v1/namespaces/default/pods/{name}"
+        return [
+            web.get(path, self._told),
+            web.patch(path, self._scale),
+            web.patch(pods, self._marked),
+        ]
+
+    async def _told(self, _: web.Request) -> web.Response:
+        scale = {"metadata": {"resourceVersion": "1"}, "spec": {"replicas": self.replicas}}
+        return web.json_response(scale)
+
+    async def _marked(self, request: web.Request) -> web.Response:
+        return web.json_response({"metadata": {"name": request.match_info["name"]}})
+
+    async def _scale(self, request: web.Request) -> web.Response:
+        before, self.replicas = self.replicas, (await request.json())["spec"]["replicas"]
+        if self.replicas < before:
+            self.delete(f"chat-{self.lives}")
+        elif self.replicas > before:
+            self.lives += 1
+            self.put(f"chat-{self.lives}")
+        return await self._told(request)
+
+
+def kubeconfig(server: str, folder: Path) -> str:
+    text = {
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "c",
+    }
+    file = folder / "kubeconfig"
+    file.write_text(json.dumps(text))
+    return str(file)
+
+
+async def test_three_models_are_served_whose_engines_are_found_and_one_of_them_sleeps(
+    tmp_path: Path,
+) -> None:
+    names = {"chat": "Qwen/Qwen2.5-0.5B-Instruct", "code": "coder", "large": "large"}
+    port, chat = free_port(), StatefulSet()
+    async with api_server(*chat.routes()) as (api, configuration):
+        with ExitStack() as stack:
+            stack.enter_context(redis(port, tmp_path))
+            urls = {
+                name: stack.enter_context(engine(model=model, kind=kind)).url
+                for (name, model), kind in zip(
+                    names.items(), ("vllm", "sglang", "vllm"), strict=True
+                )
+            }
+            group = {"leaderworkerset.sigs.k8s.io/name": "large"}
+            index = "leaderworkerset.sigs.k8s.io/worker-index"
+            there = {"namespace": "default"}
+            chat.put = lambda uid: api.put(
+                pod("chat-0", urls["chat"], uid, labels={"app": "chat"}, **there)
+            )
+            chat.delete = api.delete
+            chat.put("chat-0")
+            api.put(pod("code-0", urls["code"], labels={"app": "code"}, **there))
+            api.put(pod("large-0", urls["large"], labels=group | {index: "0"}, **there))
+            nobody = f"http://127.0.0.1:{free_port()}"
+            api.put(pod("large-0-1", nobody, labels=group | {index: "1"}, **there))
+            known = {
+                "KUBECONFIG": kubeconfig(configuration.host, tmp_path),
+                "KVROUTE_MEMORY_FOLDER": str(tmp_path),
+                "KVROUTE_DRAIN_S": "1",
+                "KVROUTE_KUBERNETES_NAMESPACE": "default",
+            }
+            planned = {name: text for name, text in known.items() if name.startswith("KUBE")}
+            planned |= {"KVROUTE_KUBERNETES_NAMESPACE": "default"}
+            soon = {"KVROUTE_INTERVAL_S": "1", "KVROUTE_GRACE_INTERVALS": "1"}
+            started_parts = await asyncio.gather(
+                *(
+                    asyncio.to_thread(stack.enter_context, started(part, port, "models", **more))
+                    for part, more in {
+                        **{f"{name}-agent": known for name in names},
+                        "chat-planner": planned | soon | {"KVROUTE_IDLE_S": "3"},
+                        "router": {"KVROUTE_TOKENIZERS": "", "KVROUTE_SHOW_DECISION": "true"},
+                    }.items()
+                )
+            )
+            headers = {"Authorization": "Bearer kvroute-keys-api"}
+            async with httpx.AsyncClient(
+                base_url=started_parts[-1], timeout=60, headers=headers
+            ) as client:
+
+                async def served() -> set[str]:
+                    listed = (await client.get("/v1/models")).json()
+                    return {each["id"] for each in listed["data"]}
+
+                async def answer(model: str) -> str:
+                    asks = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+                    done = await client.post("/v1/chat/completions", json=asks | {"model": model})
+                    assert done.status_code == 200, done.text
+                    return str(done.headers["x-kvroute-worker"])
+
+                await eventually(served, lambda seen: seen == set(names.values()))
+                workers = {name: await answer(model) for name, model in names.items()}
+                assert workers == {"chat": "chat-0:0", "code": "code-0:0", "large": "large-0:0"}
+
+                async def asleep() -> set[str]:
+                    listed = (await client.get("/v1/models")).json()
+                    return {each["id"] for each in listed["data"] if each["asleep"]}
+
+                await eventually(asleep, lambda seen: seen == {names["chat"]})
+                assert chat.replicas == 0
+                assert await answer(names["code"]) == "code-0:0"
+                # While its last worker is leaving, there is none to answer.
+                asks = {"messages": [{"role": "user", "content": "hi"}], "model": names["chat"]}
+                body = asks | {"max_tokens": 2}
+                woken = partial(client.post, "/v1/chat/completions", json=body)
+                done = await eventually(woken, lambda answer: answer.status_code == 200)
+                assert (done.headers["x-kvroute-worker"], chat.lives) == ("chat-0:0", 1)

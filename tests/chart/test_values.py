@@ -17,11 +17,17 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 TYPES = {"string": str, "boolean": bool, "integer": int, "number": int, "array": list}
 
 
+def resolved(schema: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name of its definition, or "", and what it says."""
+    name = schema.get("$ref", "").split("/")[-1]
+    return name, SCHEMA["definitions"][name] if name else schema
+
+
 def properties(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Path and schema of each value that is not made of others."""
     for name, inner in schema["properties"].items():
-        inner = SCHEMA["definitions"][inner["$ref"].split("/")[-1]] if "$ref" in inner else inner
-        if "properties" in inner:
+        name_of_type, inner = resolved(inner)
+        if "properties" in inner and name_of_type != "pod":  # Of that, all is Kubernetes' own.
             yield from properties(inner, f"{path}{name}.")
         else:
             yield path + name, inner
@@ -35,8 +41,11 @@ def test_each_value_of_the_schema_has_a_default_of_its_type() -> None:
         for name in path.split("."):
             assert name in value, path
             value = value[name]
-        allowed = schema.get("enum")
-        assert value in allowed if allowed else isinstance(value, TYPES.get(schema["type"], dict))
+        if allowed := schema.get("enum"):
+            assert value in allowed, path
+            continue
+        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        assert isinstance(value, tuple(TYPES.get(kind, dict) for kind in kinds)), path
 
 
 def test_each_default_is_in_the_schema() -> None:
@@ -47,10 +56,11 @@ def test_each_default_is_in_the_schema() -> None:
 def _unknown(values: dict[str, Any], schema: dict[str, Any], path: str) -> Iterator[str]:
     assert schema["additionalProperties"] is False, path
     for name, value in values.items():
-        inner = schema["properties"].get(name)
-        if inner is None:
+        if name not in schema["properties"]:
             yield path + name
-        elif "properties" in inner:
+            continue
+        _, inner = resolved(schema["properties"][name])
+        if "properties" in inner:
             yield from _unknown(value, inner, f"{path}{name}.")
 
 
