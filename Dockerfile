@@ -22,7 +22,7 @@ COPY . .
 
 FROM build AS build-router
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /venv/bin/pip install -c constraints.txt '.[gateway]'
+    /venv/bin/pip install -c constraints.txt '.[gateway,otel]'
 
 FROM build AS build-worker
 ARG WORKER_EXTRA
@@ -43,6 +43,14 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     /venv/bin/pip install -c constraints.txt '.[worker,embedded,loadtest,planner]'
 
 FROM python:3.12.12-slim-bookworm AS base
+# Of a release, what `make release` says.
+ARG VERSION=0.0.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title=kvroute \
+    org.opencontainers.image.description="A KV-cache-aware router for LLM engines" \
+    org.opencontainers.image.licenses=Apache-2.0 \
+    org.opencontainers.image.version=$VERSION \
+    org.opencontainers.image.revision=$REVISION
 # A numeric user, so that Kubernetes can see that it is not root.
 RUN useradd --create-home --uid 10001 kvroute
 WORKDIR /home/kvroute
@@ -53,8 +61,8 @@ COPY --from=build-worker /venv /venv
 USER 10001
 ENV KVROUTE_HOST=0.0.0.0 KVROUTE_PORT=8081
 EXPOSE 8081
-HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
-    "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', os.environ['KVROUTE_PORT'], timeout=2); c.request('GET', '/health'); assert c.getresponse().status == 200"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=20s \
+    CMD ["python", "-m", "deploy.healthcheck", "KVROUTE_PORT"]
 CMD ["kvroute", "worker"]
 
 FROM base AS agent
@@ -62,8 +70,8 @@ COPY --from=build-agent /venv /venv
 USER 10001
 ENV KVROUTE_HOST=0.0.0.0 KVROUTE_PORT=8082
 EXPOSE 8082
-HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
-    "import socket, os; socket.create_connection(('127.0.0.1', int(os.environ['KVROUTE_PORT'])), 2)"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=20s \
+    CMD ["python", "-m", "deploy.healthcheck", "--tcp", "KVROUTE_PORT"]
 CMD ["kvroute", "agent"]
 
 FROM base AS planner
@@ -71,8 +79,8 @@ COPY --from=build-planner /venv /venv
 USER 10001
 ENV KVROUTE_HOST=0.0.0.0 KVROUTE_PORT=8083
 EXPOSE 8083
-HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
-    "import socket, os; socket.create_connection(('127.0.0.1', int(os.environ['KVROUTE_PORT'])), 2)"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=20s \
+    CMD ["python", "-m", "deploy.healthcheck", "--tcp", "KVROUTE_PORT"]
 CMD ["kvroute", "planner"]
 
 FROM base AS all-in-one
@@ -84,8 +92,8 @@ COPY --from=build-all-in-one /venv /venv
 USER 10001
 ENV KVROUTE_BALANCER_HOST=0.0.0.0 KVROUTE_BALANCER_PORT=8080
 EXPOSE 8080
-HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
-    "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', os.environ['KVROUTE_BALANCER_PORT'], timeout=2); c.request('GET', '/health'); assert c.getresponse().status == 200"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=20s \
+    CMD ["python", "-m", "deploy.healthcheck", "KVROUTE_BALANCER_PORT"]
 CMD ["kvroute", "up"]
 
 # Last, because a build without --target makes the last stage.
@@ -94,6 +102,6 @@ COPY --from=build-router /venv /venv
 USER 10001
 ENV KVROUTE_HOST=0.0.0.0 KVROUTE_PORT=8080
 EXPOSE 8080
-HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-c", \
-    "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', os.environ['KVROUTE_PORT'], timeout=2); c.request('GET', '/health'); assert c.getresponse().status == 200"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=20s \
+    CMD ["python", "-m", "deploy.healthcheck", "KVROUTE_PORT"]
 CMD ["kvroute", "router"]

@@ -6,7 +6,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-quick test-slow test-sick test-gpu test-vllm test-vllm-pd test-sglang test-clients test-chart test-gateway lint format docs demo demo-torch bench-gpu gpu-bundle pictures clean
+.PHONY: help setup test test-quick test-slow test-sick test-gpu test-vllm test-vllm-pd test-sglang test-clients test-chart test-gateway lint format docs demo demo-torch bench-gpu gpu-bundle release pictures clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ bench-gpu: setup ## Measure all that is to be measured on a GPU, within eight mi
 
 gpu-bundle: setup ## Collect what a bare machine with a GPU lacks into out/gpu-bundle, with ./run
 	$(BIN)/python -m tools.gpu_bundle out/gpu-bundle
+
+release: setup $(if $(KVROUTE_TEST_CHART),,$(CHART)) ## Build wheel, sdist and chart of the tag, and with REGISTRY=... images, into out/release
+	HELM=$(or $(KVROUTE_TEST_CHART),$(CHART))/bin/helm $(BIN)/python -m tools.release --registry "$(REGISTRY)"
 
 pictures: setup ## Take the pictures of the console anew: the README's, and those of sick clusters
 	KVROUTE_PICTURES=docs/images $(BIN)/pytest -m slow tests/console/test_pictures.py tests/console/test_sick_clusters.py

@@ -375,7 +375,7 @@ def test_up_refuses_an_empty_redis_url() -> None:
         (["--prefill-workers=1"], "need --kv-transfer"),
         (
             ["--prefill-workers=1", "--decode-workers=2", "--workers=2", "--kv-transfer=kvroute"],
-            "1 prefill_workers and 2 decode_workers are more than 2 workers",
+            "1 --prefill-workers and 2 --decode-workers are more than 2 workers",
         ),
         (["--decode-workers=1", "--kv-transfer=kvroute", "--planner"], "with a planner"),
     ],

@@ -39,7 +39,7 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{/* The image of a part, and how it is pulled: (list . PART) */}}
 {{- define "kvroute.image" -}}
 {{- with (index . 0).Values.image -}}
-image: {{ with .registry }}{{ . }}/{{ end }}kvroute-{{ index $ 1 }}:{{ .tag | default (index $ 0).Chart.AppVersion }}
+image: {{ with .registry }}{{ . }}/{{ end }}kvroute-{{ index $ 1 }}:{{ .tag | default (index $ 0).Chart.AppVersion }}{{ with get .digests (index $ 1) }}@{{ . }}{{ end }}
 imagePullPolicy: {{ .pullPolicy }}
 {{- end }}
 {{- end }}
