@@ -169,6 +169,13 @@ async def test_a_refusal_reaches_a_client_that_is_still_sending_its_body() -> No
             )
 
 
+async def test_a_body_that_never_comes_and_nobody_reads_keeps_no_connection() -> None:
+    async with serving() as address, asyncio.timeout(protocol.LINGER_S + 10.0):
+        head = b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+        status, _ = await ask(address, [head])
+    assert status == 405
+
+
 @pytest.mark.parametrize("begun", [b"", b"G", GET, b"POST /size HTTP/1.1\r\nhost: x\r\n"])
 async def test_a_connection_without_complete_headers_is_closed_in_time(
     begun: bytes, monkeypatch: pytest.MonkeyPatch
