@@ -17,10 +17,6 @@ from app.core.types import Incarnation
 LATE = "late"
 """The mark of a worker whose first tokens come later than predicted."""
 LATE_FADES_MS = 7000
-"""By a factor of e, as in lua/lib/verdict.lua."""
-LATE = "late"
-"""The mark of a worker whose first tokens come later than predicted."""
-LATE_FADES_MS = 7000
 """By a factor of e, as in lua/lib/late.lua."""
 LATE_COUNTS_S = 0.2
 LATE_TOLD_MS = 60_000
