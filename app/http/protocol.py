@@ -290,6 +290,7 @@ class Protocol(HttpToolsProtocol):
             return
         self._in_head = True
         self._framing = self._body = 0
+        self._in_time()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -300,10 +301,11 @@ class Protocol(HttpToolsProtocol):
             return
         if self._is_half_closed:
             self.transport.close()
-        elif self.is_receiving:
-            self.linger()  # an application that reads no body would not miss one that never comes
-        else:
-            self._state.idle[self] = None
+            return
+        self._state.idle[self] = None
+        if self.is_receiving and self._late is None:
+            # Whoever answers without the body does not miss one that never comes.
+            self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._end_late)
 
     def _watch(self, cycle: Any, on_gone: Callable[[], object] | None) -> None:
         self._watched = None if on_gone is None else (cycle, on_gone)
