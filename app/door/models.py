@@ -146,10 +146,10 @@ class Models:
         return sorted(self._sleeping)
 
     def named(self, name: object) -> tuple[str, ServedName]:
-        """The name behind a name or alias, and who answers for it; None: the only one. Raises
+        """The name behind a name or alias, and who answers for it; None, "": the only one. Raises
         InvalidRequest if there is another; UnknownModel; ModelUnavailable if no worker of it is
         alive."""
-        if name is None:
+        if name is None or name == "":
             name = self._only()
         if not isinstance(name, str):
             raise UnknownModel(name)

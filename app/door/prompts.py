@@ -157,10 +157,7 @@ class Prompts:
             if given is not None:
                 return PromptIds(given, len(given), "client")
         try:
-            ids = await self._rendered(api, model, fields, holder)
-            if fields.has_halves:
-                raise NotTokenized("unicode")
-            return ids
+            return await self._rendered(api, model, fields, holder)
         except Overloaded as error:
             raise RouterOverloaded(str(error)) from None
         except NotTokenized as error:

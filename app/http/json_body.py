@@ -46,7 +46,10 @@ _HALF = re.compile(
     rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+)"
     rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 )
-"""What is none, and then half of a pair of escapes that stands for one character."""
+"""What is none, and then half of a pair of escapes that stands for one character: JavaScript and
+Python write such, and no engine takes it."""
+_OF_HALVES = re.compile("escape|surrogate|truncated")
+"""In what is said of such a body."""
 
 
 class _Name(str):
@@ -62,14 +65,11 @@ class Fields(Mapping[str, Any]):
     uint64; so is one in an array of its own, and those of an array of several.
     """
 
-    __slots__ = ("_members", "_read", "has_halves")
+    __slots__ = ("_members", "_read")
 
     def __init__(self, members: Mapping[str, msgspec.Raw]) -> None:
         self._members = members
         self._read: dict[str, Any] = {}
-        self.has_halves = False
-        """Whether there are halves of characters, which are read as U+FFFD: the engine may take
-        them for something else."""
 
     def __getitem__(self, name: str) -> Any:
         if name in self._read:
@@ -121,7 +121,7 @@ class JsonBody:
     def parse(cls, raw: bytes) -> JsonBody:
         """Raises InvalidRequest if it is no object in JSON, or if a name comes twice at its top
         level: of two values, two parsers may take different ones. What is not looked at may be no
-        Unicode, or a number that nobody can hold."""
+        Unicode, or a number that nobody can hold. Half a character becomes U+FFFD."""
         names: set[str] = set()
 
         def named(_: type, name: str) -> _Name:
@@ -137,13 +137,13 @@ class JsonBody:
                 raw, type=dict[_Name, msgspec.Raw], dec_hook=named
             )
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            is_half = "escape" in str(error) or "surrogate" in str(error)
-            if is_half and len(raw) <= MAX_HALVED_BYTES:
-                whole, num_halves = _HALF.subn(rb"\1\\ufffd", raw, MAX_HALVES)
-                if 0 < num_halves < MAX_HALVES:
-                    body = cls.parse(whole)
-                    body.text, body.fields.has_halves = raw, True
-                    return body
+            if _OF_HALVES.search(str(error)) and len(raw) <= MAX_HALVED_BYTES:
+                parts, at = list[bytes](), 0
+                while (half := _HALF.match(raw, at)) and len(parts) < 2 * MAX_HALVES:
+                    parts += [half[1], rb"\ufffd"]
+                    at = half.end()
+                if parts and half is None:
+                    return cls.parse(b"".join([*parts, raw[at:]]))
             # Its text says where, and repeats nothing.
             raise InvalidRequest("body", f"is not an object in JSON: {error}") from None
         return cls(raw, members, Fields(members))
