@@ -5,7 +5,7 @@
 -- late_fetches(by): attempts that may begin to fetch late by then, with the times, and those
 -- records.
 -- Wants locals: fetches, fetching.
-local MOST_FETCHES = 1000
+local MOST_FETCHES = 4000
 
 local function late_fetches(by)
   local late = redis.call('ZRANGEBYSCORE', fetches, '-inf', string.format('%d', by), 'WITHSCORES',

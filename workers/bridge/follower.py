@@ -31,7 +31,7 @@ from workers.bridge.http.engine import EngineHttp
 from workers.bridge.http.facts import EngineFacts, EngineLoad, Overrides
 from workers.bridge.http.load import LoadReader
 from workers.bridge.http.models import models_of, tokenizer_hash
-from workers.bridge.kv_lease import ANSWER_S, LEAST_S, KvLeaseFinder
+from workers.bridge.kv_lease import ANSWER_S, LEAST_S, disagreement, lease_of
 from workers.bridge.measured import measured
 from workers.bridge.rank import Rank
 from workers.bridge.registration import Registrations
@@ -96,8 +96,8 @@ class EngineFollower:
         self._state: State = "unavailable"
         self._unfit = ""
         """Why it cannot be followed, or not by what it says now; "": it can."""
-        self._lease: KvLeaseFinder | None = None
-        """None: there is no lease to be found out."""
+        self._lease_s = 0.0
+        """How long it keeps KV for others; 0: that is not found out yet."""
         self._healths: dict[int, EngineHealth] = {}
         self._settings = settings
         self._keyspace = keyspace
@@ -223,7 +223,7 @@ class EngineFollower:
             running = [tasks.create_task(rank.run()) for rank in self.ranks]
             adapting = _begun(tasks, "adapters", self._follow_adapters)
             cleansing = _begun(tasks, "taints", partial(cleanse, self._engine, self.ranks))
-            leasing = _begun(tasks, "lease", self._find_lease)
+            leasing = _begun(tasks, "lease", partial(self._find_lease, facts.models[0]))
             ending = [
                 _begun(tasks, "facts", partial(self._look_for_changes, facts)),
                 _begun(tasks, "health", partial(self._probe, _health_path(facts))),
@@ -369,19 +369,25 @@ class EngineFollower:
                     log.info("the engine has changed: it registers anew")
                     return
 
-    async def _find_lease(self) -> None:
-        """How long the engine keeps KV for others, for as long as it serves."""
-        if self._lease is not None:
-            await self._lease.run()
-        await asyncio.Event().wait()
+    @property
+    def _keeps_kv(self) -> bool:
+        """Whether it counts leases on KV that others fetch."""
+        settings, loads = self._settings, self.loads.values()
+        is_source = settings.kv_transfer == "nixl" and settings.role != Role.DECODE
+        return is_source and any(load.leases_ended is not None for load in loads)
 
-    def _found_lease(self, seconds: float) -> None:
-        for rank in self.ranks:
-            rank.agent.info = replace(rank.agent.info, kv_lease_s=seconds)
+    async def _find_lease(self, model: str) -> None:
+        self._lease_s = lease_s = 0.0
+        if self._keeps_kv:
+            engine = EngineHttp(self._session, self._engine.url, ANSWER_S)
+            async for lease_s in lease_of(engine, model, lambda: (self.loads, self.read_s)):
+                for rank in self.ranks:
+                    rank.agent.info = replace(rank.agent.info, kv_lease_s=lease_s)
+        self._lease_s = lease_s
 
     def _all_findings(self) -> tuple[str, ...]:
-        lease = self._lease.finding if self._lease is not None else ""
-        return (*self.findings(), *filter(None, [lease]))
+        told = self._lease_s and disagreement(self._settings.kv_lease_s, self._lease_s)
+        return (*self.findings(), told) if told else self.findings()
 
     async def _follow_adapters(self) -> None:
         """They come and go, also under a name that another had before."""
@@ -406,23 +412,13 @@ class EngineFollower:
         with suppress(EngineUnavailable, EngineUnfit):
             probed = await tokenizer_hash(self._engine, facts.models[0])
         hosts = await self._registrations.hosts()
-        counts = any(load.leases_ended is not None for load in self.loads.values())
-        self._lease = None
-        if counts and settings.kv_transfer == "nixl" and settings.role != Role.DECODE:
-            self._lease = KvLeaseFinder(
-                EngineHttp(self._session, self._engine.url, ANSWER_S),
-                facts.models[0],
-                settings.kv_lease_s,
-                lambda: (self.loads, self.read_s),
-                self._found_lease,
-            )
         ranks = []
         for source in facts.sources:
             self.speeds.setdefault(source.rank, EngineSpeed(facts.capacity_tokens, self._profile))
             fingerprint = await self._registrations.fingerprint(self._context, facts, source.rank)
             info = self._registrations.info(facts, source, block_size, probed, hosts, fingerprint)
             info = replace(info, engine_id=await self._registrations.engine_id(facts, source.rank))
-            if self._lease is not None:
+            if self._keeps_kv:
                 info = replace(info, kv_lease_s=LEAST_S)
             ranks.append(
                 Rank(

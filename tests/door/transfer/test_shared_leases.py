@@ -25,7 +25,7 @@ from tests.fake_worker import KEYS, NAMESPACE
 from tests.fakes.faults import WELL, Faults
 from tests.ops.test_doctor import bad, examined
 from workers.agent.agent import Agent
-from workers.bridge.kv_lease import KvLeaseFinder
+from workers.bridge import follower
 
 pytestmark = pytest.mark.slow
 
@@ -131,10 +131,10 @@ async def test_what_operators_say_of_a_lease_is_not_believed(
     """The control: where it is, texts are wrong."""
     if how == "believed":
 
-        async def believe(finder: KvLeaseFinder) -> None:
-            finder._found(FLAG_S)
+        async def believed(*_: object) -> AsyncIterator[float]:
+            yield FLAG_S
 
-        monkeypatch.setattr(KvLeaseFinder, "run", believe)
+        monkeypatch.setattr(follower, "lease_of", believed)
     url, prompt = one_redis_server.url, some_prompt(2)
     about = {"tells_lease": False, "said_s": FLAG_S}
     async with trio(redis, url, tmp_path, **about) as three:
