@@ -147,8 +147,10 @@ class KvLeases:
             fetches[lease.fetch.attempt] = lease.fetch
         if fetches:
             await self._until_spoken(router, fetches.values(), began_ms, headers)
-            with suppress(KvrouteError):
+            try:
                 await router.refresh()
+            except KvrouteError as error:
+                raise LeaseEnded(f"{NOT_KNOWN}: {error}") from None
             # One that has dropped what it held is tainted no more, but this is of before.
             if (fleet.engine_life(target.key) or "") != target.engine_life:
                 raise TaintedTarget(MAY_HOLD)
@@ -157,7 +159,7 @@ class KvLeases:
         if lease is not None:
             self._sent[target.key].discard(lease)
         for other in self._sent.get(target.key, ()):
-            other.is_passed |= other.sent_s < sent_s and other.left_s > 0
+            other.is_passed |= other.sent_s < sent_s and now_s < other.until_s
         sent_ms = began_ms - 1000 * (now_s - sent_s)
         own = lease.fetch.attempt if lease is not None and lease.fetch is not None else None
         over = [a for a, one in fetches.items() if a == own or one.until_ms < sent_ms]
