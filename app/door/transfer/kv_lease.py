@@ -30,8 +30,8 @@ from app.router.router import Router
 
 LOOK_EVERY_S = 0.25
 POLL_S = 0.05
-STEPS_S = 10.0
-"""How long at most a source's engine is waited for that has to make a step."""
+SPEAKS_S = 15.0
+"""How long at most a source is waited for."""
 SETTLED_S = 2.0
 """How long before its lease may end Redis is told of a fetch that is known to have been in time: by
 then most requests have told so themselves."""
@@ -188,14 +188,14 @@ class KvLeases:
         self, router: Router, fetch: Fetch, began_ms: int, headers: Headers
     ) -> bool:
         loop, fleet = asyncio.get_running_loop(), router.fleet
-        ends_s = loop.time() + STALE_MS / 1000
+        ends_s = loop.time() + SPEAKS_S
         first: LeaseBooks | None = None
         while loop.time() < ends_s:
             source, books = fleet.known(fetch.source), fleet.lease_books(fetch.source)
             if source is None:
                 return True  # it is gone, and hands nothing on
             if first is None and books is not None and books.is_of(began_ms):
-                first, ends_s = books, loop.time() + STEPS_S
+                first = books
                 if not has_spoken(fetch, first, books):
                     await self._nudge(source, headers)
             if first is not None and books is not None and has_spoken(fetch, first, books):
