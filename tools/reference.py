@@ -120,7 +120,7 @@ def _setting(f: Field[Any]) -> tuple[str, ...]:
 
 def api() -> str:
     """Every endpoint of a router with its fields, the objects in answers, and all errors."""
-    description = create_app(RouterSettings()).description
+    description = create_app(RouterSettings()).openapi()
     models: Mapping[str, Any] = description["components"]["schemas"]
     sections: dict[tuple[str, ...], list[str]] = {}
     for path, operations in description["paths"].items():
@@ -216,7 +216,7 @@ def _described(model: Mapping[str, Any]) -> Iterator[str]:
 
 def _meaning(schema: Mapping[str, Any]) -> str:
     """What the field's description says, and its default."""
-    parts = [schema["description"]] if "description" in schema and "$ref" not in schema else []
+    parts = [schema["description"]] if "description" in schema else []
     if schema.get("default") is not None:
         default = schema["default"]
         shown = str(default).lower() if isinstance(default, bool) else default

@@ -1,10 +1,10 @@
-"""Fields of answers below /console/api/, loaded only to document them."""
+"""Answers below /console/api/."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class TableOf(BaseModel):
@@ -67,8 +67,9 @@ class Decisions(BaseModel):
 
 
 class Explanation(BaseModel):
-    """As `kvroute explain --json`."""
+    """What `kvroute explain --json` says: the record of the decision, and these."""
 
+    model_config = ConfigDict(extra="allow")
     request_id: str
     worker: str
     policy: str
@@ -94,7 +95,7 @@ class HistoryShown(BaseModel):
     step_s: int
     at_s: list[int] = Field(description="seconds since 1970, by the Redis clock")
     series: dict[str, list[float | None]]
-    heat: Heat | None = Field(description="of the last hour only")
+    heat: Heat | None = Field(default=None, description="of the last hour only")
 
 
 class Event(BaseModel):

@@ -26,7 +26,7 @@ class KeptAnswer:
     """body: JSON. at_ms: by the Redis clock. stale: why it is not newer; "": it is new."""
 
     body: bytes
-    etag: bytes
+    etag: str
     at_ms: int
     made_s: float
     stale: str = ""
@@ -69,7 +69,7 @@ class KeptAnswers:
         finally:
             del self._making[question]
         body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
-        etag = b'"%s"' % hashlib.blake2b(body, digest_size=12).hexdigest().encode()
+        etag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
         made = KeptAnswer(body, etag, self._now_ms() or 0, time.monotonic())
         self._answers[question] = made
         self._answers.move_to_end(question)

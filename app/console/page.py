@@ -10,59 +10,61 @@ from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from starlette.exceptions import HTTPException
+from fastapi import APIRouter, HTTPException, Request, Response
 
-from app.edge.client import Client
+from app.edge.services import Replica
 
 TYPES = {
-    ".html": b"text/html; charset=utf-8",
-    ".js": b"text/javascript; charset=utf-8",
-    ".css": b"text/css; charset=utf-8",
-    ".svg": b"image/svg+xml",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
 POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    b"img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
-SAFE = (
-    (b"content-security-policy", POLICY),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-)
+SAFE = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
 INDEX = "index.html"
+ROUTER = APIRouter(include_in_schema=False)
 
 
 @dataclass(frozen=True, slots=True)
 class File:
     body: bytes
     compressed: bytes
-    kind: bytes
-    etag: bytes
+    kind: str
+    etag: str
 
 
-async def page(client: Client) -> None:
+@ROUTER.get("/console/")
+@ROUTER.get("/console/static/{file:path}")
+async def page(request: Request, replica: Replica, file: str = INDEX) -> Response:
     """A file of the page. Its own links are relative, so that it works below any prefix."""
-    if client.replica.console is None:
+    if replica.console is None:
         raise HTTPException(404, "The console is off: --console.")
-    file = static_files().get(client.path_params.get("file", INDEX))
-    if file is None:
+    found = static_files().get(file)
+    if found is None:
         raise HTTPException(404, "There is no such file.")
-    headers = [*SAFE, (b"cache-control", b"no-cache"), (b"etag", file.etag)]
-    headers += [(b"content-type", file.kind), (b"vary", b"accept-encoding")]
-    if client.raw_headers.get(b"if-none-match") == file.etag:
-        await client.start(304, headers)
-        await client.send(b"", last=True)
-        return
-    takes_gzip = b"gzip" in client.raw_headers.get(b"accept-encoding", b"")
+    headers = {**SAFE, "cache-control": "no-cache", "etag": found.etag, "content-type": found.kind}
+    headers["vary"] = "accept-encoding"
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(status_code=304, headers=headers)
+    takes_gzip = "gzip" in request.headers.get("accept-encoding", "")
     if takes_gzip:
-        headers.append((b"content-encoding", b"gzip"))
-    await client.answer_whole(file.compressed if takes_gzip else file.body, 200, *headers)
+        headers["content-encoding"] = "gzip"
+    return Response(found.compressed if takes_gzip else found.body, headers=headers)
 
 
-async def redirect(client: Client) -> None:
+@ROUTER.get("/console")
+async def redirect() -> Response:
     """To the path with a slash, from which the page's links are relative."""
-    await client.answer_whole(b"", 307, (b"location", b"console/"))
+    return Response(status_code=307, headers={"location": "console/"})
 
 
 @cache
@@ -80,6 +82,6 @@ def _below(folder: Traversable, path: str) -> list[tuple[str, File]]:
         kind = TYPES.get(f".{entry.name.rpartition('.')[2]}")
         if kind is not None:
             body = entry.read_bytes()
-            etag = b'"%s"' % hashlib.blake2b(body, digest_size=12).hexdigest().encode()
+            etag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
             files.append((path + entry.name, File(body, gzip.compress(body), kind, etag)))
     return files

@@ -1,203 +1,173 @@
-"""The console: its page, and the paths below /console/api/ that it asks."""
+"""The paths below /console/api/, which the console's page asks."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
-import orjson
+from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 
-from app.console import schemas
+from app.console import answers, schemas
 from app.console.console import Console
 from app.console.kept import KEPT_S
-from app.console.page import SAFE, page, redirect
+from app.console.page import SAFE
 from app.console.tail import DecisionFilter
 from app.core.errors import cut
-from app.door.client import Headers
 from app.edge.client import Client
 from app.edge.origins import check_asked
-from app.edge.routes import REQUEST_ID, Route
-from app.http.client import JSON
+from app.edge.services import REQUEST_ID, Replica, body_of, errors
+from app.http.route import CLIENT
 
 MAX_BODY_BYTES = 64 * 1024
-API = "/console/api"
-M = TypeVar("M", bound=BaseModel)
-Endpoint = Callable[[Client], Awaitable[None]]
+T = TypeVar("T")
+ROUTER = APIRouter(prefix="/console/api", responses=errors("4XX", 503))
 
 
-async def overview(client: Client) -> None:
+async def _console(replica: Replica) -> Console:
+    if replica.console is None:
+        raise HTTPException(404, "The console is off: --console.")
+    return replica.console
+
+
+async def _drain_asked(request: Request) -> schemas.DrainAsked:
+    """Raises HTTPException unless the request comes from the console, with JSON, and
+    ValidationError."""
+    client: Client = request.scope[CLIENT]
+    check_asked(client.scope["headers"])
+    kind = client.raw_headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise HTTPException(415, "The content-type must be application/json.")
+    return schemas.DrainAsked.model_validate_json(await client.read(MAX_BODY_BYTES))
+
+
+Here = Annotated[Console, Depends(_console)]
+
+
+@ROUTER.get("/overview", response_model=answers.Overview)
+async def overview(request: Request, console: Here) -> Response:
     """Rates, times, replicas, Redis, and what is wrong now, in words."""
-    console = _console(client)
-    await _answer(client, "overview", console.overview)
+    return await _kept(request, console, console.overview)
 
 
-async def workers(client: Client) -> None:
+@ROUTER.get("/workers", response_model=answers.TableOf)
+async def workers(request: Request, console: Here) -> Response:
     """All workers, as columns. One that is gone is shown for a minute."""
-    console = _console(client)
-    await _answer(client, "workers", console.workers)
+    return await _kept(request, console, console.workers)
 
 
-async def worker(client: Client) -> None:
+@ROUTER.get("/workers/{key:any_text}", response_model=answers.WorkerShown)
+async def worker(request: Request, console: Here, key: str) -> Response:
     """One worker: its queue over time, its most frequent prefixes and its last decisions."""
-    console, key = _console(client), client.path_params["key"]
-    await _answer(client, f"workers/{key}", lambda: _found(console.worker(key), "worker", key))
+    return await _kept(request, console, lambda: _found(console.worker(key), "worker", key))
 
 
-async def decisions(client: Client) -> None:
+@ROUTER.get("/decisions", response_model=answers.Decisions)
+async def decisions(
+    request: Request, console: Here, asked: Annotated[schemas.DecisionsAsked, Query()]
+) -> Response:
     """The newest decisions, or those about one request. Filters look through the last thousand."""
-    console = _console(client)
-    asked = schemas.DecisionsAsked.model_validate(dict(client.query_params))
-    if (request_id := asked.request_id) is not None:
-        await _answer(client, f"of {request_id}", lambda: console.decision(request_id))
-        return
     which = DecisionFilter(asked.reason, asked.worker, asked.model, asked.tenant)
-    await _answer(
-        client,
-        f"decisions {asked!r}",
-        lambda: console.decisions(asked.after or "", asked.limit, which),
+    make: Callable[[], Awaitable[Any]] = partial(
+        console.decisions, asked.after or "", asked.limit, which
     )
+    if asked.request_id is not None:
+        make = partial(console.decision, asked.request_id)
+    return await _kept(request, console, make)
 
 
-async def explain(client: Client) -> None:
+@ROUTER.get(f"/explain/{REQUEST_ID}", response_model=answers.Explanation)
+async def explain(request: Request, console: Here, request_id: str) -> Response:
     """Why a request went where it went, as `kvroute explain --json` says it."""
-    console, request_id = _console(client), client.path_params["request_id"]
-    await _answer(
-        client,
-        f"explain/{request_id}",
+    return await _kept(
+        request,
+        console,
         lambda: _found(console.explain(request_id), "decision about", request_id),
     )
 
 
-async def history(client: Client) -> None:
+@ROUTER.get("/history", response_model=answers.HistoryShown)
+async def history(
+    request: Request, console: Here, asked: Annotated[schemas.HistoryAsked, Query()]
+) -> Response:
     """The last hour by steps of 5 s, or a longer time by minutes; and seconds of queue by worker
     and time. All replicas answer alike."""
-    console = _console(client)
-    asked = schemas.HistoryAsked.model_validate(dict(client.query_params))
-    await _answer(
-        client, f"history {asked.window_s}", lambda: console.history(asked.window_s), kept_s=2.0
-    )
+    return await _kept(request, console, partial(console.history, asked.window_s), kept_s=2.0)
 
 
-async def events(client: Client) -> None:
+@ROUTER.get("/events", response_model=answers.EventsShown)
+async def events(
+    request: Request, console: Here, asked: Annotated[schemas.EventsAsked, Query()]
+) -> Response:
     """What happened to workers, replicas and Redis, the newest first."""
-    console = _console(client)
-    asked = schemas.EventsAsked.model_validate(dict(client.query_params))
-    after = asked.after or ""
-    await _answer(
-        client, f"events {after} {asked.limit}", lambda: console.events(after, asked.limit)
-    )
+    return await _kept(request, console, partial(console.events, asked.after or "", asked.limit))
 
 
-async def reuse(client: Client) -> None:
+@ROUTER.get("/funnel", response_model=answers.ReuseShown)
+async def reuse(request: Request, console: Here) -> Response:
     """Of all prompt tokens, how many were held, reached and used, and why the others were not."""
-    console = _console(client)
-    await _answer(client, "funnel", console.reuse)
+    return await _kept(request, console, console.reuse)
 
 
-async def usage(client: Client) -> None:
+@ROUTER.get("/usage", response_model=answers.TableOf)
+async def usage(request: Request, console: Here) -> Response:
     """What each key has used in the last day, by hours, and how many requests lately."""
-    console = _console(client)
-    await _answer(client, "usage", console.usage, kept_s=5.0)
+    return await _kept(request, console, console.usage, kept_s=5.0)
 
 
-async def waiting(client: Client) -> None:
+@ROUTER.get("/waiting", response_model=answers.WaitingShown)
+async def waiting(request: Request, console: Here) -> Response:
     """Who waits for a worker, in the order of turns."""
-    console = _console(client)
-    await _answer(client, "waiting", console.waiting)
+    return await _kept(request, console, console.waiting)
 
 
-async def drain(client: Client) -> None:
+@ROUTER.post(
+    "/drain",
+    response_model=answers.Drained,
+    openapi_extra={"requestBody": body_of(schemas.DrainAsked)},
+)
+async def drain(
+    console: Here, asked: Annotated[schemas.DrainAsked, Depends(_drain_asked)], response: Response
+) -> Any:
     """Route no more requests to a worker, or route them to it again. The request must have the
     header `x-kvroute-console`, with any value: a form of another site cannot send it."""
-    console = _console(client)
-    check_asked(client.scope["headers"])
-    body = await _body(client, schemas.DrainAsked)
-    drained = await _found(console.drain(body.worker, undo=body.undo), "worker", body.worker)
-    await _say(client, drained)
+    response.headers.update({**SAFE, "cache-control": "no-store"})
+    return await _found(console.drain(asked.worker, undo=asked.undo), "worker", asked.worker)
 
 
-def _console(client: Client) -> Console:
-    console = client.replica.console
-    if console is None:
-        raise HTTPException(404, "The console is off: --console.")
-    return console
-
-
-async def _found(asking: Awaitable[Any], what: str, name: str) -> Any:
+async def _found(asking: Awaitable[T | None], what: str, name: str) -> T:
     answer = await asking
     if answer is None:
         raise HTTPException(404, f"There is no {what} {cut(name)!r} (yet, or any longer).")
     return answer
 
 
-async def _body(client: Client, model: type[M]) -> M:
-    """Raises HTTPException unless it says that it is JSON, and ValidationError."""
-    kind = client.raw_headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
-        raise HTTPException(415, "The content-type must be application/json.")
-    return model.model_validate_json(await client.read(MAX_BODY_BYTES))
+async def _kept(
+    request: Request,
+    console: Console,
+    make: Callable[[], Awaitable[Any]],
+    kept_s: float = KEPT_S,
+) -> Response:
+    """Returns the answer, in the form of the path's response model, that is kept for the question
+    in the URL."""
+    model: type[BaseModel] = request.scope["route"].response_model
 
+    async def made() -> dict[str, Any]:
+        return model.model_validate(await make()).model_dump(mode="json", exclude_unset=True)
 
-async def _answer(
-    client: Client, question: str, make: Callable[[], Awaitable[Any]], kept_s: float = KEPT_S
-) -> None:
-    answer = await _console(client).answers.of(question, make, kept_s)
-    headers: Headers = [
-        JSON,
-        *SAFE,
-        (b"cache-control", b"no-store"),
-        (b"etag", answer.etag),
-        (b"x-kvroute-at-ms", b"%d" % answer.at_ms),
-    ]
+    question = f"{request.scope['path']}?{request.scope['query_string'].decode('latin-1')}"
+    answer = await console.answers.of(question, made, kept_s)
+    headers = {
+        **SAFE,
+        "content-type": "application/json",
+        "cache-control": "no-store",
+        "etag": answer.etag,
+        "x-kvroute-at-ms": str(answer.at_ms),
+    }
     if answer.stale:
-        said = cut(answer.stale, 200).encode("ascii", "replace").replace(b"\n", b" ")
-        headers = [*headers, (b"x-kvroute-stale", said)]
-    if client.raw_headers.get(b"if-none-match") == answer.etag:
-        await client.start(304, headers)
-        await client.send(b"", last=True)
-        return
-    await client.answer_whole(answer.body, 200, *headers)
-
-
-async def _say(client: Client, content: object) -> None:
-    body = orjson.dumps(content)
-    await client.answer_whole(body, 200, JSON, *SAFE, (b"cache-control", b"no-store"))
-
-
-def _get(
-    path: str,
-    endpoint: Endpoint,
-    answered: str,
-    error: int = 503,
-    query: type[BaseModel] | None = None,
-) -> Route:
-    """A path that is asked again and again."""
-    errors = sorted({401, 403, error, 503})
-    return Route("GET", API + path, endpoint, *errors, answered=answered, query=query)
-
-
-def _post(
-    path: str, endpoint: Endpoint, body: type[BaseModel], answered: str, *errors: int
-) -> Route:
-    statuses = sorted({401, 403, 408, 413, 415, 422, 503, *errors})
-    return Route("POST", API + path, endpoint, *statuses, answered=answered, body=body)
-
-
-ROUTES = [
-    Route("GET", "/console", redirect, is_described=False),
-    Route("GET", "/console/", page, is_described=False),
-    Route("GET", "/console/static/{file:path}", page, is_described=False),
-    _get("/overview", overview, "Overview"),
-    _get("/workers", workers, "TableOf"),
-    _get("/workers/{key:any_text}", worker, "WorkerShown", 404),
-    _get("/decisions", decisions, "Decisions", 422, schemas.DecisionsAsked),
-    _get("/explain/" + REQUEST_ID, explain, "Explanation", 404),
-    _get("/history", history, "HistoryShown", 422, schemas.HistoryAsked),
-    _get("/events", events, "EventsShown", 422, schemas.EventsAsked),
-    _get("/funnel", reuse, "ReuseShown"),
-    _get("/usage", usage, "TableOf"),
-    _get("/waiting", waiting, "WaitingShown"),
-    _post("/drain", drain, schemas.DrainAsked, "Drained", 404),
-]
+        said = cut(answer.stale, 200).encode("ascii", "replace").decode()
+        headers["x-kvroute-stale"] = said.replace("\n", " ")
+    if request.headers.get("if-none-match") == answer.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(answer.body, headers=headers)

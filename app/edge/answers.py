@@ -1,291 +1,358 @@
-"""Fields of the answers that app/edge/views.py makes, loaded only to document them."""
+"""Answers of a router: their fields, and how they are made of what it knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, create_model
+from typing_extensions import TypedDict
 
 from app.core.report_items import Item
 from app.core.roles import Role
 from app.core.trust import Trust
+from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.verdicts import State
-from app.core.worker_report import GPU, INFO, METRICS
-from app.edge.schemas import RequestId
+from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS
+from app.policy.decision import Candidate, Decision
 from app.policy.locality import Locality
-
-DEGRADED = (
-    "decided without Redis, by the last loads seen; without all of the overlap it knows; or for a "
-    "worker whose agent is away"
-)
-TRUST = "; ".join(f"{word}: {word.text}" for word in Trust)
+from app.policy.view import View, load_statistics
 
 
-class TierOverlapModel(BaseModel):
-    """Leading blocks that the worker holds, by the tier they would be read from."""
-
-    device: int
-    host: int
-    disk: int
+def _told(description: str) -> Any:
+    return Field(description=description)
 
 
-class BestWorker(BaseModel):
+Degraded = Annotated[
+    bool,
+    _told(
+        "decided without Redis, by the last loads seen; without all of the overlap it knows; or "
+        "for a worker whose agent is away"
+    ),
+]
+TrustWord = Annotated[str, _told("; ".join(f"{word}: {word.text}" for word in Trust))]
+Address = Annotated[str, _told("base URL of the worker")]
+IslBlocks = Annotated[int, _told("blocks of the prompt, a partial one included")]
+
+
+class WorkerName(TypedDict):
     worker_id: str
     dp_rank: int
-    address: str = Field(description="base URL of the worker")
-    overlap_blocks: int = Field(description="leading blocks of the prompt that the worker holds")
-    isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
+
+
+class AddressedWorker(WorkerName):
+    address: Address
+
+
+class BestWorker(AddressedWorker):
+    overlap_blocks: Annotated[int, _told("leading blocks of the prompt that the worker holds")]
+    isl_blocks: IslBlocks
     policy: str
-    degraded: bool = Field(description=DEGRADED)
-    trust: str = Field(description=TRUST)
+    degraded: Degraded
+    trust: TrustWord
 
 
-class CandidateModel(BaseModel):
+class CandidateWorker(WorkerName):
     """A worker as the decision saw it."""
 
-    worker_id: str
-    dp_rank: int
-    eligible: bool = Field(description="whether the request could go there")
-    overlap_blocks: TierOverlapModel
-    active_requests: int = Field(description="requests reserved on the worker")
-    active_blocks: int = Field(description="KV blocks reserved on it")
-    decoding_requests: int = Field(description="those of the requests past their first token")
-    others_requests: int = Field(
-        description="requests in its engine beyond those, as it reported; the cost counts them"
-    )
-    prefill_tokens: int = Field(description="prompt tokens reserved and still to be computed")
-    queue_s: float = Field(description="predicted length of its queue of prefills")
-    cost: float | None = Field(description="null if the policy rules the worker out")
-    terms: dict[str, float | None] = Field(description="what the cost is the sum of")
+    eligible: Annotated[bool, _told("whether the request could go there")]
+    overlap_blocks: TierOverlap
+    active_requests: Annotated[int, _told("requests reserved on the worker")]
+    active_blocks: Annotated[int, _told("KV blocks reserved on it")]
+    decoding_requests: Annotated[int, _told("those of the requests past their first token")]
+    others_requests: Annotated[
+        int, _told("requests in its engine beyond those, as it reported; the cost counts them")
+    ]
+    prefill_tokens: Annotated[int, _told("prompt tokens reserved and still to be computed")]
+    queue_s: Annotated[float, _told("predicted length of its queue of prefills")]
+    cost: Annotated[float | None, _told("null if the policy rules the worker out")]
+    terms: Annotated[dict[str, float | None], _told("what the cost is the sum of")]
 
 
-class BestOverlap(BaseModel):
+class BestOverlap(TypedDict):
     """The longest overlap of any worker."""
 
-    worker: str = Field(description='`<worker_id>:<dp_rank>`; "" if none had any')
+    worker: Annotated[str, _told('`<worker_id>:<dp_rank>`; "" if none had any')]
     blocks: int
 
 
-class SourceModel(BaseModel):
+class Source(AddressedWorker):
     """The worker from which the one that decodes gets blocks of the prompt."""
 
-    worker_id: str
-    dp_rank: int
-    address: str = Field(description="base URL of the worker")
-    form: str = Field(
-        description="split: it computes the prompt; fetch: it hands on what it holds of it"
-    )
-    kv_transfer: str = Field(description="the protocol by which the blocks travel")
+    form: Annotated[
+        str, _told("split: it computes the prompt; fetch: it hands on what it holds of it")
+    ]
+    kv_transfer: Annotated[str, _told("the protocol by which the blocks travel")]
 
 
-class Routed(BaseModel):
+class _Decided(AddressedWorker):
     request_id: str
-    reservation_id: str | None = Field(
-        default=None,
-        description="if reserved: by this id the reservation is confirmed and released",
-    )
-    worker_id: str
-    dp_rank: int
-    address: str = Field(description="base URL of the worker")
-    source: SourceModel | None = Field(
-        default=None, description="absent: the worker computes itself what it lacks"
-    )
-    overlap_blocks: TierOverlapModel
-    bound_blocks: int | None = Field(
-        default=None,
-        description="of the overlap, blocks that are not published yet, but that the worker has "
-        "just used for an answer through this replica's front door; absent: none",
-    )
-    isl_tokens: int = Field(description="length of the prompt")
-    isl_blocks: int = Field(description="blocks of the prompt, a partial one included")
+    overlap_blocks: TierOverlap
+    isl_tokens: Annotated[int, _told("length of the prompt")]
+    isl_blocks: IslBlocks
     policy: str
-    degraded: bool = Field(description=DEGRADED)
-    trust: str = Field(description=TRUST)
-    reserved: bool = Field(description="whether the decision must be released")
-    waited_ms: int | None = Field(
-        default=None, description="how long the request waited for a worker, if it had to"
-    )
-    tied: bool | None = Field(
-        default=None,
-        description="with explain: several workers shared the lowest cost, and one was drawn",
-    )
-    tries: int | None = Field(
-        default=None,
-        description="with explain: more than 1 if the decision was repeated, usually because "
-        "another replica had reserved first",
-    )
-    locality: str | None = Field(
-        default=None,
-        description="with explain: " + "; ".join(f"{reason}: {reason.text}" for reason in Locality),
-    )
-    best_overlap: BestOverlap | None = Field(default=None, description="with explain")
-    forms: dict[str, float] | None = Field(
-        default=None,
-        description="with explain: what the cheapest of each kind costs, where workers pass on KV",
-    )
-    candidates: list[CandidateModel] | None = Field(default=None, description="with explain")
+    degraded: Degraded
+    trust: TrustWord
+    reserved: Annotated[bool, _told("whether the decision must be released")]
 
 
-class Generation(BaseModel):
-    """As in the API of that path; the router looks at these members."""
+class Routed(_Decided, total=False):
+    reservation_id: Annotated[
+        str, _told("if reserved: by this id the reservation is confirmed and released")
+    ]
+    source: Annotated[Source, _told("absent: the worker computes itself what it lacks")]
+    bound_blocks: Annotated[
+        int,
+        _told(
+            "of the overlap, blocks that are not published yet, but that the worker has just used "
+            "for an answer through this replica's front door; absent: none"
+        ),
+    ]
+    waited_ms: Annotated[int, _told("how long the request waited for a worker, if it had to")]
+    tied: Annotated[
+        bool, _told("with explain: several workers shared the lowest cost, and one was drawn")
+    ]
+    tries: Annotated[
+        int,
+        _told(
+            "with explain: more than 1 if the decision was repeated, usually because another "
+            "replica had reserved first"
+        ),
+    ]
+    locality: Annotated[
+        str, _told("with explain: " + "; ".join(f"{reason}: {reason.text}" for reason in Locality))
+    ]
+    best_overlap: Annotated[BestOverlap, _told("with explain")]
+    forms: Annotated[
+        dict[str, float],
+        _told("with explain: what the cheapest of each kind costs, where workers pass on KV"),
+    ]
+    candidates: Annotated[list[CandidateWorker], _told("with explain")]
 
-    model: str = Field(description="one of `GET /v1/models`")
-    stream: bool = Field(default=False, description="answer in events, as they come")
-    session_id: RequestId | None = Field(
-        default=None, description="with --session-affinity; default: the header x-session-id"
-    )
-    prompt_cache_key: str | None = Field(
-        default=None, description="names a session where session_id does not"
-    )
-    cache_salt: str | None = Field(
-        default=None, description="prompts with other salts share no cache with this one"
-    )
 
-
-class RequestState(BaseModel):
+class RequestState(TypedDict):
     request_id: str
-    found: bool = Field(description="false if the request holds no reservation, or none any more")
+    found: Annotated[bool, _told("false if the request holds no reservation, or none any more")]
 
 
-def _reported(items: Iterable[Item]) -> dict[str, Any]:
-    """What answers show of what workers report, as `create_model` takes it."""
-    return {
-        i.answer: _field(str if i.kind in (Role, Trust) else i.annotation, i.help)
-        for i in items
-        if i.answer
-    }
-
-
-def _field(annotation: Any, description: str) -> tuple[Any, Any]:
-    return annotation, Field(description=description)
-
-
-GpuModel = create_model("GpuReadings", **_reported(GPU))
-VERDICT: dict[str, Any] = {
-    "state": _field(str, f"what it is for requests: {', '.join(State)}"),
-    "since_s": _field(float | None, "for so long; null: it is not known"),
-    "until_s": _field(float | None, "for so much longer; null: nobody knows"),
-    "cause": _field(
-        str | None, "why, or of its last failure; null: there is none, or it failed none lately"
-    ),
-    "witnesses": _field(list[str], "callers that saw failures there: keys, or else addresses"),
-    "failures": _field(int, "requests that it failed in a row; 7 at most"),
-    "failed_share": _field(float, "of its tries lately, those that failed, 0-1"),
-}
-"""What is told of each worker: its record."""
-
-
-WorkerModel = create_model(
-    "WorkerModel",
-    worker_id=(str, ...),
-    dp_rank=(int, ...),
-    incarnation=_field(int, "number of this life of the worker"),
-    **_reported(INFO),
-    active_requests=_field(int, "requests reserved on the worker"),
-    decoding_requests=_field(int, "those of them past their first token"),
-    others_requests=_field(int, "requests in its engine beyond those, as it reported"),
-    active_blocks=_field(int, "KV blocks reserved"),
-    prefill_tokens=_field(int, "prompt tokens reserved and still to be computed"),
-    queue_s=_field(float, "predicted length of the queue of prefills"),
-    **VERDICT,
-    **_reported(METRICS),
-    gpu=_field(GpuModel | None, "null if nothing was read"),
-    stale=_field(
-        bool, "the measurements are older than a second; longer with more than 256 workers"
-    ),
-    unique_value_s=_field(
-        float | None,
-        "seconds of recent prefills that would be done again without the worker's process; null if "
-        "no planner says",
-    ),
-)
-
-
-PausedWorker = create_model(
-    "PausedWorker",
-    __doc__="A worker that is there, and gets no requests.",
-    worker_id=(str, ...),
-    dp_rank=(int, ...),
-    incarnation=(int, ...),
-    **VERDICT,
-)
-
-
-Workers = create_model(
-    "Workers",
-    workers=(list[WorkerModel], ...),  # type: ignore[valid-type]
-    paused=(list[PausedWorker], ...),  # type: ignore[valid-type]
-    load_avg=_field(float, "mean used fraction of KV blocks, over the workers that are not stale"),
-    load_std=_field(float, "its sample standard deviation"),
-)
-
-
-class Readiness(BaseModel):
-    """Without Redis, or with one that may drop keys, a router may still be ready."""
-
-    ready: bool
-    missing: list[str] = Field(description="each entry is `<what>: <why>`")
-
-
-class Health(BaseModel):
-    status: str
-
-
-class ErrorDetail(BaseModel):
+class ErrorDetail(TypedDict):
     code: str
     message: str
-    field: str | None = None
+    field: str | None
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(TypedDict):
     """The one shape of every error. `code` is stable."""
 
     error: ErrorDetail
 
 
-class OpenAIErrorDetail(BaseModel):
+class OpenAIErrorDetail(TypedDict):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class OpenAIError(BaseModel):
+class OpenAIError(TypedDict):
     """Errors in OpenAI's form."""
 
     error: OpenAIErrorDetail
 
 
-class AnthropicErrorDetail(BaseModel):
+class AnthropicErrorDetail(TypedDict):
     type: str
     message: str
 
 
-class AnthropicError(BaseModel):
+class AnthropicError(TypedDict):
     """Errors in Anthropic's form."""
 
     type: str
     error: AnthropicErrorDetail
 
 
-class UsageRow(BaseModel):
-    name: str
-    requests: int
-    failed: int = Field(description="engines failed them, or their answers broke off")
-    refused: int = Field(description="by the router")
-    prompt_tokens: int
-    cached_tokens: int
-    cached_share: float | None = Field(description="null: there were no tokens")
-    output_tokens: int
-    waited_ms: int = Field(description="for a worker that could take them")
-    by_router: int = Field(
-        description="requests whose tokens the router counted, as their engine did not tell"
+def best_worker(decision: Decision) -> BestWorker:
+    return {
+        **_name(decision.worker.key),
+        "address": decision.worker.address,
+        "overlap_blocks": decision.overlap.total,
+        "isl_blocks": decision.isl_blocks,
+        "policy": decision.policy,
+        "degraded": decision.degraded,
+        "trust": decision.trust,
+    }
+
+
+def routed(decision: Decision) -> Routed:
+    answer: Routed = {
+        "request_id": decision.request_id,
+        "worker_id": decision.worker.key.worker_id,
+        "dp_rank": decision.worker.key.dp_rank,
+        "address": decision.worker.address,
+        "overlap_blocks": decision.overlap,
+        "isl_tokens": decision.isl_tokens,
+        "isl_blocks": decision.isl_blocks,
+        "policy": decision.policy,
+        "degraded": decision.degraded,
+        "trust": decision.trust,
+        "reserved": decision.reserved,
+    }
+    if decision.reserved:
+        answer["reservation_id"] = decision.reservation_id
+    if decision.source is not None:
+        source = decision.source
+        answer["source"] = {
+            **_name(source.worker.key),
+            "address": source.worker.address,
+            "form": source.kind.value,
+            "kv_transfer": source.worker.kv_transfer,
+        }
+    if decision.bound_blocks:
+        answer["bound_blocks"] = decision.bound_blocks
+    if decision.waited_ms:
+        answer["waited_ms"] = decision.waited_ms
+    if decision.candidates:
+        answer["tied"] = decision.tied
+        answer["locality"] = decision.locality
+        answer["best_overlap"] = {"worker": decision.best.worker, "blocks": decision.best.blocks}
+        answer["tries"] = decision.tries
+        if decision.costs_by_kind:
+            answer["forms"] = {k.value: cost for k, cost in decision.costs_by_kind.items()}
+        answer["candidates"] = [_candidate(c) for c in decision.candidates]
+    return answer
+
+
+def _name(key: WorkerKey) -> WorkerName:
+    return {"worker_id": key.worker_id, "dp_rank": key.dp_rank}
+
+
+def _candidate(c: Candidate) -> CandidateWorker:
+    return {
+        **_name(c.info.key),
+        "eligible": c.eligible,
+        "overlap_blocks": c.overlap,
+        "active_requests": c.load.requests,
+        "active_blocks": c.load.blocks,
+        "decoding_requests": c.load.decoding,
+        "others_requests": round(c.others_requests),
+        "prefill_tokens": c.load.prefill_tokens,
+        "queue_s": c.queue_s,
+        "cost": c.cost if isfinite(c.cost) else None,
+        "terms": {name: v if isfinite(v) else None for name, v in c.terms.items()},
+    }
+
+
+def _fields_of(items: Iterable[Item]) -> dict[str, Any]:
+    """What answers show of what workers report, as `create_model` takes it."""
+    return {
+        i.answer: (str if i.kind in (Role, Trust) else i.annotation, _told(i.help))
+        for i in items
+        if i.answer
+    }
+
+
+def _values_of(items: Iterable[Item], report: object) -> dict[str, Any]:
+    return {item.answer: getattr(report, item.name) for item in items if item.answer}
+
+
+VERDICT: dict[str, Any] = {
+    "state": (str, _told(f"what it is for requests: {', '.join(State)}")),
+    "since_s": (float | None, _told("for so long; null: it is not known")),
+    "until_s": (float | None, _told("for so much longer; null: nobody knows")),
+    "cause": (
+        str | None,
+        _told("why, or of its last failure; null: there is none, or it failed none lately"),
+    ),
+    "witnesses": (list[str], _told("callers that saw failures there: keys, or else addresses")),
+    "failures": (int, _told("requests that it failed in a row; 7 at most")),
+    "failed_share": (float, _told("of its tries lately, those that failed, 0-1")),
+}
+"""What is told of each worker: its record."""
+PausedWorker = create_model(
+    "PausedWorker",
+    __doc__="A worker that is there, and gets no requests.",
+    worker_id=(str, ...),
+    dp_rank=(int, ...),
+    incarnation=(int, _told("number of this life of the worker")),
+    **VERDICT,
+)
+GpuReadings = create_model("GpuReadings", **_fields_of(GPU))
+LiveWorker = create_model(
+    "LiveWorker",
+    worker_id=(str, ...),
+    dp_rank=(int, ...),
+    incarnation=(int, _told("number of this life of the worker")),
+    **_fields_of(INFO),
+    active_requests=(int, _told("requests reserved on the worker")),
+    decoding_requests=(int, _told("those of them past their first token")),
+    others_requests=(int, _told("requests in its engine beyond those, as it reported")),
+    active_blocks=(int, _told("KV blocks reserved")),
+    prefill_tokens=(int, _told("prompt tokens reserved and still to be computed")),
+    queue_s=(float, _told("predicted length of the queue of prefills")),
+    **VERDICT,
+    **_fields_of(METRICS),
+    gpu=(GpuReadings | None, _told("null if nothing was read")),
+    stale=(
+        bool,
+        _told("the measurements are older than a second; longer with more than 256 workers"),
+    ),
+    unique_value_s=(
+        float | None,
+        _told(
+            "seconds of recent prefills that would be done again without the worker's process; "
+            "null if no planner says"
+        ),
+    ),
+)
+
+
+class Workers(BaseModel):
+    workers: list[LiveWorker]  # type: ignore[valid-type]
+    paused: list[PausedWorker]  # type: ignore[valid-type]
+    load_avg: float = _told("mean used fraction of KV blocks, over the workers that are not stale")
+    load_std: float = _told("its sample standard deviation")
+
+
+def workers(view: View, values: Mapping[str, float]) -> Workers:
+    """values: by worker ids, see LiveWorker.unique_value_s."""
+    live = [
+        {
+            **_name(info.key),
+            "incarnation": inc,
+            **_values_of(INFO, info),
+            **view.rung(inc, info)._asdict(),
+            "active_requests": load.requests,
+            "decoding_requests": load.decoding,
+            "others_requests": round(others),
+            "active_blocks": load.blocks,
+            "prefill_tokens": load.prefill_tokens,
+            "queue_s": load.queue_s(view.now_ms),
+            **_verdict(view, inc),
+            **_values_of(METRICS, measured.metrics),
+            "gpu": None if measured.gpu == NO_READINGS else _values_of(GPU, measured.gpu),
+            "stale": measured.is_stale(view.now_ms, len(view.infos)),
+            "unique_value_s": values.get(info.key.worker_id),
+        }
+        for inc, info, load, measured, others in zip(
+            *(view.incarnations, view.infos, view.loads, view.measured, view.others_requests),
+            strict=True,
+        )
+    ]
+    paused = [
+        {**_name(info.key), "incarnation": inc, **_verdict(view, inc)}
+        for inc, info in view.paused.items()
+    ]
+    load_avg, load_std = load_statistics(view)
+    return Workers.model_validate(
+        {"workers": live, "paused": paused, "load_avg": load_avg, "load_std": load_std}
     )
 
 
-class UsageShown(BaseModel):
-    by: str
-    hours: int = Field(description="how many hours back, the present one included")
-    rows: list[UsageRow] = Field(description="those with most tokens first")
-    total: dict[str, Any]
+def _verdict(view: View, inc: Incarnation) -> dict[str, object]:
+    failed = view.marks[inc].failed
+    return view.verdict(inc).told(view.now_ms) | {
+        "failures": failed.count,
+        "failed_share": round(failed.share_at(view.now_ms), 3),
+    }

@@ -9,17 +9,20 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Protocol
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.console import page
 from app.console import routes as console_routes
 from app.console.console import Console
 from app.core.errors import cut
@@ -32,18 +35,18 @@ from app.door.engine_signs import EngineSigns
 from app.door.front import FrontDoor
 from app.door.tracing import Tracing, provider_named
 from app.door.upstream import Upstream
-from app.edge import docs, front_page, health, metrics, openai, route
+from app.edge import front_page, health, metrics, models, operators
 from app.edge.client import Client
 from app.edge.comments import comment_each
 from app.edge.large import BodyReader
 from app.edge.live import LiveSettings
 from app.edge.origins import check_origin, may_be_shared
+from app.edge.routes import BARE_ROUTES
 from app.edge.services import Services, check
 from app.edge.tls import certificate_of
 from app.edge.watched_files import WatchedFiles, written
 from app.http.held import HeldBodies
 from app.http.keys import CONSOLE_DATA, check_open
-from app.http.route import routed
 from app.http.server import serve
 from app.http.supervisor import supervised
 from app.router.fleet import Fleet
@@ -166,7 +169,7 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
     console = _console(settings, routers, door) if settings.console else None
     watched = [WatchedFiles("keys", lambda: [keys.path] if keys.path else [], keys.reload)]
     metrics.show_files(routers.own.telemetry.registry, watched, keys)
-    readiness = health.Readiness(routers, door)
+    readiness = health.ReadinessCheck(routers, door)
     return Application(Services(settings, routers, door, keys, bodies, readiness, console, watched))
 
 
@@ -194,7 +197,7 @@ def _router(
 
 
 @asynccontextmanager
-async def _running(replica: Services, _: Starlette) -> AsyncIterator[None]:
+async def _running(replica: Services, _: FastAPI) -> AsyncIterator[None]:
     """All that goes on beside requests."""
     telemetry = replica.router.telemetry
     failures = telemetry.task_failures
@@ -227,7 +230,11 @@ async def _running(replica: Services, _: Starlette) -> AsyncIterator[None]:
             task.cancel()
 
 
-class Application(Starlette):
+READS = (models, operators, metrics, console_routes, page, front_page)
+"""Modules with FastAPI routes."""
+
+
+class Application(FastAPI):
     """One check of keys, then the path's route, and one answer to whatever that raises.
 
     There is no middleware but for pages of other origins, and then around all of it: what a
@@ -235,17 +242,20 @@ class Application(Starlette):
     """
 
     def __init__(self, replica: Services) -> None:
-        super().__init__(lifespan=partial(_running, replica))
-        # A redirect to the path with or without a slash would repeat the caller's Host header.
-        self.router.redirect_slashes = False
+        super().__init__(
+            title="kvroute router",
+            version=version("kvroute"),
+            lifespan=partial(_running, replica),
+            openapi_url=None,
+            # A redirect to the path with or without a slash would repeat the caller's Host header.
+            redirect_slashes=False,
+        )
         self.replica = replica
-        routes = [*route.ROUTES, *health.ROUTES, *metrics.ROUTES, *openai.ROUTES, *docs.ROUTES]
-        routes += [*console_routes.ROUTES, *front_page.ROUTES]
-        self._routes = routes
-        self.router.routes[:] = routes
-        self._at = {
-            (method, path.path): path.answer for path in routes for method in path.methods or ()
-        }
+        reads = [one for module in READS for one in module.ROUTER.routes]
+        self._paths: list[Any] = [*BARE_ROUTES, *reads]
+        self.router.routes += self._paths
+        self._reads = AsyncExitStackMiddleware(self.router)
+        self._at = {(bare.method, bare.path): bare.answer for bare in BARE_ROUTES}
         """Routes are tried one after another, which takes a µs each, unless the path is plain."""
         origins = parse_origins(replica.settings.cors_origin)
         self._shared: ASGIApp | None = None
@@ -258,16 +268,17 @@ class Application(Starlette):
                 expose_headers=EXPOSED,
             )
 
-    @cached_property
-    def description(self) -> dict[str, Any]:
-        """All paths in OpenAPI. The first time takes half a second, most of it to load FastAPI."""
-        from app.edge.described import openapi
-
-        return openapi(self._routes)
+    def openapi(self) -> dict[str, Any]:
+        """All paths in OpenAPI."""
+        if self.openapi_schema is None:
+            routes = [*(bare.documented() for bare in BARE_ROUTES), *self.routes]
+            self.openapi_schema = get_openapi(title=self.title, version=self.version, routes=routes)
+        return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
         if scope["type"] != "http":
-            await super().__call__(scope, receive, send)
+            await self.router(scope, receive, send)
             return
         if self._shared is not None and may_be_shared(scope["path"]):
             await self._shared(scope, receive, send)
@@ -278,27 +289,29 @@ class Application(Starlette):
         """Answer at a path with parameters, or to OPTIONS. Raises HTTPException, which names the
         path that was meant."""
         scope, path = client.scope, client.scope["path"]
-        at_path = [one for one in self._routes if one.matches(scope)[0] is not Match.NONE]
+        at_path = [one for one in self._paths if one.matches(scope)[0] is not Match.NONE]
         if scope["method"] == "OPTIONS" and at_path:
             methods = {"OPTIONS"}.union(*(one.methods or () for one in at_path))
+            methods |= {"HEAD"} if "GET" in methods else set()
             await client.start(204, [(b"allow", ", ".join(sorted(methods)).encode())])
             await client.send(b"", last=True)
             return
         is_none = not at_path or path == f"{MODELS}/"
         if is_none and (meant := self._meant_by(path)):
             raise HTTPException(404, f"There is no {cut(path)}: ask {meant} instead.")
-        await routed(self.router, client)
+        if scope["method"] == "HEAD":  # the server leaves out the body
+            scope = {**scope, "method": "GET"}
+        await self._reads(scope, client.receive, client.say)
 
     def _meant_by(self, path: str) -> str | None:
         """Returns the path that has the same words, with `/v1` before them or without it."""
         plain = "".join([f"/{word}" for word in path.split("/") if word not in ("", "v1")])
-        paths = {one.path for one in self._routes}
+        paths = {one.path for one in self._paths}
         return next((each for each in (f"/v1{plain}", plain) if each in paths), None)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         replica, path = self.replica, scope["path"]
         client = Client(scope, receive, send, replica)
-        scope["app"] = self
         replica.clients.add(client)
         is_reported = is_of_door(path)
         ended_by: BaseException | None = None

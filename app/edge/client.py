@@ -7,6 +7,7 @@ import logging
 import time
 from contextlib import suppress
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
@@ -36,6 +37,7 @@ from app.edge.errors import (
 from app.edge.services import Services
 from app.http import client as http
 from app.http.client import JSON, ClientStalled, Headers
+from app.http.route import CLIENT
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Client(http.Client):
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, replica: Services) -> None:
         super().__init__(scope, receive, send)
+        scope[CLIENT] = self
         self.replica = replica
         self._began_s = time.monotonic()
         self._record: RequestRecord | None = None
@@ -169,7 +172,7 @@ class Client(http.Client):
         if isinstance(error, ClientStalled):
             self.cut()
             return
-        if isinstance(error, ValidationError):
+        if isinstance(error, ValidationError | RequestValidationError):
             error = refusal_of(error)
         status, code, _ = meaning_of(error)
         if status in INVALID_STATUSES:

@@ -16,7 +16,9 @@ LOOK_S = 1.0
 
 
 class Waiting(Protocol):
-    """A client whose stream may not have begun."""
+    """A client that waits for its answer, whose stream may not have begun."""
+
+    def cut_short(self, error: Exception) -> None: ...
 
     def comment_if_due(self, now_s: float, every_s: float, tasks: asyncio.TaskGroup) -> None: ...
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import orjson
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
@@ -187,12 +188,17 @@ def event_with(body: bytes, path: str) -> bytes:
     return event + DONE if PATHS.get(path) in _SAY_DONE else event
 
 
-def refusal_of(error: ValidationError) -> InvalidRequest:
+def refusal_of(error: ValidationError | RequestValidationError) -> InvalidRequest:
     """What a caller is told of a bad body or query: the first bad field and its value, unless there
     are many."""
-    count = error.error_count()
-    if count > MAX_ERRORS:
-        return InvalidRequest("body", f"{count:,} fields are unknown or wrong")
-    first = error.errors(include_url=False, include_context=False)[0]
-    field = cut(".".join(map(str, first["loc"]))) or "body"
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        place = first["loc"][1:]  # behind the word `query` or `path`
+    else:
+        count = error.error_count()
+        if count > MAX_ERRORS:
+            return InvalidRequest("body", f"{count:,} fields are unknown or wrong")
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = first["loc"]
+    field = cut(".".join(map(str, place))) or "body"
     return InvalidRequest(field, f"{first['msg']}, got {shown(first['input'])}")

@@ -1,4 +1,4 @@
-"""Whether a replica answers, whether requests can be routed, and what is missing."""
+"""Whether requests can be routed, and what is missing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import asyncio
 from app.console.kept import CachedAnswer
 from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
 from app.door.front import FrontDoor
-from app.edge.client import Client
-from app.edge.routes import Route
 from app.policy.view import View
 from app.router.router import Router
 from app.router.routers import Routers
@@ -19,7 +17,7 @@ State = tuple[bool, list[str]]
 """Whether a namespace can be served, and what is missing."""
 
 
-class Readiness:
+class ReadinessCheck:
     """Of one replica, by all namespaces that it serves."""
 
     def __init__(self, routers: Routers, door: FrontDoor) -> None:
@@ -77,30 +75,3 @@ async def _state(router: Router, where: str) -> State | None:
         return True, missing
     missing.append(f"workers: none is alive{where}")
     return False, [*missing, *(f"workers: {what}" for what in fleet.strangers.values())]
-
-
-async def health(client: Client) -> None:
-    """Confirm that the process answers."""
-    await client.answer({"status": "ok"})
-
-
-async def readiness(client: Client) -> None:
-    """Say whether requests can be routed in any namespace (503 if not), and what is missing. It
-    looks at most twice a second."""
-    ready, missing = await client.replica.readiness.now()
-    if client.replica.is_stopping:
-        ready, missing = False, ["router: it is stopping", *missing]
-    await client.answer({"ready": ready, "missing": missing}, 200 if ready else 503)
-
-
-ROUTES = [
-    Route("GET", "/health", health, answered="Health"),
-    Route(
-        "GET",
-        "/readiness",
-        readiness,
-        503,
-        error="Readiness",
-        answered="Readiness",
-    ),
-]

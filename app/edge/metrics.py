@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 
 from app.core.errors import NamespaceMissing, RedisUnavailable, WrongVersion
-from app.edge.client import Client
-from app.edge.routes import Route
+from app.edge.services import Replica, errors
 from app.edge.watched_files import WatchedFiles
 from app.http.keys import Keys
 from app.http.metrics import Family, Sampled, ScrapeCollector
@@ -29,6 +30,7 @@ NO_KEY_LEFT = Family(
     "gauge",
     "1 if nobody is let in, since a key is asked for and the file has none any more, else 0.",
 )
+ROUTER = APIRouter()
 
 
 def show_files(registry: CollectorRegistry, watched: Sequence[WatchedFiles], keys: Keys) -> None:
@@ -42,18 +44,18 @@ def show_files(registry: CollectorRegistry, watched: Sequence[WatchedFiles], key
     registry.register(ScrapeCollector([FILES_REFUSED, NO_KEY_LEFT], samples))
 
 
-async def metrics(client: Client) -> None:
+@ROUTER.get("/metrics", response_class=PlainTextResponse, responses=errors(401))
+async def metrics(replica: Replica) -> Response:
     """Metrics in Prometheus text format, with a label `namespace` where it is not the own one."""
-    routers = client.replica.routers
-    own, by_namespace = routers.own, dict(routers.by_namespace)
+    own, by_namespace = replica.routers.own, dict(replica.routers.by_namespace)
     await asyncio.gather(*map(_take_stock, by_namespace.values()))
-    client.replica.door.keep_workers(
+    replica.door.keep_workers(
         {str(info.key) for router in by_namespace.values() for info in router.fleet.infos}
     )
     del by_namespace[own.namespace]
     others = {name: router.telemetry for name, router in sorted(by_namespace.items())}
     text = await text_of(own.telemetry, others)
-    await client.answer_whole(text, 200, (b"content-type", CONTENT_TYPE_LATEST.encode()))
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def _take_stock(router: Router) -> None:
@@ -74,8 +76,3 @@ async def _take_stock(router: Router) -> None:
         telemetry.load_std.set(load_std)
     telemetry.sleeps.set(telemetry.view is not None and fleet.sleeps)
     telemetry.metrics_age.set(fleet.measurements.age_s)
-
-
-ROUTES = [
-    Route("GET", "/metrics", metrics, 401, is_text=True),
-]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +19,7 @@ from app.core.errors import (
 from app.core.types import REQUEST_ID, random_hex
 from app.core.worker_report import WorkerInfo
 from app.door import asked, members
-from app.door.asked import COUNT_TOKENS, MODELS, PASSED_ON, PATHS, PROMPTS, Api
+from app.door.asked import PATHS, PROMPTS, Api
 from app.door.carriage import Carriage
 from app.door.client import Headers
 from app.door.errors import (
@@ -41,7 +39,6 @@ from app.door.transfer.sources import may_have_source
 from app.edge.ask import fitting_id, request_id_in, request_of
 from app.edge.client import Client
 from app.edge.errors import ending_of, reason_of
-from app.edge.routes import Route
 from app.http.form_body import FORM, FormBody
 from app.http.json_body import Fields, JsonBody
 from app.policy.decision import RouteRequest
@@ -52,8 +49,6 @@ log = logging.getLogger(__name__)
 CARRIER = "kvroute.carrier"
 """In a request's scope: what carries it in place of Carriage, and is made as that is."""
 MAX_ID = 128
-BEGUN_S = int(time.time())
-"""When this process began: models have no other date."""
 
 
 async def answer(client: Client) -> None:
@@ -207,30 +202,6 @@ async def count_tokens(client: Client) -> None:
             await client.answer({"input_tokens": count, "context_management": about})
 
 
-async def models(client: Client) -> None:
-    """List the models that have a live worker, and those that sleep until a request comes, each
-    under its aliases, too."""
-    known = client.replica.door.models
-    await known.until_known()
-    cards = {model.name: _card(model, model.name) for model in known}
-    cards |= {name: _card_of_sleeping(name) for name in known.sleeping()}
-    for alias, name in known.aliases.items():
-        cards.pop(alias, None)
-        if name in cards:
-            cards[alias] = cards[name] | {"id": alias}
-    await client.answer({"object": "list", "data": [*cards.values()]})
-
-
-async def one_model(client: Client) -> None:
-    """Describe a model."""
-    known, asked_for = client.replica.door.models, client.path_params["model"]
-    await known.until_known()
-    name = known.aliases.get(asked_for, asked_for)
-    sleeps = name in known.sleeping()
-    card = _card_of_sleeping(asked_for) if sleeps else _card(known.find(asked_for), asked_for)
-    await client.answer(card)
-
-
 async def _model_for(
     client: Client, generation: asked.AnswerRequest, fields: Fields, asks: RouteRequest
 ) -> Model:
@@ -247,26 +218,6 @@ async def _model_for(
         async with client.watched():
             await models.wake(error, asks)
     return await models.find_for(generation.model, asks.session)
-
-
-def _card_of_sleeping(name: str) -> dict[str, object]:
-    """Of a model of which nothing else is known."""
-    about = {"id": name, "object": "model", "created": BEGUN_S, "owned_by": "kvroute"}
-    return {**about, "root": name, "parent": None, "max_model_len": None, "asleep": True}
-
-
-def _card(model: Model, name: str) -> dict[str, object]:
-    """name: under which it is asked for."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": BEGUN_S,
-        "owned_by": "kvroute",
-        "root": model.base,
-        "parent": model.base if model.lora_name else None,
-        "max_model_len": max(worker.max_model_len for worker in model.workers) or None,
-        "asleep": False,
-    }
 
 
 async def _read(client: Client) -> JsonBody:
@@ -368,32 +319,3 @@ class _Shown:
             if decision.source is not None:
                 shown.append((b"x-kvroute-source", str(decision.source.worker.key).encode()))
         return shown
-
-
-def _posted(path: str, endpoint: Any, *errors: int) -> Route:
-    is_anthropic = path in (COUNT_TOKENS, "/v1/messages")
-    return Route(
-        "POST",
-        path,
-        endpoint,
-        *(400, 401, 404, 408, 413, *errors),
-        error="AnthropicError" if is_anthropic else "OpenAIError",
-        body="Generation",
-        name=path.strip("/").replace("/", "_"),
-    )
-
-
-_FAILURES = (429, 502, 503, 504)
-ROUTES = [
-    *(_posted(path, answer, 409, *_FAILURES) for path in PATHS),
-    _posted(COUNT_TOKENS, count_tokens, *_FAILURES),
-    *(_posted(path, pass_on, 502, 503) for path in PASSED_ON),
-    Route("GET", MODELS, models, 401, error="OpenAIError"),
-    Route(
-        "GET",
-        MODELS + "/{model:any_text}",
-        one_model,
-        *(401, 404, 503),
-        error="OpenAIError",
-    ),
-]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from app.core.errors import InvalidRequest, NamespaceMissing, shown
+from app.core.errors import InvalidRequest, shown
 from app.core.failures import REPORTED
-from app.core.keys import Keyspace
 from app.core.outcomes import Ending
 from app.core.types import checked_reservation_id
 from app.core.worker_report import MAX_CONTEXT
-from app.edge import ask, schemas, views
+from app.edge import answers, ask, schemas
 from app.edge.client import Client
-from app.edge.routes import REQUEST_ID, Route
-from app.http.keys import USAGE
-from app.ops.usage import answer, hours_in
-from app.policy.view import load_statistics
-from app.state import planner
 
 RAW_TOKENS = b"application/octet-stream"
 
@@ -39,7 +33,7 @@ async def find_best_worker(client: Client) -> None:
         reserve=False,
         local_only=True,
     )
-    await client.answer(views.best_worker(await replica.router.route(request, prompt)))
+    await client.answer(answers.best_worker(await replica.router.route(request, prompt)))
 
 
 async def route(client: Client) -> None:
@@ -84,7 +78,7 @@ async def route(client: Client) -> None:
     # Nobody would ever end what is reserved for a caller that hung up.
     async with client.watched():
         decision = await router.route(request, prompt)
-        await client.answer(views.routed(decision))
+        await client.answer(answers.routed(decision))
 
 
 async def prefill_complete(client: Client) -> None:
@@ -126,65 +120,3 @@ async def release(client: Client) -> None:
         model = next((name for info in router.fleet.infos for name in info.models), "")
         client.replica.door.reported(model, ending, has_failed=options.worker_failed)
     await client.answer({"request_id": request_id, "found": was_reserved})
-
-
-async def workers(client: Client) -> None:
-    """List the live workers and the load on each, and those that are left alone for a while."""
-    router = client.replica.router
-    try:
-        view = await router.refresh()
-    except NamespaceMissing:
-        await client.answer(views.NO_WORKERS)
-        return
-    values = await planner.values(router.redis, Keyspace(router.namespace))
-    await client.answer(views.workers(view, *load_statistics(view), values))
-
-
-async def usage(client: Client) -> None:
-    """Tell operators what each key, tenant or model has used."""
-    asked = schemas.UsageAsked.model_validate(dict(client.query_params))
-    router = client.replica.router
-    hours = hours_in(asked.since)
-    await client.answer(await answer(router.redis, router.keyspace, asked.by, hours))
-
-
-_RAW = {
-    "type": "string",
-    "format": "binary",
-    "description": "token ids as little-endian u32; the other fields go in the query",
-}
-_OF_REQUEST = f"/v1/requests/{REQUEST_ID}"
-ROUTES = [
-    Route(
-        "POST",
-        "/v1/route",
-        route,
-        *(401, 408, 409, 413, 422, 429, 503),
-        answered="Routed",
-        body=schemas.RouteBody,
-        other_bodies={RAW_TOKENS.decode(): {"schema": _RAW}},
-        query=schemas.RouteOptions,
-    ),
-    Route(
-        "DELETE",
-        _OF_REQUEST,
-        release,
-        *(401, 422, 503),
-        answered="RequestState",
-        query=schemas.ReleaseOptions,
-    ),
-    *(
-        Route("POST", f"{_OF_REQUEST}/{end.__name__}", end, 401, 422, 503, answered="RequestState")
-        for end in (prefill_complete, source_complete)
-    ),
-    Route(
-        "POST",
-        "/find_best_worker",
-        find_best_worker,
-        *(401, 408, 413, 422, 429, 503),
-        answered="BestWorker",
-        body=schemas.FindBestWorker,
-    ),
-    Route("GET", USAGE, usage, 401, 422, 503, answered="UsageShown", query=schemas.UsageAsked),
-    Route("GET", "/v1/workers", workers, 401, 503, answered="Workers"),
-]

@@ -154,6 +154,22 @@ class ReleaseOptions(BaseModel):
     )
 
 
+class Generation(BaseModel):
+    """As in the API of that path; the router looks at these members."""
+
+    model: str = Field(description="one of `GET /v1/models`")
+    stream: bool = Field(default=False, description="answer in events, as they come")
+    session_id: RequestId | None = Field(
+        default=None, description="with --session-affinity; default: the header x-session-id"
+    )
+    prompt_cache_key: str | None = Field(
+        default=None, description="names a session where session_id does not"
+    )
+    cache_salt: str | None = Field(
+        default=None, description="prompts with other salts share no cache with this one"
+    )
+
+
 def _hours(since: str) -> str:
     hours_in(since)
     return since

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from pydantic import BaseModel
+from starlette.convertors import PathConvertor, register_url_convertor
 
 from app.console.console import Console
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.door.errors import Stopping
 from app.door.front import FrontDoor
+from app.edge.answers import ErrorBody
+from app.edge.comments import Waiting
+from app.edge.health import ReadinessCheck
 from app.edge.large import BodyReader
 from app.edge.tls import certificate_of
 from app.edge.watched_files import WatchedFiles
@@ -19,9 +26,30 @@ from app.http.keys import Keys, check_open
 from app.router.router import Router
 from app.router.routers import Routers
 
-if TYPE_CHECKING:
-    from app.edge.client import Client
-    from app.edge.health import Readiness
+REQUEST_ID = "{request_id:any_text}"
+
+
+class AnyText(PathConvertor):
+    """Newlines included: with Starlette's own convertor one at the end is lost, and the id before
+    it may be another request's."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("any_text", AnyText())
+
+
+def errors(*statuses: int | str, error: Any = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """Returns what FastAPI takes to document answers with errors, all with `error` as their
+    body."""
+    return {status: {"model": error} for status in statuses}
+
+
+def body_of(model: type[BaseModel], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns what OpenAPI says of a body that FastAPI does not read. others: schemas of other
+    bodies than JSON, by content type."""
+    content = {"application/json": {"schema": model.model_json_schema()}, **(others or {})}
+    return {"required": True, "content": content}
 
 
 @dataclass(slots=True)
@@ -36,14 +64,14 @@ class Services:
     door: FrontDoor
     keys: Keys
     bodies: BodyReader
-    readiness: Readiness
+    readiness: ReadinessCheck
     console: Console | None
     """None: it is off."""
     watched: list[WatchedFiles]
     """What files say that may change."""
     beside: list[Callable[[], Coroutine[Any, Any, object]]] = field(default_factory=list)
     """What else runs while the replica does. What it raises ends the replica."""
-    clients: set[Client] = field(default_factory=set)
+    clients: set[Waiting] = field(default_factory=set)
     """Who waits for an answer."""
     is_stopping: bool = False
 
@@ -70,6 +98,15 @@ class Services:
         self.settings = settings
         self.door.adopt(settings)
         self.bodies.max_tokens = settings.max_prompt_tokens
+
+
+async def _replica_of(request: Request) -> Services:
+    replica: Services = request.app.replica
+    return replica
+
+
+Replica = Annotated[Services, Depends(_replica_of)]
+"""Has FastAPI give an endpoint what it uses."""
 
 
 def check(settings: RouterSettings) -> Keys:

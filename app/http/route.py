@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.client import Client
 
-_CLIENT = "kvroute.client"
+CLIENT = "kvroute.client"
 """In a request's scope: its Client."""
 
 
@@ -22,12 +22,12 @@ class Route(routing.Route):
         self.methods = {method, "HEAD"} if method == "GET" else {method}
 
         async def app(scope: Scope, _: Receive, __: Send) -> None:
-            await endpoint(scope[_CLIENT])
+            await endpoint(scope[CLIENT])
 
         self.app = app
 
 
 async def routed(router: ASGIApp, client: Client) -> None:
     """Have the route of its path answer. Raises HTTPException if there is none."""
-    client.scope[_CLIENT] = client
+    client.scope[CLIENT] = client
     await router(client.scope, client.receive, client.say)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from pydantic import TypeAdapter
 
 from app.core.loads import Snapshot
 from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
@@ -360,21 +361,19 @@ async def test_an_internal_fault_gets_an_error_in_the_common_format(
     assert response.json()["error"]["code"] == "internal"
 
 
-async def test_answers_are_as_they_are_documented(
+async def test_answers_of_bare_routes_are_as_they_are_documented(
     client: httpx.AsyncClient, one: FakeWorkers
 ) -> None:
     for model, answer in (
         (answers.Routed, await client.post("/v1/route", json=TOKENS | {"explain": True})),
         (answers.BestWorker, await client.post("/find_best_worker", json=HASHES)),
         (answers.RequestState, await client.delete("/v1/requests/r1")),
-        (answers.Workers, await client.get("/v1/workers")),
-        (answers.Readiness, await client.get("/readiness")),
-        (answers.Health, await client.get("/health")),
         (answers.OpenAIError, await client.post("/v1/chat/completions", json={"model": "x"})),
         (answers.AnthropicError, await client.post("/v1/messages", json={"model": "x"})),
     ):
-        found = model.model_validate_json(answer.content)
-        assert found.model_dump(mode="json", exclude_unset=True) == answer.json()
+        documented = TypeAdapter[Any](model)
+        found = documented.validate_json(answer.content)
+        assert documented.dump_python(found, mode="json") == answer.json()
 
 
 @pytest.mark.parametrize(
@@ -400,16 +399,6 @@ async def test_every_error_is_told_in_the_dialect_of_its_path(
         assert unauthorized.status_code == 401
         assert unauthorized.headers["www-authenticate"] == "Bearer"
         assert answer.status_code == (404 if path == "/v1/nowhere" else 405)
-
-
-async def test_the_page_of_all_paths_needs_no_other_host(client: httpx.AsyncClient) -> None:
-    page = await client.get("/docs")
-    assert page.status_code == 200
-    assert page.headers["content-type"].startswith("text/html")
-    assert "<code>/v1/chat/completions</code>" in page.text
-    assert "openapi.json" in page.text
-    assert "//" not in page.text
-    assert (await client.get("/redoc")).status_code == 404
 
 
 class TestOpenApi:

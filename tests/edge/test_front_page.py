@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from hashlib import sha256
+from importlib.resources import files
+
 import httpx
 
 from app.edge.front_page import WHAT
@@ -39,3 +43,18 @@ async def test_a_console_that_is_off_has_no_link(
     async with replica(one_redis_server.url, console=False) as client:
         assert "console" not in (await client.get("/")).text
         assert "console" not in (await client.get("/", headers=BROWSER)).text
+
+
+async def test_the_page_of_all_paths_needs_no_other_host(client: httpx.AsyncClient) -> None:
+    page = await client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "openapi.json" in page.text
+    links = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert links == ["docs/swagger-ui.css", "data:,", "docs/swagger-ui-bundle.js"]
+    readme = (files("app.edge") / "static" / "README.md").read_text()
+    for link in (links[0], links[2]):
+        file = await client.get(f"/{link}")
+        assert file.headers["content-type"].startswith("text/")
+        assert f"{link.removeprefix('docs/')} | {sha256(file.content).hexdigest()} |" in readme
+    for path in ("/redoc", "/docs/README.md", "/docs/../static/README.md"):
+        assert (await client.get(path)).status_code == 404

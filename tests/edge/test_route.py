@@ -165,7 +165,7 @@ async def test_a_prompt_shorter_than_a_block_is_routed_without_overlap(
 
 @pytest.mark.parametrize(
     ("exclude", "chosen"),
-    [([], "w1:0"), (["w1:0"], "w1:1"), (["w1"], "w2:0"), (["w2:0", "w1:0", "w9"], "w1:1")],
+    [([], "w1:0"), (["w1:0", "w2"], "w1:1"), (["w1"], "w2:0"), (["w2:0", "w1:0", "w9"], "w1:1")],
 )
 async def test_workers_are_excluded_by_id_or_by_key(
     client: httpx.AsyncClient, workers: FakeWorkers, exclude: list[str], chosen: str
