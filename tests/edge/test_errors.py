@@ -480,11 +480,6 @@ class TestOpenApi:
         assert "type" not in items
         assert [kind["type"] for kind in items["anyOf"]] == ["integer", "string"]
 
-    async def test_metrics_are_documented_as_text(self, document: dict[str, Any]) -> None:
-        assert set(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {
-            "text/plain"
-        }
-
     async def test_errors_are_documented_in_the_common_format(
         self, document: dict[str, Any]
     ) -> None:
@@ -502,18 +497,6 @@ class TestOpenApi:
             assert set(responses) == {"200"} | statuses
             for status in statuses:
                 assert responses[status]["content"]["application/json"]["schema"] == error
-
-    async def test_readiness_documents_the_same_body_for_both_statuses(
-        self, document: dict[str, Any]
-    ) -> None:
-        responses = document["paths"]["/readiness"]["get"]["responses"]
-        shape = {"$ref": "#/components/schemas/Readiness"}
-        assert {s: r["content"]["application/json"]["schema"] for s, r in responses.items()} == {
-            "200": shape,
-            "503": shape,
-        }
-        properties = document["components"]["schemas"]["Readiness"]["properties"]
-        assert set(properties) == {"ready", "missing"}
 
 
 def walk(node: Any) -> list[str]:
