@@ -429,6 +429,7 @@ async def test_while_redis_is_away_the_last_answer_is_given_and_said_to_be_old(
 ) -> None:
     monkeypatch.setattr(kept, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(sampler, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr("app.state.events.TIMEOUT_S", 0.2)
     monkeypatch.setattr(sampler, "BEAT_S", 0.1)
     monkeypatch.setattr(console, "LATE_MS", 500)
     async with (
