@@ -126,8 +126,10 @@ class Marks(dict[str, Mark]):
 
     def first_tokens_late_s(self, now_ms: int) -> float | None:
         """How much later than predicted first tokens came within a minute; None: in time."""
-        late = self.get(LATE, NO_MARK)
-        return late.late_ms / 1000 if now_ms - late.at_ms < LATE_TOLD_MS else None
+        late = self.get(LATE)
+        if late is None or now_ms - late.at_ms >= LATE_TOLD_MS:
+            return None
+        return late.late_ms / 1000
 
     def away_ms(self, now_ms: int) -> int | None:
         """Since when its agent is away; None: it is not."""

@@ -41,6 +41,8 @@ OWN = {
     "kvroute_waits": ("counter", "tenant", "priority", "outcome"),
     "kvroute_metrics_stream_lag_seconds": ("gauge",),
     "kvroute_index_fill": ("gauge",),
+    "kvroute_loop_late_seconds": ("gauge",),
+    "kvroute_process_cpu": ("gauge",),
     "kvroute_redis_may_evict": ("gauge",),
     "kvroute_redis_memory_fill": ("gauge",),
     "kvroute_load_avg": ("gauge",),
