@@ -16,17 +16,15 @@ from typing import Any, ClassVar
 
 import click
 
-from app.config_file import FILE, read_again, with_config_file
+from app.config_file import FILE, read_again, unknown_variables, with_config_file
 from app.core.errors import ConfigError, MissingPackage
 from app.core.extras import extra
 from app.core.keys import Keyspace
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import COMMON, LOG_LEVELS, Text, parse_engines
-from app.core.settings.picker import OF_CARRIAGE, PickerSettings
 from app.core.settings.planner import PlannerSettings
-from app.core.settings.router import RouterSettings
+from app.core.settings.router import OF_CARRIAGE, PickerSettings, RouterSettings
 from app.core.settings.worker import WorkerSettings
-from app.environment import unknown_variables
 from app.options import (
     CLUSTER,
     PORT,
@@ -161,7 +159,7 @@ def picker(**values: Any) -> None:
     from app.http.server import listen, run
 
     with extra("gateway"):
-        from app.gateway.main import serve
+        from app.gateway.processor import serve
     Keyspace(settings.namespace)  # a bad one is refused before a port is taken
     ctx = click.get_current_context()
     run(
@@ -361,8 +359,8 @@ def planner(ctx: click.Context, /, **values: Any) -> None:
 def up(**values: Any) -> None:
     """Run a cluster on this machine until Ctrl-C."""
     from app.http.keys import Keys, check_open
+    from app.local.child import INTERRUPTS, heed_interrupts
     from app.local.cluster import Cluster
-    from app.local.interrupts import INTERRUPTS, heed_interrupts
 
     _start_log(values["log_level"])
     engines = parse_engines(values["engine"])
@@ -435,7 +433,7 @@ def _agent_of(values: dict[str, Any]) -> EngineAgentSettings:
 def _check_gateway(values: dict[str, Any]) -> None:
     """What a gateway does in the routers' place, they cannot be told to do. Raises ConfigError."""
     with extra("gateway"):
-        importlib.import_module("app.gateway.main")
+        importlib.import_module("app.gateway.processor")
     given = click.get_current_context().get_parameter_source
     refused = {"haproxy": "--haproxy", "with_planner": "--planner"}
     refused |= {name: f"--{name.replace('_', '-')}" for name in OF_CARRIAGE if name in values}

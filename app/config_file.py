@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from app.core.errors import ConfigError
-from app.core.settings.kinds import COMMON
+from app.core.settings.agent import EngineAgentSettings
+from app.core.settings.kinds import COMMON, variable
+from app.core.settings.planner import PlannerSettings
+from app.core.settings.router import PickerSettings
+from app.core.settings.worker import WorkerSettings
 from app.options import ARGUMENTS, Option
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -114,3 +120,30 @@ def _text(path: str, name: str, value: object) -> str:
     raise click.UsageError(
         f"{path}: {name}: needs a text, a number, true or false, got {type(value).__name__}"
     )
+
+
+OTHERS = frozenset(
+    {
+        "KVROUTE_CONFIG",
+        *("KVROUTE_BALANCER_HOST", "KVROUTE_BALANCER_PORT"),
+        *("KVROUTE_BALANCER_TIMEOUT", "KVROUTE_BALANCER_ANSWER_TIMEOUT", "KVROUTE_ROUTERS_DNS"),
+        *("KVROUTE_BALANCER_MAXCONN", "KVROUTE_BALANCER_MAXCONN_PER_CLIENT"),
+    }
+)
+"""Of `kvroute up` and of deploy/haproxy.cfg."""
+SETTINGS = OTHERS | {
+    variable(f)
+    for settings in (PickerSettings, WorkerSettings, EngineAgentSettings, PlannerSettings)
+    for f in fields(settings)
+}
+_NOT_OURS = re.compile(r"KVROUTE_TEST_|KVROUTE_(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_|$)")
+"""Of the tests, and what Kubernetes sets in pods near a Service whose name begins with kvroute."""
+
+
+def unknown_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Names that begin with KVROUTE_ and that nothing reads, each with what to say of it."""
+    for name in sorted(environment.keys() - SETTINGS):
+        if name.startswith("KVROUTE_") and not _NOT_OURS.match(name):
+            similar = difflib.get_close_matches(name, SETTINGS, 1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            yield name, f"the environment has {name}, which is no setting{hint}"

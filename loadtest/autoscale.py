@@ -24,8 +24,7 @@ from app.core.roles import Role
 from app.options import FACTOR, Number
 from app.planner.rules.policies import POLICIES
 from app.planner.rules.state import Rules
-from app.simulation.link import Link
-from app.simulation.profiles import PROFILES
+from app.simulation.profiles import PROFILES, Link
 from app.simulation.setting import Setting
 from loadtest.command import option, read, trace_option
 from loadtest.day import curve, day_of

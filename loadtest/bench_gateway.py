@@ -24,7 +24,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from app.core.settings.picker import PickerSettings
+from app.core.settings.router import PickerSettings
 from app.http.server import listen, run
 from app.local.envoy import rendered
 from app.local.redis_server import LOOPBACK, free_port
@@ -60,7 +60,7 @@ ENVOY = "KVROUTE_TEST_GATEWAY"
 
 
 def picker_forever(redis_url: str, port: int, tokenizer: str) -> None:
-    from app.gateway.main import serve
+    from app.gateway.processor import serve
 
     settings = PickerSettings(
         redis_url=redis_url,

@@ -35,10 +35,9 @@ from loadtest.devices import SIZES, device_option, model_option, torch_worker
 from loadtest.harness import bench, grid
 from loadtest.processes import child, received
 from loadtest.traces import pseudo_random_tokens
-from workers.engines.base import CompletionRequest, Engine
-from workers.engines.hosting import host
-from workers.engines.sampling_options import Sampling
+from workers.engines.base import CompletionRequest, Engine, Sampling
 from workers.kv.transfer.tcp import Source
+from workers.main import host
 
 OUTPUT_TOKENS = 8
 GREEDY = Sampling(temperature=0.0)

@@ -13,7 +13,7 @@ import orjson
 from rich.table import Column, Table
 
 from app import options
-from app.local.interrupts import heed_interrupts
+from app.local.child import heed_interrupts
 from app.options import POSITIVE, PROCESSES
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 

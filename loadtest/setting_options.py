@@ -14,8 +14,7 @@ from app.core.settings.kinds import LONGEST_S
 from app.options import COUNT, FACTOR, PROCESSES, Number
 from app.policy.cost import POLICIES
 from app.policy.transfer import OWN_TRANSFER
-from app.simulation.link import Link
-from app.simulation.profiles import PROFILES
+from app.simulation.profiles import PROFILES, Link
 from app.simulation.setting import PolicyVariant, Setting, Sharing
 from loadtest.command import option
 from loadtest.scenario import IDEAL

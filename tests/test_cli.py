@@ -22,10 +22,10 @@ from click.testing import CliRunner, Result
 from redis import Redis
 
 from app.cli import _listening, _until_stopped, main
+from app.config_file import unknown_variables
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
-from app.environment import unknown_variables
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import Command

@@ -20,7 +20,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from app.core.documents import page
+from app.core.check import page
 from app.local.redis_server import EmbeddedRedis, free_port
 from loadtest.traces import DEMO_TRACE
 from tests.e2e.engines import Process, engine
@@ -71,7 +71,7 @@ def test_a_page_that_a_message_names_is_installed_with_the_wheel(
     wheel: Path, tmp_path: Path
 ) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    asked = "from app.core.documents import page; print(page('operating.md'), end='')"
+    asked = "from app.core.check import page; print(page('operating.md'), end='')"
     path = subprocess.run(
         [sys.executable, "-P", "-c", asked],
         env={"PYTHONPATH": str(tmp_path)},

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from app.console.routes import MAX_BODY_BYTES as CONSOLE_BODY_BYTES
+from app.core.places import TIMES_WHAT_IS_LEFT
 from app.core.settings.router import RouterSettings
-from app.core.shares import TIMES_WHAT_IS_LEFT
 from app.http import body, held, protocol
 from tests.chart.rendering import golden
 from workers.kv.transfer import server, tcp
@@ -39,7 +39,7 @@ OPENED = {
     "app/local/redis_server.py": "Redis of `kvroute up`",
     "workers/main.py": "worker",
     "workers/engine_agent.py": "agent",
-    "workers/kv/transfer/link.py": "worker, KV",
+    "workers/kv/transfer/kv_lease.py": "worker, KV",
 }
 """Modules that open a port, and a row that says of it."""
 DEPLOYED = {6379, 8000, 8080, 8081, 8082, 8083, 9002}

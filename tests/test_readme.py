@@ -10,9 +10,8 @@ import pytest
 
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import shown_default, variable
-from app.core.settings.picker import PickerSettings
 from app.core.settings.planner import PlannerSettings
-from app.core.settings.router import RouterSettings
+from app.core.settings.router import PickerSettings, RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.edge.app import create_app
 from app.planner.metrics import PlannerMetrics

@@ -17,9 +17,8 @@ from typing import Any
 from app.core.errors import AllWorkersBusy
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import CommonSettings, flag, shown_default
-from app.core.settings.picker import OF_CARRIAGE, PickerSettings
 from app.core.settings.planner import PlannerSettings
-from app.core.settings.router import RouterSettings
+from app.core.settings.router import OF_CARRIAGE, PickerSettings, RouterSettings
 from app.core.settings.worker import MemberSettings, WorkerSettings
 from app.door.access_log import FIELDS, OF_THE_LINE
 from app.edge.app import create_app

@@ -6,27 +6,41 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 
 from app.core.errors import ConfigError
+from app.core.extras import extra
 from app.core.keys import Keyspace
 from app.core.roles import Role
 from app.core.settings.kinds import base_url
 from app.core.settings.worker import WorkerSettings
 from app.core.types import WORKER_ID, Tier, WorkerKey
-from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo, as_fingerprint
+from app.core.worker_report import (
+    DEFAULT_SPEED,
+    ForwardPassMetrics,
+    Speed,
+    WorkerInfo,
+    as_fingerprint,
+)
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised
+from app.simulation.engine import SimEngine
+from app.simulation.profiles import PROFILES, Link, Sending
 from app.state.connect import connected
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.agent.gpu import GpuMonitor
-from workers.engines.base import HostedEngine
-from workers.engines.hosting import host
+from workers.engines.base import Engine, HostedEngine
+from workers.engines.sim.runner import EngineRunner
+from workers.engines.sim.text import FOLDER, SimTokenizer
+from workers.engines.sim.transfer import SimTransfer
+from workers.kv.cache import EventSink
+from workers.kv.transfer.kv_lease import open_link
 from workers.server.transfer import KEEP_S
 from workers.server.writers import ServedEngine
 from workers.tasks import FAILURES
@@ -143,3 +157,61 @@ async def _new_agent(
     capacity = settings.index_blocks or CAPACITY_WORKERS * sum(hosted.num_blocks.values())
     agent_settings = AgentSettings(settings.lease_ttl_s, capacity, settings.index_shards)
     return Agent(scripts, keyspace, info, agent_settings, measure, gpu.latest)
+
+
+def host(settings: WorkerSettings) -> HostedEngine:
+    """Blocks for as long as reading a checkpoint takes. Raises ConfigError for a bad setting."""
+    if settings.engine == "torch":
+        with extra("torch"):
+            from workers.engines.torch.loading import load  # torch takes seconds to import
+
+        return load(settings)
+    return _simulated(settings)
+
+
+def _simulated(settings: WorkerSettings) -> HostedEngine:
+    if settings.profile not in PROFILES:
+        raise ConfigError(f"profile: needs one of {', '.join(PROFILES)}, got {settings.profile!r}")
+    engine = SimEngine(
+        PROFILES[settings.profile],
+        block_size=settings.block_size,
+        now=time.monotonic,
+        kv_pool_tokens=settings.kv_pool_tokens,
+        host_pool_tokens=settings.host_pool_tokens,
+    )
+    stack = ExitStack()
+    transfer = _transfer(settings, engine, stack) if settings.kv_transfer else None
+    runner = EngineRunner(engine, speedup=settings.speedup, transfer=transfer)
+
+    def start(publisher: EventSink) -> Engine:
+        runner.on_step = lambda: publisher.notify(runner.take_events())
+        return runner
+
+    num_blocks = {
+        Tier.DEVICE: engine.pool.num_blocks,
+        Tier.HOST: settings.host_pool_tokens // settings.block_size,
+    }
+    return HostedEngine(
+        settings.profile,
+        num_blocks,
+        start,
+        stack.close,
+        tokenizer=SimTokenizer(),
+        invents=True,
+        tokenizer_source=str(FOLDER),
+        kv_kind=_kind(settings) if settings.kv_transfer else {},
+    )
+
+
+def _kind(settings: WorkerSettings) -> dict[str, str]:
+    return {"profile": settings.profile, "block_size": str(settings.block_size)}
+
+
+def _transfer(settings: WorkerSettings, engine: SimEngine, stack: ExitStack) -> SimTransfer:
+    """Open as long as `stack` is."""
+    link = open_link(settings, _kind(settings), stack)
+    leaving = Link(
+        bytes_per_s=settings.link_gbit * 1e9 / 8 * settings.speedup,
+        first_s=DEFAULT_SPEED.transfer_s / settings.speedup,
+    )
+    return SimTransfer(engine, link, Sending(leaving, engine.profile))

@@ -1,8 +1,9 @@
-"""A line of `kvroute doctor`."""
+"""A line of `kvroute doctor`, and where the pages are that it names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +15,13 @@ class Check:
     ok: bool | None
     found: str
     remedy: str = ""
+
+
+_INSTALLED = Path(__file__).parents[1] / "docs"
+_IN_A_CHECKOUT = Path(__file__).parents[2] / "docs"
+_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _IN_A_CHECKOUT
+
+
+def page(name: str) -> str:
+    """The path of a page, such as `operating.md`."""
+    return str(_FOLDER / name)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
@@ -127,3 +128,16 @@ def compute_hashes(
     """Local and sequence hashes of the full blocks of `tokens`."""
     local = compute_local_hashes(tokens, block_size, seed=seed)
     return local, compute_sequence_hashes(local)
+
+
+PROBE = (
+    "The quick brown fox, 1234567890 times:\n\tdef f(x): return x ** 2  # ½ of π\n"
+    "Größe, naïveté, Ελλάδα, Привет, 你好世界, こんにちは, 안녕하세요, שלום, नमस्ते 🙂👩‍💻\r\n"
+    "<s></s><|endoftext|><|im_start|>user<|eot_id|>[INST]   \u00a0…"
+)
+"""Tokenizers that agree on this agree, as a rule, on all."""
+
+
+def hash_of_probe(ids: Sequence[int]) -> str:
+    """The hash of a tokenizer. ids: what it makes of PROBE, special tokens added."""
+    return f"{xxh3_64_intdigest(orjson.dumps(ids)):016x}"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from app.core.loads import Load
+from app.core.overlaps import NO_BLOCK, ReuseRule
 from app.core.report_items import items_of, said
-from app.core.resume import NO_BLOCK, ReuseRule
 from app.core.roles import Role
 from app.core.trust import Trust
 from app.core.types import WorkerKey

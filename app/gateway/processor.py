@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from starlette.exceptions import HTTPException
 
 from app.core.errors import ConfigError
-from app.core.settings.picker import PickerSettings
+from app.core.settings.router import PickerSettings
 from app.door.asked import is_of_door
-from app.edge.app import Application
+from app.edge.app import Application, serve_router
 from app.edge.errors import answer_to
 from app.edge.tls import certificate_of
 from app.gateway import ext_proc, messages
@@ -155,3 +157,19 @@ def _credentials(cert: str, key: str) -> grpc.ServerCredentials:
         return grpc.ssl_server_certificate_configuration([pair])
 
     return grpc.dynamic_ssl_server_credentials(read(), read)
+
+
+async def serve(
+    settings: PickerSettings,
+    listening: socket.socket,
+    *,
+    file: str = "",
+    read: Callable[[], PickerSettings] | None = None,
+) -> None:
+    """Run until it is told to stop. Raises as serve_router; ConfigError if `grpc_port` cannot be
+    had."""
+
+    def beside(app: Application) -> Processor:
+        return Processor(app, settings)
+
+    await serve_router(settings, listening, file=file, read=read, beside=beside)

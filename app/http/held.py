@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.core.errors import BodiesTooLarge
-from app.core.shares import TIMES_WHAT_IS_LEFT, Shares
+from app.core.places import TIMES_WHAT_IS_LEFT, Shares
 
 HELD = "kvroute.held"
 """In a request's scope: the HeldBody of its connection."""

@@ -29,16 +29,14 @@ from app.core.keys import Keyspace
 from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import CommonSettings, base_url, variable
-from app.core.settings.picker import OF_CARRIAGE, PickerSettings
 from app.core.settings.planner import PlannerSettings
-from app.core.settings.router import RouterSettings
+from app.core.settings.router import OF_CARRIAGE, PickerSettings, RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.http.errors import TAKES_NO_KEY
 from app.http.server import listen
-from app.local.child import start_child
+from app.local.child import interrupts_held, start_child
 from app.local.detached import stop_workers
 from app.local.envoy import Place, rendered
-from app.local.interrupts import interrupts_held
 from app.local.redis_server import (
     LOOPBACK,
     EmbeddedRedis,

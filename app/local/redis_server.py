@@ -18,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from app.core.errors import RedisUnavailable
-from app.local.child import start_child
-from app.local.interrupts import interrupts_held
+from app.local.child import interrupts_held, start_child
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(10_000, 22_000)

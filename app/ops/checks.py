@@ -14,8 +14,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import orjson
 
-from app.core.check import Check
-from app.core.documents import page
+from app.core.check import Check, page
 from app.core.errors import KvrouteError, RedisUnavailable, cut
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.registration import version_in

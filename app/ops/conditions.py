@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from app.core.check import Check
-from app.core.documents import page
+from app.core.check import Check, page
 from app.core.errors import cut
 from app.core.outcomes import Kind
 from app.ops.figures import (

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from app.core.chains import parse_owners, shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.core.overlaps import Resume
 from app.core.registration import decode_info
-from app.core.resume import Resume
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, parse_incarnation
 from app.state import overlap
 from app.state.client import RedisClient

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from app.core.check import Check
-from app.core.documents import page
+from app.core.check import Check, page
 from app.core.errors import cut
 from app.core.roles import Role
 from app.core.worker_report import WorkerInfo

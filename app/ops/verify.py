@@ -18,8 +18,8 @@ from app.core.chains import parse_owners
 from app.core.errors import RedisUnavailable, cut
 from app.core.keys import KEYSPACE, MODELS, Keyspace
 from app.core.limits import MAX_MODELS
+from app.core.overlaps import parse_backs, parse_field
 from app.core.registration import decode_info
-from app.core.resume import parse_backs, parse_field
 from app.core.settings.kinds import LONGEST_S
 from app.core.types import Incarnation, parse_incarnation
 from app.core.verdicts import is_readable

@@ -16,8 +16,7 @@ from app.planner.rules.replay import Replay
 from app.planner.rules.state import FleetState, Pools, Prediction, Rules
 from app.planner.rules.victims import least_valued
 from app.router.fleet import Fleet
-from app.simulation.link import Link
-from app.simulation.profiles import USUAL
+from app.simulation.profiles import USUAL, Link
 from app.simulation.setting import Setting
 from app.state.client import RedisClient
 from app.state.scripts import ScriptRunner

@@ -36,7 +36,6 @@ from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.health import avoided, avoiding, late, unheard, without_avoided
 from app.policy.in_flight import awaiting
 from app.policy.kv_lease import counts_leases
-from app.policy.lengths import fitting
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import NOT_OF_CANDIDATES, ChoiceInputs, DecisionRecord, sampled
 from app.policy.transfer import (
@@ -48,7 +47,7 @@ from app.policy.transfer import (
     demands,
     routes_with_source,
 )
-from app.policy.view import View
+from app.policy.view import View, fitting
 
 MAX_PREFILL_S = 86_400.0
 """Anything longer is no measurement, and a sum of many would not fit into Redis's integers."""

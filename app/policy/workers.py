@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.core.keys import metrics_interval_s
-from app.core.resume import EVERY_BLOCK
+from app.core.overlaps import EVERY_BLOCK
 from app.core.trust import Trust
 from app.core.types import Incarnation
 from app.core.worker_report import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.core.shares import Shares
+from app.core.places import Shares
 from app.router.pending import QueuePlace
 
 _Place = tuple[str, str]

@@ -19,8 +19,7 @@ from app.core.types import SequenceHash
 from app.core.worker_report import ForwardPassMetrics
 from app.simulation.pool import BlockPool
 from app.simulation.profiles import Profile
-from app.simulation.running import Running
-from app.simulation.sequence import Prefill, Received, SimSequence
+from app.simulation.running import Prefill, Received, Running, SimSequence
 from app.simulation.steps import Finished, PromptTooLargeError, SimRequest, Step
 
 

@@ -20,13 +20,22 @@ from app.core.loads import ROUND, Load
 from app.core.roles import Role
 from app.core.types import SequenceHash
 from app.policy.transfer import TransferKind
-from app.simulation.agenda import Agenda
 from app.simulation.books import Books, rounds_of
 from app.simulation.decide import Decider, Plan
-from app.simulation.flights import Decided, Flight, Loss, Replica, SimAnswer, Supply, Then
-from app.simulation.line import POLL_S, WaitingLine
+from app.simulation.flights import (
+    POLL_S,
+    Agenda,
+    Decided,
+    Flight,
+    Loss,
+    Replica,
+    SimAnswer,
+    Supply,
+    Then,
+    WaitingLine,
+)
 from app.simulation.profiles import Profile
-from app.simulation.sequence import Received
+from app.simulation.running import Received
 from app.simulation.setting import PolicyVariant, Setting, Sharing
 from app.simulation.steps import Finished, SimRequest, Step
 from app.simulation.worker import Quiet, SimWorker, Status

@@ -1,14 +1,43 @@
-"""Requests under way in virtual time, the routers that decide them, and what becomes of them."""
+"""Requests under way in virtual time: the clock, the routers that decide them, those that wait in
+line, and what becomes of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 
+from app.core.settings.kinds import PRIORITY_SHARES
 from app.policy.transfer import TransferKind
 from app.simulation.books import Books
 from app.simulation.steps import SimRequest
+
+Act = Callable[[float], None]
+"""What happens at a time, which it is given."""
+
+
+class Agenda:
+    """A clock that several fleets may share."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._due: list[tuple[float, int, Act]] = []
+        self._order = count()
+
+    def at(self, when_s: float, act: Act) -> None:
+        heapq.heappush(self._due, (when_s, next(self._order), act))
+
+    def run(self, until_s: float = math.inf) -> None:
+        """Let happen all that is due until then, which is the time afterwards."""
+        while self._due and self._due[0][0] <= until_s:
+            self.now_s, _, act = heapq.heappop(self._due)
+            act(self.now_s)
+        if until_s < math.inf:
+            self.now_s = max(self.now_s, until_s)
 
 
 class Loss(StrEnum):
@@ -103,3 +132,51 @@ class Replica:
         self.waiting: list[Flight] = []
         self.is_deciding = False
         self.decisions = 0
+
+
+POLL_S = 0.02
+
+
+class WaitingLine:
+    """Requests that wait while no worker is open, by the rules of lua/turns.lua: self-clocked fair
+    queueing between priorities. All are of one tenant, and no worker is too small for any of them.
+    A turn is charged the tokens of its prompt, whatever workers hold of them."""
+
+    def __init__(self) -> None:
+        self._flows: dict[str, deque[Flight]] = {}
+        self._tags: dict[str, float] = {}
+        self._tag = 0.0
+        """Of the last turn."""
+
+    @property
+    def is_waited_in(self) -> bool:
+        return bool(self._flows)
+
+    def add(self, flight: Flight) -> None:
+        priority = flight.request.priority
+        flow = self._flows.setdefault(priority, deque())
+        flow.append(flight)
+        if len(flow) == 1:
+            self._tag_first(priority)
+
+    def turns(self, number: int) -> Iterator[Flight]:
+        """The next ones, of which there may be fewer."""
+        for _ in range(number):
+            if self._flows:
+                yield self._next()
+
+    def _next(self) -> Flight:
+        priority = min(self._tags, key=self._tags.__getitem__)
+        flow = self._flows[priority]
+        flight = flow.popleft()
+        flight.has_turn = True
+        self._tag = self._tags.pop(priority)
+        if flow:
+            self._tag_first(priority)
+        else:
+            del self._flows[priority]
+        return flight
+
+    def _tag_first(self, priority: str) -> None:
+        charge = self._flows[priority][0].request.prompt_tokens
+        self._tags[priority] = self._tag + charge / PRIORITY_SHARES[priority]

@@ -9,8 +9,7 @@ from functools import partial
 from app.core.roles import Role
 from app.policy.cost import CostFunction, blocks
 from app.policy.transfer import OWN_TRANSFER
-from app.simulation.link import Link
-from app.simulation.profiles import USUAL, Profile
+from app.simulation.profiles import USUAL, Link, Profile
 
 
 class Sharing(StrEnum):

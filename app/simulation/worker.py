@@ -16,8 +16,7 @@ from app.core.worker_report import ForwardPassMetrics, Speed
 from app.policy.rows import load_rows, measured_rows
 from app.simulation.books import Holdings
 from app.simulation.engine import SimEngine
-from app.simulation.link import Sending
-from app.simulation.profiles import Profile
+from app.simulation.profiles import Profile, Sending
 from app.simulation.setting import Setting
 from app.simulation.speed import SpeedLearner
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from app.core.chains import GROUP_BLOCKS, TIER_LETTER, TIER_OF_LETTER
 from app.core.keys import Keyspace
-from app.core.resume import Back, back_text
+from app.core.overlaps import Back, back_text
 from app.core.types import Incarnation, SequenceHash, Tier, parse_incarnation
 from app.state.scripts import Call, call
 

@@ -33,8 +33,7 @@ from app.core.chains import (
 )
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.overlaps import Overlaps
-from app.core.resume import Back, Resume, parse_backs, parse_field
+from app.core.overlaps import Back, Overlaps, Resume, parse_backs, parse_field
 from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
 from app.state.reading import parse_bucket_bits
 from app.state.scripts import Call, ScriptRunner, call, command

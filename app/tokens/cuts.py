@@ -1,17 +1,25 @@
-"""Where a text may be cut so that its parts, tokenized apart, give the ids of the whole.
+"""Where a text may be cut so that its parts, tokenized apart, give the ids of the whole; and the
+ids of parts that were tokenized before.
 
 A tokenizer first looks for its added tokens, from left to right, the longest at each place, and
 treats the text between two of them by itself. So a part that begins with an added token, and ends
 before one, has the same ids wherever it stands, provided that this token is found at that place
 whatever surrounds it. `cut_tokens` selects the tokens of which that is sure.
+
+To tokenize a long text takes two hundred times its size in memory. So what lies between two added
+tokens is cut into pieces as well, before a space between two letters of ASCII, if no token of the
+vocabulary has such a space inside: then none reaches across.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from tokenizers import AddedToken
+import tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 MAX_CUT_TOKENS = 16
 """Each may be looked for in all of a text."""
@@ -77,3 +85,111 @@ class Cuts:
                 cuts.append((place.start(), place[0]))
                 target = place.start() + MIN_PART_BYTES
         return cuts
+
+
+PIECE_BYTES = 256 * 1024
+AROUND_A_CUT = 64
+"""Tokens that may be others in the whole than in two pieces of it."""
+_SHRINKS = 3
+"""Bytes that may become one in normalization form C."""
+_PROBED_SPACES = 4096
+_PLACE = re.compile(rb"[a-z](?= [a-z])")
+_SEARCHED_BYTES = 4096
+"""At the end of a piece."""
+_INSIDE = re.compile("[a-z][ \u0120\u2581][a-z]")
+"""A space between two letters, as the kinds of vocabularies write it."""
+_PROBE = "the quick brown fox  jumps over\na lazy dog, and so on"
+
+
+def can_cut(tokenizer: tokenizers.Tokenizer, ids: Callable[[str], list[int]]) -> bool:
+    """Whether the ids of pieces are those of the whole. ids: of a text."""
+    if any(_INSIDE.search(token) for token in tokenizer.get_vocab(with_added_tokens=False)):
+        return False
+    # Added tokens are looked for as they are written.
+    added = [token.content.encode() for token in tokenizer.get_added_tokens_decoder().values()]
+    if any(_PLACE.search(content) for content in added):
+        return False
+    whole = ids(_PROBE)
+    ends = [place.end() for place in _PLACE.finditer(_PROBE.encode())]
+    return all(ids(_PROBE[:end]) + ids(_PROBE[end:]) == whole for end in ends)
+
+
+def longest_token(tokenizer: tokenizers.Tokenizer) -> int:
+    """The most bytes of a text that one token stands for; 0: no such number is known."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    normalizer = tokenizer.normalizer
+    is_of_bytes = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    if not is_of_bytes or not isinstance(normalizer, normalizers.NFC | None):
+        return 0
+    longest = max(map(len, vocabulary)) * (1 if normalizer is None else _SHRINKS)
+    spaces = tokenizer.encode(" " * _PROBED_SPACES, add_special_tokens=False).ids
+    return longest if longest * len(spaces) >= _PROBED_SPACES else 0
+
+
+def pieces(text: bytes) -> Iterator[tuple[str, bool]]:
+    """The pieces of `text`, in UTF-8, and whether each ends where a text can be cut."""
+    start = 0
+    while len(text) - start > PIECE_BYTES:
+        end = start + PIECE_BYTES
+        tail = text[end - _SEARCHED_BYTES : end]
+        places = [place.end() for place in _PLACE.finditer(tail)]
+        end = end - _SEARCHED_BYTES + places[-1] if places else _before_character(text, end)
+        yield text[start:end].decode(), bool(places)
+        start = end
+    yield text[start:].decode(), True
+
+
+def _before_character(text: bytes, end: int) -> int:
+    while text[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+OVERHEAD_BYTES = 250
+"""What an entry takes besides its text and ids."""
+
+
+class Parts:
+    """Remembers the ids of the texts that were used last. For any number of threads.
+
+    max_bytes: of texts and ids together; when full, those not used for longest are forgotten. What
+    would take a quarter of it is not remembered.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._ids: OrderedDict[bytes, bytes] = OrderedDict()
+        self._entry_bytes = 0
+
+    def get(self, texts: Sequence[bytes]) -> list[bytes | None]:
+        """The ids of each, as little-endian u32; None: they are not known."""
+        with self._lock:
+            ids = [self._ids.get(text) for text in texts]
+            for text, known in zip(texts, ids, strict=True):
+                if known is not None:
+                    self._ids.move_to_end(text)
+            return ids
+
+    def put(self, parts: Iterable[tuple[bytes, bytes]]) -> None:
+        """Remember texts and their ids."""
+        with self._lock:
+            for text, ids in parts:
+                size = _entry_bytes(text, ids)
+                if text not in self._ids and size <= self._max_bytes // 4:
+                    self._entry_bytes += size
+                    self._ids[text] = ids
+            while self._entry_bytes > self._max_bytes:
+                self._entry_bytes -= _entry_bytes(*self._ids.popitem(last=False))
+
+    def check(self) -> None:
+        """Raises AssertionError if the size is not that of the entries, or exceeds its bound."""
+        with self._lock:
+            assert self._entry_bytes == sum(
+                _entry_bytes(text, ids) for text, ids in self._ids.items()
+            )
+            assert self._entry_bytes <= self._max_bytes
+
+
+def _entry_bytes(text: bytes, ids: bytes) -> int:
+    return len(text) + len(ids) + OVERHEAD_BYTES

@@ -9,12 +9,18 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from app.core.tokenizer_hash import PROBE, hash_of_probe
-from app.tokens.allowance import Allowance
-from app.tokens.cuts import Cuts, cut_tokens
-from app.tokens.errors import TooManyTokens, Unrenderable
-from app.tokens.parts import Parts
-from app.tokens.pieces import AROUND_A_CUT, PIECE_BYTES, can_cut, longest_token, pieces
+from app.core.hashing import PROBE, hash_of_probe
+from app.tokens.cuts import (
+    AROUND_A_CUT,
+    PIECE_BYTES,
+    Cuts,
+    Parts,
+    can_cut,
+    cut_tokens,
+    longest_token,
+    pieces,
+)
+from app.tokens.errors import Allowance, TooManyTokens, Unrenderable
 
 Ids = NDArray[np.uint32]
 """Read-only. `app.core.hashing` takes it as it is; orjson writes it with OPT_SERIALIZE_NUMPY in an

@@ -11,10 +11,9 @@ import jinja2
 
 from app.core.errors import cut
 from app.tokens import files
-from app.tokens.allowance import Allowance
 from app.tokens.anthropic import Habits
 from app.tokens.encoder import Encoder, Ids
-from app.tokens.errors import OutOfTime, TokenizerUnavailable, Unrenderable
+from app.tokens.errors import Allowance, OutOfTime, TokenizerUnavailable, Unrenderable
 from app.tokens.messages import chat_of, size
 from app.tokens.pool import TokenizerThreads
 from app.tokens.templates import ChatTemplate

@@ -22,9 +22,8 @@ from jinja2 import nodes
 from jinja2.runtime import Context
 
 from app.core.errors import cut
-from app.tokens.allowance import Allowance
 from app.tokens.content_format import content_format
-from app.tokens.errors import Abandoned, Unrenderable
+from app.tokens.errors import Abandoned, Allowance, Unrenderable
 
 MAX_CHARACTERS = 32 << 20
 """Of a rendered prompt: several million tokens."""

@@ -19,7 +19,7 @@ from app.options import COUNT, FACTOR
 from app.policy.transfer import TransferKind
 from app.simulation.fleet import SimFleet
 from app.simulation.flights import SimAnswer
-from app.simulation.link import Link
+from app.simulation.profiles import Link
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 from loadtest.command import option

@@ -20,7 +20,7 @@ import numpy as np
 from app.core.roles import Role
 from app.options import COUNT, FACTOR
 from app.policy.transfer import OWN_TRANSFER
-from app.simulation.link import Link
+from app.simulation.profiles import Link
 from app.simulation.setting import Setting
 from loadtest.command import option, read, trace_option
 from loadtest.experiment import Rows, experiment

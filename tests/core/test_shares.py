@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from app.core.shares import Shares
+from app.core.places import Shares
 
 
 def test_nobody_alone_takes_more_than_three_quarters() -> None:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from app.core.settings.agent import EngineAgentSettings
-from app.core.settings.picker import PickerSettings
 from app.core.settings.planner import PlannerSettings
-from app.core.settings.router import RouterSettings
+from app.core.settings.router import PickerSettings, RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.edge import app as edge
-from app.gateway.main import serve as serve_picker
+from app.gateway.processor import serve as serve_picker
 from app.http.server import listen
 from app.local.redis_server import EmbeddedRedis
 from app.planner import main as planner

@@ -16,7 +16,7 @@ import click
 import orjson
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
-from app.core.resume import Back, Resume, ReuseRule
+from app.core.overlaps import Back, Resume, ReuseRule
 from app.core.types import SequenceHash, Tier
 from workers.agent.ownership import Ownership
 from workers.bridge.events.blocks import EngineBlocks

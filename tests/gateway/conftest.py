@@ -14,7 +14,7 @@ import orjson
 import pytest
 from redis.asyncio import Redis
 
-from app.core.settings.picker import PickerSettings
+from app.core.settings.router import PickerSettings
 from app.router import routers
 from tests.door.conftest import port_of, registered
 from tests.eventually import eventually

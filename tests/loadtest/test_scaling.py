@@ -8,7 +8,7 @@ import pytest
 
 from app.core.roles import Role
 from app.planner.rules.state import Reason, Rules
-from app.simulation.link import Link
+from app.simulation.profiles import Link
 from app.simulation.setting import Setting
 from loadtest.scaling import PlayedTrace, Scaled, Scaling
 from loadtest.traces import Session, Trace, TraceRequest

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from click.testing import CliRunner
 
-from app.simulation.link import Link
+from app.simulation.profiles import Link
 from app.simulation.setting import Setting
 from loadtest.scenario import Scenario, simulate
 from loadtest.simulate import main

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from app.core.chains import GROUP_BLOCKS, bucket_of, hex_text, shard_of
-from app.core.overlaps import Overlaps
-from app.core.resume import Resume
+from app.core.overlaps import Overlaps, Resume
 from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
 from app.state import index, overlap, reservations
 from app.state.index import Change

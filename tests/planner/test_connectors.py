@@ -21,8 +21,7 @@ from app.core.errors import ConfigError
 from app.core.roles import Role
 from app.local.detached import running_workers, stop_workers
 from app.local.redis_server import EmbeddedRedis
-from app.planner.connectors.base import ConnectorError
-from app.planner.connectors.command import ExecConnector
+from app.planner.connectors.base import ConnectorError, ExecConnector
 from app.planner.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes
 from app.planner.connectors.local import Local
 from tests.edge.conftest import started_replica

@@ -8,8 +8,7 @@ from dataclasses import asdict, fields, replace
 import pytest
 
 from app.core.loads import ROUND, Load, Loads, Reservation, Snapshot
-from app.core.overlaps import Overlaps
-from app.core.resume import Resume
+from app.core.overlaps import Overlaps, Resume
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.verdicts import Mark, Marks, MarksByWorker
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo

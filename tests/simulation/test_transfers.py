@@ -14,9 +14,8 @@ from app.core.worker_report import DEFAULT_SPEED
 from app.policy.transfer import TransferKind
 from app.simulation.engine import SimEngine
 from app.simulation.flights import Loss
-from app.simulation.link import Link
-from app.simulation.profiles import USUAL
-from app.simulation.sequence import Received
+from app.simulation.profiles import USUAL, Link
+from app.simulation.running import Received
 from app.simulation.setting import Setting
 from tests.simulation.test_fleet import PlayedFleet, request
 

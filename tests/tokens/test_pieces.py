@@ -10,12 +10,11 @@ import pytest
 import tokenizers
 
 from app.tokens import Renderer, TokenizerThreads, TooManyTokens, Unrenderable, load
+from app.tokens import cuts as cuts_module
 from app.tokens import encoder as encoder_module
-from app.tokens import pieces as pieces_module
-from app.tokens.allowance import Allowance
+from app.tokens.cuts import pieces
 from app.tokens.encoder import Encoder
-from app.tokens.errors import Abandoned
-from app.tokens.pieces import pieces
+from app.tokens.errors import Abandoned, Allowance
 from app.tokens.pool import LARGE
 
 FOLDERS = Path(__file__).parents[1] / "data/door"
@@ -26,7 +25,7 @@ PIECE_BYTES = 8192
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pieces_module, encoder_module):
+    for module in (cuts_module, encoder_module):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
 
 

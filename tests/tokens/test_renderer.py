@@ -13,8 +13,7 @@ import orjson
 import pytest
 import tokenizers
 
-from app.core.hashing import token_bytes
-from app.core.tokenizer_hash import PROBE, hash_of_probe
+from app.core.hashing import PROBE, hash_of_probe, token_bytes
 from app.tokens import (
     Overloaded,
     Renderer,

@@ -40,8 +40,7 @@ from app.state import leases, models, reservations
 from app.state.connect import deadline
 from app.state.scripts import Call, ScriptRunner
 from workers.agent.publish import Publisher
-from workers.retry import until_it_works
-from workers.tasks import FAILURES
+from workers.tasks import FAILURES, until_it_works
 
 log = logging.getLogger(__name__)
 

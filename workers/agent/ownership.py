@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from app.core.chains import GROUP_BLOCKS, shard_of
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
-from app.core.resume import EVERY_BLOCK, Back, ReuseRule
+from app.core.overlaps import EVERY_BLOCK, Back, ReuseRule
 from app.core.types import SequenceHash, Tier
 from app.state.index import Change, Claims
 

@@ -18,13 +18,13 @@ from app.core.chains import bucket_bits_for
 from app.core.errors import IncarnationLost, KvrouteError, RedisFull, RedisUnavailable
 from app.core.events import CacheEvent
 from app.core.keys import Keyspace
-from app.core.resume import EVERY_BLOCK, ReuseRule
+from app.core.overlaps import EVERY_BLOCK, ReuseRule
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.state import index
 from app.state.index import Change
 from app.state.scripts import Call, ScriptRunner
 from workers.agent.ownership import Ownership
-from workers.retry import until_it_works
+from workers.tasks import until_it_works
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

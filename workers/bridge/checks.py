@@ -12,8 +12,7 @@ from dataclasses import replace
 import aiohttp
 import zmq.asyncio
 
-from app.core.check import Check
-from app.core.documents import page
+from app.core.check import Check, page
 from app.core.errors import EngineUnavailable, EngineUnfit
 from app.core.trust import TOP
 from app.core.types import WorkerKey

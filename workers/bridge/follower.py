@@ -27,18 +27,16 @@ from app.state.scripts import ScriptRunner
 from workers.agent.agent import AgentSettings
 from workers.bridge.health import EngineHealth, Life, Probe
 from workers.bridge.http.discovery import discover
-from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.engine import EngineHttp, models_of, tokenizer_hash
 from workers.bridge.http.facts import EngineFacts, EngineLoad, Overrides
 from workers.bridge.http.load import LoadReader
-from workers.bridge.http.models import models_of, tokenizer_hash
 from workers.bridge.kv_lease import ANSWER_S, LEAST_S, disagreement, lease_of
 from workers.bridge.measured import measured
 from workers.bridge.rank import Rank
 from workers.bridge.registration import Registrations
 from workers.bridge.speed import EngineSpeed
 from workers.bridge.taint import cleanse
-from workers.retry import until_it_works
-from workers.tasks import FAILURES
+from workers.tasks import FAILURES, until_it_works
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,22 @@
-"""What each rank of an engine registers as a worker."""
+"""What each rank of an engine registers as a worker, and under which names others reach it."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from contextlib import suppress
 from hashlib import blake2b
 from urllib.parse import urlsplit
 
 import zmq.asyncio
 
+from app.core.limits import MAX_KV_HOSTS
 from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
 from workers.bridge.http import kv_fingerprint
 from workers.bridge.http.facts import EngineFacts, EventSource
-from workers.bridge.http.kv_hosts import addresses, kv_hosts
 from workers.bridge.taint import life_of
 
 
@@ -95,3 +98,24 @@ class Registrations:
             port = settings.side_channel_port + rank
             return await kv_fingerprint.of_vllm(context, facts, hosts, port)
         return kv_fingerprint.of_sglang(facts) if settings.kv_transfer else ()
+
+
+RESOLVE_S = 2.0
+
+
+async def kv_hosts(*hosts: str) -> tuple[str, ...]:
+    """The hosts, and the addresses that they have now: an engine may name either."""
+    names = {host.lower() for host in hosts if host}
+    for host in sorted(names):
+        names |= set(await addresses(host))
+    return tuple(sorted(names)[:MAX_KV_HOSTS])
+
+
+async def addresses(host: str) -> list[str]:
+    """None: it has none, or nobody says which."""
+    loop = asyncio.get_running_loop()
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(RESOLVE_S):
+            infos = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return [str(address[0]) for *_, address in infos]
+    return []

@@ -12,8 +12,7 @@ from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import Integers, OneOf, Real, Text, check_base_url
 from app.core.types import WORKER_ID
-from workers.bridge.events.sources import NONE, reachable
-from workers.bridge.http.facts import NotExact, Overrides
+from workers.bridge.http.facts import NONE, NotExact, Overrides, reachable
 
 log = logging.getLogger(__name__)
 

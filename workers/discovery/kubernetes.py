@@ -24,7 +24,7 @@ from app.core.errors import KvrouteError
 from app.core.settings.agent import EngineAgentSettings
 from workers.discovery.engine import Engine, Members, Tell
 from workers.discovery.pods import engine_of, has_ended, uid_of
-from workers.retry import until_it_works
+from workers.tasks import until_it_works
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from workers.kv.arrival import Event
-from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, checked_map
-from workers.kv.streams import Stream, new_stream
+from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, Stream, checked_map, new_stream
 
 try:
     from cuda.bindings import driver

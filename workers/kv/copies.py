@@ -17,9 +17,8 @@ from workers.kv.disk import Blocks, SlotFile
 from workers.kv.disk_records import DiskBlock
 from workers.kv.identity import hash_of
 from workers.kv.layer_loads import LayerLoads, put_rows
-from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, checked_map
+from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, checked_map, new_stream
 from workers.kv.slots import Move
-from workers.kv.streams import new_stream
 
 log = logging.getLogger(__name__)
 

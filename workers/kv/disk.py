@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from app.core.errors import BlockLost, ConfigError
-from workers.kv.disk_pieces import DiskPieces
+from workers.kv.disk_pieces import DiskPieces, DiskThreads
 from workers.kv.disk_records import (
     PAGE_BYTES,
     VOID,
@@ -38,7 +38,6 @@ from workers.kv.disk_records import (
     read_at,
     write_at,
 )
-from workers.kv.disk_threads import DiskThreads
 from workers.kv.identity import hash_of
 
 log = logging.getLogger(__name__)

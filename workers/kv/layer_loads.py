@@ -17,9 +17,8 @@ from workers.kv.arrival import Event
 from workers.kv.copiers import PoolCopier
 from workers.kv.disk import SlotFile
 from workers.kv.disk_pieces import DiskPieces
-from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, checked_map
+from workers.kv.memory import WORD_BYTES, HostStream, Ids, MemoryPool, checked_map, new_stream
 from workers.kv.slots import Move
-from workers.kv.streams import HostStream, new_stream
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ from app.core.cache_stats import IdleBeforeEvict
 from app.core.errors import NotEnoughBlocks
 from app.core.events import CacheEvent
 from app.core.types import Tier
-from workers.kv.event_log import EventLog
 from workers.kv.identity import BlockIdentity
-from workers.kv.moves import Moves
+from workers.kv.moves import EventLog, Moves
 from workers.kv.policies import AdmissionPolicy, WritePolicy
 from workers.kv.slots import Move, Slot, Slots, block_of
 from workers.kv.tables import BlockTable, Eviction

@@ -11,7 +11,7 @@ import numpy as np
 
 from app.core.errors import InvalidRequest, shown
 from app.core.types import checked_request_id
-from workers.engines.sampling_options import Sampling
+from workers.engines.base import Sampling
 from workers.server.transfer import PARAMS, Travels, travels
 
 MAX_CHOICES = 128

@@ -164,3 +164,42 @@ class RouterSettings(DoorSettings):
         """The longest queue of a worker that takes requests, seconds; infinite unless requests may
         wait for it to shorten and --wait-above-s is set."""
         return math.inf if self.wait_above_s is None or not self.wait_queue else self.wait_above_s
+
+
+OF_CARRIAGE = (
+    *("shared_fd", "migrate", "stalled_s", "comment_every_s", "kv_lease_s", "strict_roles"),
+)
+"""Settings of a router that say how it carries requests, which a gateway does in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class PickerSettings(RouterSettings):
+    """A router replica that tells a gateway where each request goes."""
+
+    grpc_port: int = setting(
+        9002,
+        "Port on which gateways ask, by gRPC; 0 takes a free one.",
+        PORT,
+        heading=COMMON,
+        often=True,
+    )
+    send_ids: bool = setting(
+        False,
+        "Requests go on to engines with the ids of their prompts, which then need not tokenize "
+        "them again.",
+        bool,
+        heading="Gateway",
+        often=True,
+    )
+    fallbacks: int = setting(
+        2,
+        "Further workers that a gateway is told, in turn, for a request that does not reach its "
+        "own.",
+        Integers(0, 15),
+        often=True,
+    )
+    obey_test_header: bool = setting(
+        False,
+        "Obey the header test-epp-endpoint-selection, by which tests of gateways choose workers.",
+        bool,
+    )

@@ -20,8 +20,7 @@ from app.planner.rules.state import (
     WorkerState,
 )
 from app.policy.record import sampled
-from app.simulation.link import Link
-from app.simulation.profiles import USUAL
+from app.simulation.profiles import USUAL, Link
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 

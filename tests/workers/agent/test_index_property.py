@@ -20,8 +20,7 @@ from redis.asyncio import Redis
 from app.core.chains import parse_owners
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.overlaps import Overlaps
-from app.core.resume import ReuseRule
+from app.core.overlaps import Overlaps, ReuseRule
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.core.chains import GROUP_BLOCKS
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
-from app.core.resume import ReuseRule
+from app.core.overlaps import ReuseRule
 from app.core.types import SequenceHash, Tier
 from app.state.index import FIRST_PLACE, Change, Claims
 from workers.agent import ownership as module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
-from app.core.resume import EVERY_BLOCK
+from app.core.overlaps import EVERY_BLOCK
 from app.core.types import SequenceHash, TierOverlap
 from tests.workers.kv.cache_model import CacheModel
 from workers.bridge.events.blocks import EngineBlocks

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from app.core.errors import InvalidRequest
-from workers.engines.sampling_options import Sampling
+from workers.engines.base import Sampling
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
-from app.core.resume import ReuseRule
+from app.core.overlaps import ReuseRule
 from app.core.types import SequenceHash, Tier, TierOverlap
 
 

@@ -15,9 +15,8 @@ from workers.kv.arrival import Arrival
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.kv_lease import LeasedBlocks
+from workers.kv.transfer.kv_lease import LeasedBlocks, Link
 from workers.kv.transfer.layer_groups import LayerGroups
-from workers.kv.transfer.link import Link
 from workers.kv.transfer.receiver import BlockReceiver
 from workers.kv.transfer.sender import BlockSender
 from workers.kv.transfer.server import TransferServer

@@ -17,8 +17,15 @@ from torch import Tensor
 from tests.workers.kv.pools import MAPS, NUM_BLOCKS, ODD, SMALL, WIDE, moved, pool_of
 from workers.kv import copiers
 from workers.kv.copiers import COPIERS, IN_HOST_MEMORY, WITH_DEVICE, Copier, PoolCopier
-from workers.kv.memory import WORD_BYTES, KVShape, MemoryPool, host_pool
-from workers.kv.streams import CudaStream, HostStream, new_stream
+from workers.kv.memory import (
+    WORD_BYTES,
+    CudaStream,
+    HostStream,
+    KVShape,
+    MemoryPool,
+    host_pool,
+    new_stream,
+)
 
 CONTIGUOUS_TARGETS = "packed", "all", "one"
 

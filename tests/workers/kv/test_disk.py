@@ -37,7 +37,7 @@ from tests.workers.kv.disk_files import (
 )
 from tests.workers.kv.full_disk import no_room_beyond
 from tests.workers.kv.words import named
-from workers.kv import disk, disk_threads
+from workers.kv import disk, disk_pieces
 from workers.kv.disk import SlotFile
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
 from workers.kv.identity import BlockIdentity, hash_of
@@ -281,7 +281,7 @@ def test_a_batch_is_read_as_it_was_written_and_other_slots_keep_their_blocks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(disk_threads, "THREADS", 3)
+    monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     monkeypatch.setattr(disk, "SMALL_BYTES", small_bytes)
     others = [slot for slot in range(NUM_SLOTS) if slot not in slots]
@@ -319,7 +319,7 @@ def test_consecutive_slots_of_a_part_take_one_system_call(
 
         monkeypatch.setattr(os, name, counted)
 
-    monkeypatch.setattr(disk_threads, "THREADS", 1)
+    monkeypatch.setattr(disk_pieces, "THREADS", 1)
     monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     with opened(tmp_path, block_bytes=SLOT_BYTES) as file:
         for name in calls:
@@ -333,7 +333,7 @@ def test_consecutive_slots_of_a_part_take_one_system_call(
 def test_threads_share_a_batch_of_several_parts(
     part_bytes: int, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_threads, "THREADS", 3)
+    monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     all_writing, threads = Barrier(num_threads), set()
 
@@ -358,7 +358,7 @@ def test_a_copy_does_not_wait_for_threads_that_are_busy_with_others(
     monkeypatch.setattr(disk, "PART_BYTES", SLOT_BYTES)
     done = Event()
     with opened(tmp_path) as file:
-        busy = [file._threads._threads.submit(done.wait, 60) for _ in range(disk_threads.THREADS)]
+        busy = [file._threads._threads.submit(done.wait, 60) for _ in range(disk_pieces.THREADS)]
         assert write_roots(file, [1, 2, 3]) == {}
         assert read_roots(file, [1, 2, 3]) == ([content(slot) for slot in (1, 2, 3)], {})
         assert not any(other.done() for other in busy)
@@ -370,7 +370,7 @@ def test_an_error_in_one_part_of_a_batch_is_raised_only_after_the_others_have_en
     main_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Callers that see the error may reuse the slots and the memory."""
-    monkeypatch.setattr(disk_threads, "THREADS", 3)
+    monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", SLOT_BYTES)
     reported, num_late = Event(), 0
 
@@ -397,7 +397,7 @@ def test_an_error_in_one_part_of_a_batch_is_raised_only_after_the_others_have_en
 def test_parts_for_which_no_thread_can_be_started_are_not_carried_out_late(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_threads, "THREADS", 3)
+    monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", SLOT_BYTES)
     writing = []
 
@@ -429,7 +429,7 @@ def test_parts_for_which_no_thread_can_be_started_are_not_carried_out_late(
 def test_bad_blocks_of_a_batch_are_reported_and_affect_no_others(
     block_bytes: int, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_threads, "THREADS", 3)
+    monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     with opened(tmp_path, block_bytes=block_bytes) as file:
         write_roots(file, [1, 2, 3, 4, 5, 6])

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from workers.server.stops import StopStrings
+from workers.server.answer import StopStrings
 
 
 def said(stops: StopStrings, *pieces: str) -> list[str]:

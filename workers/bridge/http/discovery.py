@@ -5,10 +5,9 @@ from __future__ import annotations
 import aiohttp
 
 from app.core.errors import EngineUnfit
-from workers.bridge.http.engine import EngineHttp
-from workers.bridge.http.facts import NO_OVERRIDES, EngineFacts, Overrides
-from workers.bridge.http.models import models_of
-from workers.bridge.http.openai import openai_facts
+from app.core.trust import Rung, Trust
+from workers.bridge.http.engine import EngineHttp, models_of
+from workers.bridge.http.facts import NO_OVERRIDES, USUAL_BLOCK_SIZE, EngineFacts, Overrides, silent
 from workers.bridge.http.sglang import sglang_facts
 from workers.bridge.http.vllm import vllm_facts
 
@@ -49,3 +48,26 @@ async def discover(
 async def _is_vllm(engine: EngineHttp, overrides: Overrides) -> bool:
     models = await models_of(engine, overrides)
     return models.owner in VLLM_OWNERS or b"vllm:" in (await engine.get("/metrics") or b"")
+
+
+TELLS_NOTHING = (
+    "only vLLM and SGLang tell what they cache: start one of them, with --kv-events-config"
+)
+
+
+async def openai_facts(engine: EngineHttp, overrides: Overrides) -> EngineFacts:
+    """Raises EngineUnavailable and EngineUnfit as `discover` does."""
+    models = await models_of(engine, overrides)
+    block_size = overrides.engine_block_size or USUAL_BLOCK_SIZE
+    return EngineFacts(
+        kind="openai",
+        version=models.owner,
+        models=models.names,
+        max_model_len=models.max_model_len,
+        tokenizer=models.tokenizer,
+        block_size=block_size,
+        capacity_tokens=overrides.capacity_tokens or 0,
+        reuse_tokens=block_size,
+        sources=silent(range(overrides.data_parallel_size or 1)),
+        rung=Rung(Trust.APPROXIMATE, TELLS_NOTHING),
+    )

@@ -6,15 +6,53 @@ fields of /v1/loads from sglang/srt/managers/load_snapshot.py.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.core.cache_stats import HitRate
 from app.core.errors import EngineUnavailable
 from workers.bridge.http.engine import EngineHttp
-from workers.bridge.http.exposition import Sample, SamplePattern
 from workers.bridge.http.facts import EngineKind, EngineLoad, EngineReading
+
+_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class SamplePattern:
+    """Finds the samples with one of these names.
+
+    One regular expression skips all other lines without making objects of them: an engine's text
+    has thousands, and is read every second.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        either = b"|".join(re.escape(name.encode()) for name in names)
+        self._line = re.compile(rb"^(" + either + rb")(?:\{([^\n]*)\})? +(\S+)", re.MULTILINE)
+
+    def samples(self, text: bytes) -> Iterator[Sample]:
+        """In the order of `text`. Skips those whose value is no number, or is infinite."""
+        for name, labels, number in self._line.findall(text):
+            try:
+                value = float(number)
+            except ValueError:
+                continue
+            if abs(value) < float("inf"):
+                pairs = _LABEL.findall(labels)
+                yield Sample(
+                    name.decode(),
+                    {key.decode(): said.decode(errors="replace") for key, said in pairs},
+                    value,
+                )
+
 
 LOADS = "/v1/loads?include=core&format=json"
 STARTED = ("process_start_time_seconds", "vllm:prompt_tokens_created")

@@ -12,17 +12,18 @@ from typing import Any
 import orjson
 
 from app.core.trust import TOP, Trust
-from workers.bridge.events.sources import binds, overridden, reachable
-from workers.bridge.http.engine import EngineHttp, whole
+from workers.bridge.http.engine import EngineHttp, models_of, whole
 from workers.bridge.http.facts import (
     USUAL_BLOCK_SIZE,
     EngineFacts,
     EventSource,
     NotExact,
     Overrides,
+    binds,
+    overridden,
+    reachable,
     silent,
 )
-from workers.bridge.http.models import models_of
 
 EVENTS_FLAG = (
     '--kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557",'

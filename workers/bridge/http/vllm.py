@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.core.trust import TOP, Trust
-from workers.bridge.events.sources import overridden, reachable
-from workers.bridge.http.engine import EngineHttp, whole
-from workers.bridge.http.exposition import Sample, SamplePattern
+from workers.bridge.http.engine import EngineHttp, models_of, whole
 from workers.bridge.http.facts import (
     USUAL_BLOCK_SIZE,
     EngineFacts,
     EventSource,
     NotExact,
     Overrides,
+    overridden,
+    reachable,
     silent,
 )
-from workers.bridge.http.load import STARTED
-from workers.bridge.http.models import models_of
+from workers.bridge.http.load import STARTED, Sample, SamplePattern
 
 EVENTS_FLAG = (
     '--kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'

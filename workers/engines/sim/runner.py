@@ -11,7 +11,7 @@ from app.core.events import CacheEvent
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, Speed
 from app.simulation.engine import SimEngine
-from app.simulation.sequence import Received
+from app.simulation.running import Received
 from app.simulation.speed import SpeedLearner, sped_up
 from app.simulation.steps import Finished, SimRequest
 from workers.engines.base import (

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from app.core.types import SequenceHash, new_id
 from app.simulation.engine import SimEngine
-from app.simulation.link import Sending
+from app.simulation.profiles import Sending
 from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
-from workers.kv.transfer.kv_lease import LeasedBlocks
-from workers.kv.transfer.link import Link
+from workers.kv.transfer.kv_lease import LeasedBlocks, Link
 from workers.kv.transfer.server import TransferServer
 from workers.kv.transfer.tcp import (
     STALL_S,

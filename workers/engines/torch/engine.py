@@ -39,7 +39,7 @@ from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.link import Link
+from workers.kv.transfer.kv_lease import Link
 from workers.kv.transfer.tcp import Source
 
 

@@ -13,14 +13,13 @@ import torch
 from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
 from workers.engines.base import Engine, HostedEngine
-from workers.engines.torch.chunks import chunk_of, with_chunk
+from workers.engines.torch.chunks import chunk_of, fingerprint_of, identity_of, with_chunk
 from workers.engines.torch.engine import TorchEngine
-from workers.engines.torch.fingerprint import fingerprint_of, identity_of
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 from workers.engines.torch.tiers import open_tiers
 from workers.engines.torch.tokenizer import Tokenizer
 from workers.kv.cache import EventSink
-from workers.kv.transfer.link import Link, open_link
+from workers.kv.transfer.kv_lease import Link, open_link
 
 log = logging.getLogger(__name__)
 

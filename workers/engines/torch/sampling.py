@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engines.sampling_options import Sampling
+from workers.engines.base import Sampling
 
 
 class Sampler:

@@ -13,8 +13,7 @@ import torch
 from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
 from app.core.types import Tier, WorkerKey
-from workers.engines.torch.chunks import chunk_of
-from workers.engines.torch.fingerprint import fingerprint_of
+from workers.engines.torch.chunks import chunk_of, fingerprint_of
 from workers.engines.torch.llama import Llama
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile

@@ -13,9 +13,8 @@ from workers.kv.cache import BlockCache
 from workers.kv.identity import BlockIdentity
 from workers.kv.memory import MemoryPool
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.kv_lease import LeasedBlocks
+from workers.kv.transfer.kv_lease import LeasedBlocks, Link
 from workers.kv.transfer.layer_groups import LayerGroups
-from workers.kv.transfer.link import Link
 from workers.kv.transfer.receiver import BlockReceiver
 from workers.kv.transfer.sender import BlockSender
 from workers.kv.transfer.server import TransferServer

@@ -16,8 +16,7 @@ from xxhash import xxh3_64_intdigest
 from workers.kv.arrival import Arrival, Event
 from workers.kv.copiers import copy_bytes, copy_gathered
 from workers.kv.identity import BlockIdentity, hash_of
-from workers.kv.memory import Ids, KVShape, MemoryPool, as_numbers
-from workers.kv.streams import new_stream
+from workers.kv.memory import Ids, KVShape, MemoryPool, as_numbers, new_stream
 
 _U64 = (1 << 64) - 1
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar
 
-from app.core.errors import Crowded
+from app.core.errors import Crowded, cut
+from app.core.pace import Paces
 from app.http.turns import Turns
 from workers.kv.identity import BlockIdentity
-from workers.kv.transfer.complaints import Complaints
-from workers.kv.transfer.kv_lease import LeasedBlocks
-from workers.kv.transfer.link import Link
+from workers.kv.transfer.kv_lease import LeasedBlocks, Link
 from workers.kv.transfer.tcp import (
     MAX_SENDING,
     STALL_S,
@@ -33,6 +33,30 @@ from workers.kv.transfer.tcp import (
     read_blocks,
     send_last,
 )
+
+EVERY_S = 60.0
+MAX_PEERS = 256
+"""That are told apart; further ones share one line."""
+MAX_SHOWN = 300
+
+
+class Complaints:
+    """One line for each peer and minute, which says how many went unsaid."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._limits = Paces(1 / EVERY_S, most=MAX_PEERS)
+
+    def say(self, peer: str, what: str, error: Exception, *, traced: bool = False) -> None:
+        """peer: an address; "": nobody's. traced: with a traceback."""
+        unsaid = self._limits.allows(peer, time.monotonic())
+        if unsaid is None:
+            return
+        why = cut(str(error), MAX_SHOWN) or "nothing came, or was taken, in time"
+        more = f" ({unsaid} like it went unsaid)" if unsaid else ""
+        by = f" by {peer}" if peer else ""
+        self._log.warning("%s%s: %s%s", what, by, why, more, exc_info=error if traced else None)
+
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.events import Ends
-from app.core.resume import Back, Resume
+from app.core.overlaps import Back, Resume
 from app.core.types import SequenceHash, TierOverlap
 from tests.workers.bridge.holder import SIZE, TOKENS, Holder, announced, chain_of
 from workers.agent.ownership import Ownership

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from workers.bridge.http.kv_hosts import kv_hosts
+from workers.bridge.registration import kv_hosts
 
 
 async def test_a_host_is_known_by_its_addresses_too() -> None:

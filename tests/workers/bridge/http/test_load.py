@@ -9,9 +9,8 @@ import pytest
 from app.core.errors import EngineUnavailable
 from tests.fakes.facts import SGLANG, VLLM, Answers, vllm_metrics
 from tests.workers.bridge.http.conftest import engine_of
-from workers.bridge.http.exposition import SamplePattern
 from workers.bridge.http.facts import EngineKind, EngineLoad, EngineReading
-from workers.bridge.http.load import LoadReader
+from workers.bridge.http.load import LoadReader, SamplePattern
 
 LOADS: dict[str, Any] = {
     "dp_rank": 1,

@@ -15,16 +15,15 @@ from app.core.hashing import token_bytes
 from app.core.worker_report import DEFAULT_SPEED
 from app.http.server import listen
 from app.simulation.engine import SimEngine
-from app.simulation.link import Link as SimLink
-from app.simulation.link import Sending
-from app.simulation.profiles import USUAL
+from app.simulation.profiles import USUAL, Sending
+from app.simulation.profiles import Link as SimLink
 from app.simulation.steps import Finished
 from tests.eventually import eventually
 from workers.engines.base import CompletionRequest
 from workers.engines.sim import transfer
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.transfer import SimTransfer
-from workers.kv.transfer.link import Link
+from workers.kv.transfer.kv_lease import Link
 from workers.kv.transfer.tcp import Source
 
 SIZE = 4

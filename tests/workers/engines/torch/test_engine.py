@@ -30,8 +30,8 @@ from workers.engines.base import (
     EngineStoppedError,
     Generation,
     QueueFullError,
+    Sampling,
 )
-from workers.engines.sampling_options import Sampling
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.sequence import TokenSequence
@@ -43,7 +43,7 @@ from workers.kv.identity import BlockIdentity, hash_of, identities_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
 from workers.kv.policies import WritePolicy
-from workers.kv.transfer.link import Link
+from workers.kv.transfer.kv_lease import Link
 from workers.metrics import registry_of
 
 DEVICE, HOST, DISK = Tier

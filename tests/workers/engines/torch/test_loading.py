@@ -26,16 +26,15 @@ from tests.workers.engines.torch.checkpoints import reference
 from tests.workers.kv.cache_model import FakePublisher
 from tests.workers.kv.words import named
 from workers.engines.base import CompletionRequest, Engine
-from workers.engines.hosting import host
+from workers.engines.torch.chunks import fingerprint_of, identity_of
 from workers.engines.torch.engine import TorchEngine
-from workers.engines.torch.fingerprint import fingerprint_of, identity_of
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.tiers import rank_device
 from workers.kv.disk_records import _RECORD, PAGE_BYTES
 from workers.kv.identity import hash_of, identities_of
 from workers.kv.memory import KVShape
 from workers.kv.transfer.tcp import Source
-from workers.main import serve
+from workers.main import host, serve
 
 SETTINGS = WorkerSettings(
     worker_id="w0",
@@ -164,7 +163,7 @@ def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch: pytest.Mo
     shape = model.kv_shape(16)
     before = fingerprint_of(SETTINGS, model, shape, "tiny")
     assert fingerprint_of(SETTINGS, model, shape, "tiny") == before
-    monkeypatch.setattr("workers.engines.torch.fingerprint.version", lambda _: "9.9")
+    monkeypatch.setattr("workers.engines.torch.chunks.version", lambda _: "9.9")
     assert fingerprint_of(SETTINGS, model, shape, "tiny") != before
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from workers.engines.sampling_options import Sampling
+from workers.engines.base import Sampling
 from workers.engines.torch.sampling import Sampler, sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -38,7 +38,7 @@ from workers.engines.torch.llama import SIZES, Llama
 from workers.kv import memory
 from workers.kv.identity import BlockIdentity
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.link import Link
+from workers.kv.transfer.kv_lease import Link
 from workers.kv.transfer.tcp import BlocksOffer, Source, offered_frame
 
 DEVICE, HOST, DISK = Tier
