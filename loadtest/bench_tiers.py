@@ -44,7 +44,7 @@ from workers.kv.memory import KVShape, MemoryPool, host_pool
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 PAIRS = tuple(permutations(Tier, 2))
 RUN = 8
-"""Fewer blocks than tiers copy in one piece after long use: see workers.kv.free_runs."""
+"""Fewer blocks than tiers copy in one piece after long use: see workers.kv.slots."""
 
 
 def shape_of(block_bytes: int) -> KVShape:

@@ -13,7 +13,7 @@ from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.planner.predict import predictor
 from app.planner.rules.forecast import growth
-from app.planner.rules.policies import propose
+from app.planner.rules.policies import propose, unique_values
 from app.planner.rules.replay import Replay, recorded_request
 from app.planner.rules.state import (
     FleetState,
@@ -27,7 +27,6 @@ from app.planner.rules.state import (
     WorkerState,
     prefill_s,
 )
-from app.planner.rules.victims import unique_values
 from app.policy.record import sampled
 from app.simulation.books import Holdings
 from app.simulation.flights import Decided, SimAnswer

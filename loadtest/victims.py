@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from numpy.random import Generator
 
+from app.planner.rules.policies import least_valued
 from app.planner.rules.state import FleetState, Phase, WorkerState
-from app.planner.rules.victims import least_valued
 
 
 def newest(state: FleetState, _: Generator) -> str:

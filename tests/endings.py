@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from app.core.keys import Keyspace
 from app.core.outcomes import Ending
-from app.state import decisions, endings
+from app.state import decisions
 from app.state.client import RedisClient
 
 
 async def all_endings(redis: RedisClient, keyspace: Keyspace) -> dict[str, Ending]:
     """Request id -> how it ended."""
-    late = await endings.read(redis, keyspace, 0, 1000)
+    late = await decisions.read_endings(redis, keyspace, 0, 1000)
     records = [record async for record in decisions.read(redis, keyspace)]
     return {one.request_id: one.ending for one in records if one.ending is not None} | late

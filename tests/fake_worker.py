@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from app.core import metrics_entry
+from app.core import registration
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.loads import Load, Reservation, Wish
@@ -188,7 +188,7 @@ class FakeWorkers:
         entry: dict[Any, Any] = {
             "worker": str(_key(name)),
             "incarnation": str(incarnation),
-            **metrics_entry.encode(measured, speed, gpu),
+            **registration.encode_metrics(measured, speed, gpu),
         }
         await self.redis.xadd(KEYS["metrics"], entry)
 

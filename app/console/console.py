@@ -33,9 +33,9 @@ from app.policy.view import View
 from app.router.router import Router
 from app.state import events, last_errors, leases, planner, replicas
 from app.state.connect import deadline
-from app.state.flows import flows
 from app.state.last_errors import Errors
 from app.state.scripts import ScriptRunner
+from app.state.waiting import flows
 
 TIMEOUT_S = 2.0
 DAY_H = 24

@@ -1,4 +1,4 @@
-"""Processes that this one starts, and the signals that end them with it."""
+"""Processes that this one starts, the signals that end it and them, and workers that outlive it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -75,3 +76,44 @@ def start_child(
         # Ctrl-C in a terminal reaches only the owner, which stops its children in their order.
         process_group=0,
     )
+
+
+STOP_S = 30.0
+POLL_S = 0.1
+
+
+def stop_workers(folder: Path, *signals: int) -> None:
+    """Stop all that any planner has started there, and wait for it; kill what is left after
+    STOP_S. signals: what to send instead, STOP_S apart."""
+    for number in signals or (signal.SIGTERM, signal.SIGKILL):
+        for pid in running_workers(folder).values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline_s = time.monotonic() + STOP_S
+        while running_workers(folder) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+
+
+def running_workers(folder: Path) -> dict[str, int]:
+    """The processes that live, by worker; forgets the others."""
+    pids: dict[str, int] = {}
+    for file in folder.glob("auto-*.pid"):
+        text = ""
+        with suppress(OSError, ValueError):  # another planner forgets them too
+            text = file.read_text()
+        if text.isdigit() and _is_worker(int(text), file.stem):
+            pids[file.stem] = int(text)
+        else:
+            file.unlink(missing_ok=True)
+    return pids
+
+
+def _is_worker(pid: int, worker: str) -> bool:
+    """Whether that process is still the worker, and not another with its number."""
+    with suppress(ChildProcessError):  # another planner's
+        os.waitpid(pid, os.WNOHANG)
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return f"--worker-id={worker}".encode() in line.split(b"\0")

@@ -34,8 +34,7 @@ from app.core.settings.router import OF_CARRIAGE, PickerSettings, RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.http.errors import TAKES_NO_KEY
 from app.http.server import listen
-from app.local.child import interrupts_held, start_child
-from app.local.detached import stop_workers
+from app.local.child import interrupts_held, start_child, stop_workers
 from app.local.envoy import Place, rendered
 from app.local.redis_server import (
     LOOPBACK,

@@ -22,7 +22,7 @@ from app.options import POSITIVE, POSITIVE_SECONDS, Command
 from app.policy.record import DecisionRecord
 from app.state import decisions, last_errors, planner
 from app.state.client import RedisClient
-from app.state.flows import flows
+from app.state.waiting import flows
 
 MAX_SHOWN = 20
 

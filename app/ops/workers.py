@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from app.core import metrics_entry, registration
+from app.core import registration
 from app.core.keys import Keyspace
 from app.core.loads import Load
 from app.core.types import Incarnation, Tier, parse_incarnation
@@ -149,6 +149,6 @@ def _readable_report(
     entry: dict[bytes, bytes],
 ) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     try:
-        return metrics_entry.decode(entry)
+        return registration.decode_metrics(entry)
     except ValueError:
         return ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS

@@ -21,10 +21,9 @@ from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
 from app.planner.predict import predictor, replay_of
 from app.planner.rules.forecast import growth
-from app.planner.rules.policies import propose
+from app.planner.rules.policies import least_valued, propose
 from app.planner.rules.replay import ReplayTooLong
 from app.planner.rules.state import FleetState, Pools, Proposal, Reason, Rules, Slo
-from app.planner.rules.victims import least_valued
 from app.state import leases, models, planner
 from app.state.scripts import ScriptRunner
 

@@ -15,6 +15,7 @@ from app.core.outcomes import Ending
 from app.core.roles import Role
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
+from app.planner.rules.policies import Held, unique_values
 from app.planner.rules.replay import recorded_request
 from app.planner.rules.state import (
     USUAL_STARTUP_S,
@@ -27,16 +28,15 @@ from app.planner.rules.state import (
     WorkerLoad,
     WorkerState,
 )
-from app.planner.rules.victims import Held, unique_values
 from app.policy.record import DecisionRecord
 from app.policy.workers import Measurement
 from app.router.fleet import Fleet
 from app.simulation.profiles import USUAL, profile_of
-from app.state import decisions, endings, reservations
+from app.state import decisions, reservations
 from app.state.client import RedisClient
 from app.state.connect import deadline
-from app.state.flows import flows
 from app.state.scripts import ScriptRunner
+from app.state.waiting import flows
 
 MOST_DECISIONS = 4096
 BLOCKS_A_PROMPT = 128
@@ -207,7 +207,9 @@ class Observer:
             past_s.append(rules.idle_s)
         since_s = self.now_s - max(past_s)
         ended: dict[str, Ending | None] = {
-            **await endings.read(self._redis, self._keyspace, round(1000 * since_s), MOST_DECISIONS)
+            **await decisions.read_endings(
+                self._redis, self._keyspace, round(1000 * since_s), MOST_DECISIONS
+            )
         }
         infos = [worker.info for worker in self.workers_seen.values()]
         most_tokens = max(info.most_tokens for info in infos)
@@ -262,7 +264,7 @@ class Observer:
         return PastRequest(record.at_ms / 1000, name, request, best_blocks, came, source)
 
     def _values(self, recent: list[PastRequest], block_size: int, rules: Rules) -> dict[str, float]:
-        """Seconds of prefill that losing each worker would cost; see app.planner.rules.victims."""
+        """Seconds of prefill that losing each worker would cost; see app.planner.rules.policies."""
         if not recent:
             return {}
         names = self.workers_seen.keys()

@@ -11,10 +11,9 @@ from functools import partial
 from app.core.keys import Keyspace
 from app.core.roles import Role
 from app.planner.observe import Observer, mean_speed
-from app.planner.rules.policies import Predict
+from app.planner.rules.policies import Predict, least_valued
 from app.planner.rules.replay import Replay
 from app.planner.rules.state import FleetState, Pools, Prediction, Rules
-from app.planner.rules.victims import least_valued
 from app.router.fleet import Fleet
 from app.simulation.profiles import USUAL, Link
 from app.simulation.setting import Setting

@@ -24,7 +24,7 @@ from app.policy.decision import Query, RouteRequest, alike_of
 from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.policy.plan import Plan
 from app.router.replica import Replica
-from app.state import decisions, endings, in_flight, predictions, sessions
+from app.state import decisions, in_flight, predictions, sessions
 from app.state.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -230,7 +230,8 @@ class History:
         keyspace, kept = self._replica.keyspace, self._decisions_kept
         calls: list[Call[bytes]] = [decisions.record(keyspace, one, kept) for one in records]
         calls += [
-            endings.record(keyspace, request_id_of(name), how, kept) for name, how in ended.items()
+            decisions.record_ending(keyspace, request_id_of(name), how, kept)
+            for name, how in ended.items()
         ]
         for at in range(0, len(calls), decisions.MAX_WRITTEN):
             try:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from app.core import metrics_entry
+from app.core import registration
 from app.core.errors import RedisUnavailable
 from app.core.keys import METRICS_INTERVAL_S, Keyspace, metrics_interval_s
 from app.core.types import Incarnation
@@ -136,7 +136,7 @@ class Measurements:
         """Keep what an entry says; False: it makes no sense."""
         try:
             incarnation = Incarnation(int(fields[b"incarnation"]))
-            measured = Measurement(*metrics_entry.decode(fields), at_ms)
+            measured = Measurement(*registration.decode_metrics(fields), at_ms)
         except (KeyError, ValueError) as error:
             worker = fields.get(b"worker", b"").decode(errors="replace")
             log.warning("ignoring a metrics entry of %s: %s", worker, error)

@@ -11,8 +11,7 @@ import pytest
 
 from app.core import limits
 from app.core.limits import MAX_COUNT, MAX_MEASURED, MAX_NAME, MAX_NAMES
-from app.core.metrics_entry import decode, encode
-from app.core.registration import decode_info, encode_info
+from app.core.registration import decode_info, decode_metrics, encode_info, encode_metrics
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
 from tests.fake_worker import worker_info
 
@@ -66,8 +65,8 @@ def test_findings_have_limits_too() -> None:
 )
 def test_a_measured_number_that_cannot_be_leaves_the_others(said: float, counts: float) -> None:
     measured = ForwardPassMetrics(request_active_slots=7, gpu_cache_usage_perc=said)
-    entry = {k.encode(): v.encode() for k, v in encode(measured, DEFAULT_SPEED).items()}
-    assert decode(entry)[0] == replace(measured, gpu_cache_usage_perc=counts)
+    entry = {k.encode(): v.encode() for k, v in encode_metrics(measured, DEFAULT_SPEED).items()}
+    assert decode_metrics(entry)[0] == replace(measured, gpu_cache_usage_perc=counts)
 
 
 def test_a_page_has_the_limits() -> None:

@@ -8,11 +8,12 @@ import orjson
 import pytest
 
 from app.core.limits import MAX_COUNT, MAX_MEASURED
-from app.core.metrics_entry import decode, encode
 from app.core.registration import (
     WrongField,
     decode_info,
+    decode_metrics,
     encode_info,
+    encode_metrics,
     read_info,
     version_in,
 )
@@ -234,7 +235,7 @@ SHOWN = {
 
 def read(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     """What is decoded of an entry once Redis has had it."""
-    return decode({name.encode(): text.encode() for name, text in entry.items()})
+    return decode_metrics({name.encode(): text.encode() for name, text in entry.items()})
 
 
 def test_a_registration_is_this_text_and_is_read_as_it_was_written() -> None:
@@ -353,7 +354,7 @@ def test_a_number_out_of_bounds_in_a_registration_is_refused(field: str, value: 
 
 
 def test_metrics_are_these_fields_in_this_order_and_are_read_as_they_were_written() -> None:
-    entry = encode(METRICS_SEEN, SPEED_LEARNT, READINGS)
+    entry = encode_metrics(METRICS_SEEN, SPEED_LEARNT, READINGS)
     assert list(entry.items()) == list(ENTRY.items())
     assert read(entry) == (METRICS_SEEN, SPEED_LEARNT, READINGS)
 
@@ -376,7 +377,7 @@ def test_metrics_with_any_values_are_read_as_they_were_written() -> None:
             Speed(*(_any_value(item, rng) for item in SPEED)),
             GpuReadings(*(rng.choice([None, _any_value(item, rng)]) for item in GPU)),
         )
-        assert read(encode(*report)) == report
+        assert read(encode_metrics(*report)) == report
 
 
 def _any_value(item: Item, rng: random.Random, largest: float = MAX_MEASURED) -> Any:
@@ -396,14 +397,14 @@ def _any_value(item: Item, rng: random.Random, largest: float = MAX_MEASURED) ->
 
 def test_only_readings_that_a_gpu_has_are_written() -> None:
     some = GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0)
-    entry = encode(METRICS_SEEN, SPEED_LEARNT, some)
-    readings = entry.items() - encode(METRICS_SEEN, SPEED_LEARNT).items()
+    entry = encode_metrics(METRICS_SEEN, SPEED_LEARNT, some)
+    readings = entry.items() - encode_metrics(METRICS_SEEN, SPEED_LEARNT).items()
     assert readings == {("gpu_memory_used_bytes", "60129542145"), ("gpu_power_w", "0")}
     assert read(entry)[2] == some
 
 
 def test_fractions_are_written_with_nine_digits() -> None:
-    entry = encode(ForwardPassMetrics(gpu_cache_usage_perc=1 / 3), SPEED_LEARNT)
+    entry = encode_metrics(ForwardPassMetrics(gpu_cache_usage_perc=1 / 3), SPEED_LEARNT)
     assert entry["gpu_cache_usage_perc"] == "0.333333333"
 
 

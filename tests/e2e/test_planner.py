@@ -15,8 +15,8 @@ import pytest
 from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
+from app.local.child import running_workers
 from app.local.cluster import Cluster
-from app.local.detached import running_workers
 from app.local.redis_server import EmbeddedRedis
 from app.state import planner
 from app.state.connect import connect

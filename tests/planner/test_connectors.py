@@ -19,7 +19,7 @@ from kubernetes_asyncio import client
 
 from app.core.errors import ConfigError
 from app.core.roles import Role
-from app.local.detached import running_workers, stop_workers
+from app.local.child import running_workers, stop_workers
 from app.local.redis_server import EmbeddedRedis
 from app.planner.connectors.base import ConnectorError, ExecConnector
 from app.planner.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes

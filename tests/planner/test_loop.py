@@ -40,7 +40,7 @@ from app.planner.rules.state import (
     Rules,
 )
 from app.router.fleet import Fleet
-from app.state import decisions, endings, leases, planner, reservations
+from app.state import decisions, leases, planner, reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
@@ -441,7 +441,7 @@ async def test_records_that_no_worker_could_have_answered_are_counted_and_left_o
     await runner.one(decisions.record(KEYS, late, kept=100))
     told = {"endless": Ending(500_000, 5), "good": Ending(3, 10**9)}
     for name, ending in told.items():
-        await runner.one(endings.record(KEYS, name, ending, kept=100))
+        await runner.one(decisions.record_ending(KEYS, name, ending, kept=100))
     settings, metrics = replace(SETTINGS, scaling_policy="slo"), PlannerMetrics(NAMESPACE)
     async with (
         running(fake_agent(runner, KEYS, "a")),

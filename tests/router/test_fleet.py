@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from app.core import metrics_entry, registration
+from app.core import registration
 from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
 from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.overlaps import Overlaps
@@ -50,7 +50,11 @@ async def publish(
     entry_id: str = "*",
 ) -> None:
     """Publish metrics as an agent does."""
-    entry = {"worker": "a:0", "incarnation": str(inc), **metrics_entry.encode(measured, speed)}
+    entry = {
+        "worker": "a:0",
+        "incarnation": str(inc),
+        **registration.encode_metrics(measured, speed),
+    }
     await space.redis.xadd(space.keys["metrics"], entry, id=entry_id)  # type: ignore[arg-type]
 
 

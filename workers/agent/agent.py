@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.core import metrics_entry
+from app.core import registration
 from app.core.errors import (
     IncarnationLost,
     NamespaceMismatch,
@@ -434,7 +434,7 @@ class Agent:
             entry: dict[Any, Any] = {
                 "worker": str(self.info.key),
                 "incarnation": str(self.incarnation),
-                **metrics_entry.encode(metrics, speed, self._read_gpu()),
+                **registration.encode_metrics(metrics, speed, self._read_gpu()),
             }
             try:
                 await self._tell_late(metrics.kv_fetched_late)

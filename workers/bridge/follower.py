@@ -31,8 +31,7 @@ from workers.bridge.http.engine import EngineHttp, models_of, tokenizer_hash
 from workers.bridge.http.facts import EngineFacts, EngineLoad, Overrides
 from workers.bridge.http.load import LoadReader
 from workers.bridge.kv_lease import ANSWER_S, LEAST_S, disagreement, lease_of
-from workers.bridge.measured import measured
-from workers.bridge.rank import Rank
+from workers.bridge.rank import Rank, measured
 from workers.bridge.registration import Registrations
 from workers.bridge.speed import EngineSpeed
 from workers.bridge.taint import cleanse

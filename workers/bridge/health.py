@@ -1,11 +1,12 @@
-"""Whether an engine is alive, by what it does: its answers, tokens and events. One late answer says
-little. No I/O."""
+"""Whether an engine is alive, by what it does: its answers, tokens and events; and whether its
+events fail to arrive. One late answer says little. No I/O."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from workers.bridge.http.facts import EngineLoad
 
@@ -197,3 +198,70 @@ class EngineHealth:
 
 
 STALLED = "has requests, and computes nothing of them"
+
+
+BLOCKS_A_PROMPT = 2
+"""Where prompts have more on average, at least one of them has filled a block."""
+MANY_BLOCKS = 100
+"""So many must be computed where the number of prompts is not known: short ones fill no block."""
+SETTLING_READINGS = 2
+"""Counters may lag behind the events of what they count."""
+LATE_READINGS = 2
+
+
+class _Computed(NamedTuple):
+    computed: float
+    """Tokens."""
+    prompts: float | None
+    """That have begun, and as many as may have begun before and run."""
+    running: int = 0
+
+
+class Silence:
+    """Whether an engine computes what causes events, and none is heard. block_size: tokens of its
+    block."""
+
+    def __init__(self, block_size: int) -> None:
+        self.since_s: float | None = None
+        """When it began, in the time of `observe`; None: events arrive, or none were due."""
+        self._block_size = block_size
+        self._num_heard = 0
+        self._settling = 0
+        self._late = 0
+        self._before: _Computed | None = None
+        self._last: _Computed | None = None
+
+    def observe(self, load: EngineLoad, num_heard: int, now: float) -> None:
+        """num_heard: batches that came until now, also those that were asked for."""
+        progress = _computed(load)
+        if progress is None:
+            return
+        is_restarted = self._last is not None and progress.computed < self._last.computed
+        self._last = progress
+        if num_heard != self._num_heard or self._before is None or is_restarted:
+            self._num_heard, self._settling = num_heard, SETTLING_READINGS
+        if self._settling:
+            self._settling -= 1
+            self._before, self._late, self.since_s = progress, 0, None
+        elif self._is_due(self._before, progress):
+            self._late += 1
+            if self._late == LATE_READINGS:
+                self.since_s = now
+
+    def _is_due(self, before: _Computed | None, progress: _Computed) -> bool:
+        assert before is not None
+        blocks = (progress.computed - before.computed) / self._block_size
+        if progress.prompts is None or before.prompts is None:
+            return blocks >= MANY_BLOCKS
+        requests = progress.prompts - before.prompts + before.running
+        return blocks >= BLOCKS_A_PROMPT * max(1.0, requests)
+
+
+def _computed(load: EngineLoad) -> _Computed | None:
+    """None if the engine does not say what it has computed."""
+    if load.busy_tokens is not None:
+        return _Computed(load.busy_tokens, None)
+    if load.prompt_tokens is None or load.cached_tokens is None:
+        return None
+    computed = load.prompt_tokens - load.cached_tokens + (load.generated_tokens or 0.0)
+    return _Computed(computed, load.first_tokens, load.running)

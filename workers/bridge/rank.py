@@ -15,6 +15,7 @@ import zmq.asyncio
 from app.core.errors import InvalidRequest
 from app.core.events import CacheEvent, Cleared
 from app.core.keys import Keyspace
+from app.core.loads import Load
 from app.core.trust import TOP, Rung, Trust
 from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
 from app.state.scripts import ScriptRunner
@@ -23,10 +24,11 @@ from workers.bridge.events import saved
 from workers.bridge.events.blocks import EngineBlocks
 from workers.bridge.events.events import AllBlocksCleared
 from workers.bridge.events.saved import SavedIndex
-from workers.bridge.events.silence import Silence
 from workers.bridge.events.stream import EventStream, Fresh, Resumption
 from workers.bridge.events.vllm import Batch
+from workers.bridge.health import Silence
 from workers.bridge.http.facts import EngineFacts, EngineLoad, EventSource
+from workers.bridge.speed import EngineSpeed
 
 log = logging.getLogger(__name__)
 
@@ -286,3 +288,40 @@ class Rank:
             await asyncio.to_thread(saved.save, self._path, self._form, known)
         except OSError as error:
             log.warning("%s: what is known cannot be kept: %s", self.info.key, error)
+
+
+def measured(
+    load: EngineLoad,
+    speed: EngineSpeed,
+    reserved: list[Load | None],
+    *,
+    max_requests: int,
+    total_blocks: int,
+    late_s: float,
+    read_s_ago: float,
+) -> ForwardPassMetrics:
+    """reserved: by routers, before that load was read, and after. total_blocks: that it registers.
+    late_s: as in ForwardPassMetrics."""
+    metrics = ForwardPassMetrics(
+        request_active_slots=load.running,
+        request_total_slots=max_requests,
+        kv_active_blocks=round(load.kv_usage * total_blocks),
+        kv_total_blocks=total_blocks,
+        num_requests_waiting=load.waiting,
+        gpu_cache_usage_perc=load.kv_usage,
+        gpu_prefix_cache_hit_rate=load.hit_rate or 0.0,
+        kv_idle_before_evict_s=load.idle_before_evict_s or 0.0,
+        late_s=late_s,
+        read_s_ago=read_s_ago,
+        mean_prefill_tokens=speed.mean_prefill_tokens,
+        kv_leases_ended=_count(load.leases_ended),
+        kv_fetched_late=_count(load.fetched_late),
+        kv_transfers=_count(load.transfers),
+        kv_transfers_failed=_count(load.failed_transfers),
+        engine_steps=None if load.leases_ended is None else _count(load.steps),
+    )
+    return metrics.beside(*reserved)
+
+
+def _count(value: float | None) -> int | None:
+    return None if value is None else int(value)

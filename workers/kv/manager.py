@@ -22,8 +22,7 @@ from app.core.errors import NotEnoughBlocks
 from app.core.events import CacheEvent
 from app.core.types import Tier
 from workers.kv.identity import BlockIdentity
-from workers.kv.moves import EventLog, Moves
-from workers.kv.policies import AdmissionPolicy, WritePolicy
+from workers.kv.moves import AdmissionPolicy, EventLog, Moves, WritePolicy
 from workers.kv.slots import Move, Slot, Slots, block_of
 from workers.kv.tables import BlockTable, Eviction
 

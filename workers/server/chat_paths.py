@@ -18,8 +18,7 @@ from workers.engines.base import QueueFullError, Tokenizer
 from workers.server.answer import AnswerChoices, now_s
 from workers.server.completions import ChatForm
 from workers.server.members import GENERATION, check_members, count, generated
-from workers.server.paths import WorkerApp, hand_on, respond
-from workers.server.texts import decoded, encoded
+from workers.server.paths import WorkerApp, decoded, encoded, hand_on, respond
 from workers.server.transfer import PARAMS
 from workers.server.writers import NATURAL_TOKENS, ServedEngine, written
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 from starlette.routing import Router
@@ -36,7 +38,8 @@ from app.http.json_body import JsonBody
 from app.http.keys import HEALTH, METRICS, Keys
 from app.http.route import Route, routed
 from app.simulation.steps import PromptTooLargeError
-from workers.engines.base import EngineStoppedError, QueueFullError
+from app.tokens import Overloaded, TokenizerThreads
+from workers.engines.base import EngineStoppedError, QueueFullError, Tokenizer
 from workers.metrics import registry_of
 from workers.server.answer import AnswerChoices
 from workers.server.completions import STOPPING, CompletionForm
@@ -47,7 +50,6 @@ from workers.server.members import (
     check_members,
     generated,
 )
-from workers.server.texts import encoded
 from workers.server.transfer import KEEP_S, PARAMS, params_of
 from workers.server.writers import ServedEngine, check_travels, written
 
@@ -248,3 +250,31 @@ def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
         with suppress(orjson.JSONDecodeError):
             fields[name] = orjson.loads(query[name])
     return fields
+
+
+MAX_BYTES = 1 << 20
+"""Of a text: it takes two hundred times its size in memory, and two seconds that nobody can cut
+short."""
+_THREADS = TokenizerThreads()
+T = TypeVar("T")
+
+
+async def encoded(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
+    """The ids of a prompt. Raises InvalidRequest, QueueFullError."""
+    if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
+        raise InvalidRequest("prompt", f"has over {MAX_BYTES} bytes: send token ids")
+    return await _apart(len(text), lambda: np.array(tokenizer.encode(text), "<u4"))
+
+
+async def _apart(size: int, call: Callable[[], T]) -> T:
+    """What `call()` returns or raises, from a thread. size: of what it reads, in characters. Raises
+    QueueFullError."""
+    try:
+        return await _THREADS.run(size, call)
+    except Overloaded as error:
+        raise QueueFullError(str(error)) from None
+
+
+async def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Raises QueueFullError."""
+    return await _apart(len(ids), lambda: tokenizer.decode(ids))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from app.core.errors import ConfigError
 from app.core.roles import Role
-from app.local.detached import running_workers
+from app.local.child import running_workers
 from app.planner.connectors.base import ConnectorError
 
 log = logging.getLogger(__name__)

@@ -97,7 +97,7 @@ class WorkerState:
     """When the phase began."""
     load: WorkerLoad | None = None
     unique_value_s: float = 0.0
-    """Seconds of prefill that losing it would cost: see app.planner.rules.victims."""
+    """Seconds of prefill that losing it would cost: see app.planner.rules.policies."""
     speed: Speed = DEFAULT_SPEED
     profile: Profile | None = None
     """Of its engine in virtual time; None: it will be like the first of the others."""

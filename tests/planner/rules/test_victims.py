@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.core.worker_report import Speed
+from app.planner.rules.policies import least_valued, unique_values
 from app.planner.rules.state import FleetState, PastRequest, Phase, WorkerLoad, WorkerState
-from app.planner.rules.victims import least_valued, unique_values
 from app.simulation.steps import SimRequest
 
 SPEED = Speed(prefill_s_per_token=1e-3, prefill_s_per_token2=0.0)

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 import workers.agent.agent
 import workers.agent.publish
-from app.core import metrics_entry, registration
+from app.core import registration
 from app.core.errors import RedisUnavailable
 from app.core.events import Removed, Stored
 from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN
@@ -610,9 +610,9 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
     assert text == {
         "worker": "w0:0",
         "incarnation": "1",
-        **metrics_entry.encode(shown, LEARNED, READ),
+        **registration.encode_metrics(shown, LEARNED, READ),
     }
-    assert metrics_entry.decode(found[0][1]) == (shown, LEARNED, READ)
+    assert registration.decode_metrics(found[0][1]) == (shown, LEARNED, READ)
 
 
 async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:

@@ -19,8 +19,7 @@ from redis.asyncio import Redis
 
 from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
-from app.core.metrics_entry import decode
-from app.core.registration import decode_info
+from app.core.registration import decode_info, decode_metrics
 from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import Trust
 from app.core.types import Incarnation
@@ -92,7 +91,7 @@ class Followed:
         """As it last reported."""
         for _, entry in await self.redis.xrevrange(KEYS["metrics"], count=50):
             if entry[b"worker"] == b"e:0":
-                return decode(entry)[0].late_s
+                return decode_metrics(entry)[0].late_s
         return 0.0
 
     async def asked(self, path: str, more: int = 3) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from app.core.types import Tier
 from workers.kv.identity import BlockIdentity
-from workers.kv.policies import AdmissionPolicy, WritePolicy
+from workers.kv.moves import AdmissionPolicy, WritePolicy
 
 
 @dataclass(eq=False)

@@ -31,7 +31,7 @@ from workers.kv.disk import SlotFile
 from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
-from workers.kv.policies import WritePolicy
+from workers.kv.moves import WritePolicy
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable, Eviction
 

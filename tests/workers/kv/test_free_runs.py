@@ -6,9 +6,9 @@ from itertools import groupby, pairwise
 
 from app.core.types import Tier
 from tests.workers.kv.words import named
-from workers.kv.free_runs import MAX_STALE, FreeRuns
 from workers.kv.identity import BlockIdentity
 from workers.kv.manager import BlockManager
+from workers.kv.slots import MAX_STALE, FreeRuns
 from workers.kv.tables import BlockTable
 
 

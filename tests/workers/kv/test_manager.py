@@ -27,7 +27,7 @@ from tests.workers.kv.words import (
     named,
 )
 from workers.kv.manager import BlockManager
-from workers.kv.policies import AdmissionPolicy
+from workers.kv.moves import AdmissionPolicy
 
 
 def test_blocks_of_a_running_request_are_shared() -> None:

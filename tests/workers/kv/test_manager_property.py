@@ -16,7 +16,7 @@ from tests.workers.kv.cache_model import CacheModel
 from tests.workers.kv.words import named
 from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.manager import BlockManager
-from workers.kv.policies import AdmissionPolicy, WritePolicy
+from workers.kv.moves import AdmissionPolicy, WritePolicy
 from workers.kv.slots import Move, block_of
 from workers.kv.tables import BlockTable, Eviction
 

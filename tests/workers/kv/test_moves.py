@@ -23,7 +23,7 @@ from tests.workers.kv.words import (
     idle,
     manager_of,
 )
-from workers.kv.policies import AdmissionPolicy, WritePolicy
+from workers.kv.moves import AdmissionPolicy, WritePolicy
 
 
 def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there() -> None:

@@ -12,7 +12,7 @@ from app.core.worker_report import Speed
 from app.simulation.speed import SpeedLearner
 from app.simulation.steps import Step
 from workers.kv.manager import BlockManager
-from workers.kv.policies import AdmissionPolicy
+from workers.kv.moves import AdmissionPolicy
 
 FORGET = 0.99
 """Weight of a chunk's speed relative to the next one's."""

@@ -20,7 +20,7 @@ from workers.kv.disk import SlotFile
 from workers.kv.identity import BlockIdentity
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool, host_pool
-from workers.kv.policies import AdmissionPolicy, WritePolicy
+from workers.kv.moves import AdmissionPolicy, WritePolicy
 from workers.kv.slots import Move
 
 DEFAULT_POOL_BYTES = 1 << 30

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from workers.bridge.http import kv_fingerprint
 from workers.bridge.http.facts import EngineFacts
+from workers.bridge.registration import kv_hosts
 
 FACTS = EngineFacts(
     kind="vllm",
@@ -100,3 +101,14 @@ async def test_the_first_host_that_answers_counts(monkeypatch: pytest.MonkeyPatc
     async with side_channel(PAYLOAD) as (port, _):
         found = await told(port, "host.invalid", "127.0.0.2", "127.0.0.1")
     assert found["handshake"] == "5f0c" * 4
+
+
+async def test_a_host_is_known_by_its_addresses_too() -> None:
+    hosts = await kv_hosts("LOCALHOST", "10.9.8.7", "")
+    assert "localhost" in hosts
+    assert {"127.0.0.1", "::1"} & set(hosts)
+    assert "10.9.8.7" in hosts
+
+
+async def test_a_host_without_an_address_is_known_by_its_name() -> None:
+    assert await kv_hosts("no-such-host.invalid") == ("no-such-host.invalid",)

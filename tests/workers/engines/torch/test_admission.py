@@ -4,7 +4,7 @@ from app.core.types import Tier
 from app.simulation.steps import Step
 from workers.engines.torch import admission
 from workers.engines.torch.admission import AdaptiveAdmission
-from workers.kv.policies import AdmissionPolicy
+from workers.kv.moves import AdmissionPolicy
 
 BLOCK_SIZE = 16
 COMPUTED_S = 0.002

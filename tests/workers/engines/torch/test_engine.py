@@ -42,7 +42,7 @@ from workers.kv.disk import SlotFile
 from workers.kv.identity import BlockIdentity, hash_of, identities_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
-from workers.kv.policies import WritePolicy
+from workers.kv.moves import WritePolicy
 from workers.kv.transfer.kv_lease import Link
 from workers.metrics import registry_of
 

@@ -45,7 +45,7 @@ from tests.workers.kv.cache_model import CacheModel
 from workers.agent.agent import Agent
 from workers.kv.identity import hash_of
 from workers.kv.memory import MemoryPool
-from workers.kv.policies import WritePolicy
+from workers.kv.moves import WritePolicy
 from workers.kv.slots import block_of
 
 KEYS = Keyspace("soak")
