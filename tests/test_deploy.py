@@ -35,8 +35,8 @@ from app.simulation.engine import SimEngine
 from app.simulation.profiles import USUAL
 from tests.chart.rendering import EXAMPLES, golden
 from tests.redis_servers import default_kind, require_binary, require_redis
+from workers import engine_agent
 from workers.bridge.metrics import FAMILIES
-from workers.discovery import metrics as discovery
 from workers.engines.sim.runner import EngineRunner
 from workers.metrics import registry_of
 
@@ -82,7 +82,7 @@ def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
     router = create_app(RouterSettings()).replica.router
     known = series(router.telemetry.registry) | series(registry_of(engine))
     known |= series(PlannerMetrics("n").registry)
-    known |= {family.name for family in (*FAMILIES, *discovery.FAMILIES)}
+    known |= {family.name for family in (*FAMILIES, *engine_agent.FAMILIES)}
     asked = set(re.findall(r"kvroute_\w+", expression))
     assert asked
     assert asked <= known

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -23,6 +24,7 @@ from app.core.keys import Keyspace
 from app.core.limits import MAX_ENGINES
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import base_url
+from app.http.metrics import Family, Sampled, ScrapeCollector
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised
@@ -33,7 +35,6 @@ from workers.bridge.metrics import registry_of
 from workers.discovery.claims import Claims
 from workers.discovery.engine import check, overrides_of
 from workers.discovery.fleet import Fleet
-from workers.discovery.metrics import registry_of_fleet
 from workers.discovery.source import SOURCES, source_of
 from workers.tasks import FAILURES
 
@@ -129,3 +130,31 @@ def _app(
 ) -> Starlette:
     metrics = make_asgi_app(registry)
     return Starlette(routes=[Route("/health", health), Mount("/metrics", metrics)])
+
+
+ENGINES = Family(
+    "kvroute_agent_engines",
+    "gauge",
+    "Engines that were discovered: seen, whoever is their agent; followed, by this one; "
+    "without_agent, as it has as many as it takes.",
+    ("what",),
+)
+AGE = Family(
+    "kvroute_agent_discovery_age_seconds",
+    "gauge",
+    "How long ago the file, the name server or Kubernetes last said which engines there are.",
+)
+FAMILIES = (ENGINES, AGE)
+
+
+def _samples(fleet: Fleet) -> Iterator[Sampled]:
+    yield ENGINES, ("seen",), len(fleet.engines or ())
+    yield ENGINES, ("followed",), len(fleet.followers)
+    yield ENGINES, ("without_agent",), len(fleet.claims.free)
+    yield AGE, (), fleet.age_s()
+
+
+def registry_of_fleet(fleet: Fleet) -> CollectorRegistry:
+    registry = registry_of(lambda: fleet.followers.values())
+    registry.register(ScrapeCollector(FAMILIES, partial(_samples, fleet)))
+    return registry

@@ -7,7 +7,6 @@ from app.core.outcomes import of_refusal
 from app.core.worker_report import WorkerInfo
 from app.door import blame, whole_answer
 from app.door.after_failure import Then, after_cut
-from app.door.beginning import Beginning
 from app.door.client import Client, Headers
 from app.door.connection import UpstreamBroken, UpstreamError
 from app.door.door import Door
@@ -16,6 +15,7 @@ from app.door.forwarding import Outgoing, Parser
 from app.door.lifecycle import Lifecycle
 from app.door.members import headers_back
 from app.door.migration import Migrating
+from app.door.opening import Beginning
 from app.door.record import Usage
 from app.door.stream import Whole, usage_in
 from app.door.tries import Tries

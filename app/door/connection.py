@@ -11,7 +11,7 @@ from typing import Any
 import httptools
 
 from app.core.errors import KvrouteError
-from app.door.deadlines import Deadlines
+from app.door.waits import Deadlines
 
 STALE_S = 0.05
 """A connection that the engine closed as too long idle ends as soon as it is used. Later, it is the

@@ -13,13 +13,13 @@ from app.core.failures import Failure
 from app.core.trust import Trust
 from app.door import blame, whole_answer
 from app.door.after_failure import Tally, Then, Try, after_try
-from app.door.beginning import Beginning, opening_of
 from app.door.client import Headers
 from app.door.connection import ConnectFailed, EngineAnswer, UpstreamError
 from app.door.door import Door
 from app.door.errors import AnswerTimeout, RepeatedFailure, Unreached, WorkerFailed
 from app.door.forwarding import Outgoing
 from app.door.lifecycle import Lifecycle
+from app.door.opening import Beginning, opening_of
 from app.door.transfer.base import (
     NO_TRANSFER,
     RefusedWithSource,

@@ -19,7 +19,7 @@ from app.door.connection import (
     NoAnswer,
     Pulse,
 )
-from app.door.deadlines import Deadlines
+from app.door.waits import Deadlines
 
 CONNECT_S = 5.0
 MAX_WHOLE_BYTES = 1024 * 1024

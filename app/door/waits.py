@@ -1,21 +1,19 @@
-"""Waiting that others can end."""
+"""Waits that a deadline or another task ends. There may be thousands of them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, MutableSet
-from typing import Any
-
-from app.door.connection import UpstreamError
+from typing import Any, TypeVar
 
 
 class Wait:
-    """Of the task that enters it, which is in `open_waits` meanwhile. `end` may be called then, and
-    has it leave by the error that `failure` makes."""
+    """Context manager around an await, listed in `open_waits` while it is open. `end` cancels the
+    await, which then raises the error that `failure` returns."""
 
     __slots__ = ("_cancelling", "_failure", "_has_ended", "_open_waits", "_task")
 
-    def __init__(self, open_waits: MutableSet[Any], failure: Callable[[], UpstreamError]) -> None:
+    def __init__(self, open_waits: MutableSet[Any], failure: Callable[[], Exception]) -> None:
         self._open_waits = open_waits
         self._failure = failure
         self._has_ended = False
@@ -39,3 +37,53 @@ class Wait:
             and kind is asyncio.CancelledError
         ):
             raise self._failure() from None
+
+
+T = TypeVar("T")
+
+LATE_S = 0.005
+"""How much later than its deadline a wait may end. Those that end within it are looked for once."""
+
+
+class Deadlines:
+    """Waits for futures, each for a time.
+
+    An asyncio.timeout for each takes a timer, and ten times as long. The timer here is set anew
+    only for a deadline that is earlier than all others, and once it is over.
+    """
+
+    def __init__(self) -> None:
+        self._until_s: dict[asyncio.Future[Any], float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def result(self, future: asyncio.Future[T], until_s: float) -> T:
+        """What the future is set to. Raises TimeoutError, as it does, if by `until_s`, of the event
+        loop's clock, it is not set. Only one may wait for it."""
+        self._until_s[future] = until_s
+        if self._timer is None or until_s < self._timer.when() - LATE_S:
+            self._set_timer(until_s)
+        try:
+            return await future
+        finally:
+            del self._until_s[future]
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self, at_s: float) -> None:
+        self.close()
+        self._timer = asyncio.get_running_loop().call_at(at_s + LATE_S, self._look)
+
+    def _look(self) -> None:
+        """End those whose time is over."""
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        earliest_s = min(
+            (until_s for until_s in self._until_s.values() if until_s > now_s), default=None
+        )
+        for future, until_s in self._until_s.items():
+            if until_s <= now_s and not future.done():
+                future.set_exception(TimeoutError())
+        if earliest_s is not None:
+            self._set_timer(earliest_s)

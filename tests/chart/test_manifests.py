@@ -14,7 +14,7 @@ from app.core.settings.agent import EngineAgentSettings
 from app.planner.metrics import PlannerMetrics
 from tests.chart.installed import INSTALLED, Installed, selects
 from tests.chart.rendering import golden
-from workers.discovery.pods import engine_of
+from workers.discovery.kubernetes import engine_of
 
 OURS = ("router", "picker", "worker", "agent", "planner")
 OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD", "OTEL_EXPORTER_OTLP_ENDPOINT"}

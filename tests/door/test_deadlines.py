@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.door.deadlines import Deadlines
+from app.door.waits import Deadlines
 
 
 async def test_each_wait_ends_by_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

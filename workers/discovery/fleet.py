@@ -1,4 +1,8 @@
-"""The agent of all engines that a source tells of: it follows each for as long as that is there."""
+"""The agent of all engines that a source tells of: it follows each for as long as that is there.
+
+One answer may lack engines that are there: a name server may give some of the addresses, a file be
+half written, and a server of Kubernetes that was just started know of no pods yet.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from app.core.errors import cut
@@ -15,10 +19,8 @@ from app.core.limits import MAX_ENGINES, MAX_NAME
 from app.core.settings.agent import EngineAgentSettings
 from app.http.supervisor import attempted, supervised
 from workers.bridge.follower import EngineFollower
-from workers.discovery.absences import Absences
 from workers.discovery.claims import Claims
 from workers.discovery.engine import Engine, Engines, Members, Tell
-from workers.discovery.following import Following
 from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
@@ -204,3 +206,95 @@ class Fleet:
         finally:
             del self._followed[key], self._running[key]
             self._changed.set()
+
+
+class Following:
+    """`run`, until one of the others says that it ends."""
+
+    def __init__(self, engine: Engine, follower: EngineFollower) -> None:
+        self.engine, self.follower = engine, follower
+        self.is_ending = False
+        self._leaves, self._ends = asyncio.Event(), asyncio.Event()
+        self._is_kept = False
+
+    def leave(self) -> None:
+        """It gets no more requests; end once it has none left, or after drain_s."""
+        self.is_ending = True
+        self._leaves.set()
+
+    def drop(self) -> None:
+        """It is gone: end at once."""
+        self.is_ending = True
+        self._ends.set()
+
+    def hand_over(self) -> None:
+        """Another process is its agent from now on: end, and leave it in service."""
+        self._is_kept = True
+        self.drop()
+
+    async def run(self) -> None:
+        running = asyncio.create_task(supervised("engine", self.follower.run, FAILURES))
+        ending = [asyncio.create_task(self._drained()), asyncio.create_task(self._ends.wait())]
+        try:
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            if self._is_kept:
+                await self.follower.stop()
+        finally:
+            for task in (*ending, running):
+                task.cancel()
+            await asyncio.wait([*ending, running])
+
+    async def _drained(self) -> None:
+        await self._leaves.wait()
+        await self.follower.drain(self.engine.settings.drain_s)
+
+
+ANSWERS = 3
+"""At least so many have to lack an engine, one after another."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Absence:
+    engine: Engine
+    first_s: float
+    last_s: float
+    answers: int
+
+    def goes_on(self, now: float) -> _Absence:
+        first_s = self.first_s if self.answers else now
+        return replace(self, first_s=first_s, last_s=now, answers=self.answers + 1)
+
+
+class Absences:
+    """gone_s: for so long answers lack an engine that is gone, whether it works or not."""
+
+    def __init__(self, gone_s: float) -> None:
+        self._gone_s = gone_s
+        self._told: Engines = {}
+        self._of: dict[str, _Absence] = {}
+
+    @property
+    def lacking(self) -> Engines:
+        """Those that may yet be there; of none it is known that it may be begun with."""
+        return {key: replace(one.engine, ready=False) for key, one in self._of.items()}
+
+    def note(self, engines: Engines, now: float) -> None:
+        """The source tells of `engines`; of none at all, that says nothing."""
+        before, self._of = self._of, {}
+        known = {key: absence.engine for key, absence in before.items()} | dict(self._told)
+        for key, engine in known.items():
+            if key in engines or engine.leaving or engine.is_replaced(engines.values()):
+                continue
+            absence = before.get(key, _Absence(engine, now, now, 0))
+            absence = absence.goes_on(now) if engines else absence
+            if not self._is_long(absence):
+                self._of[key] = absence
+        self._told = engines
+
+    def forget(self, key: str) -> None:
+        """It is gone."""
+        self._of.pop(key, None)
+
+    def _is_long(self, absence: _Absence) -> bool:
+        lasted_s = absence.last_s - absence.first_s
+        return absence.answers >= ANSWERS and lasted_s >= self._gone_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,10 +20,10 @@ import orjson
 from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from app.core.errors import KvrouteError
+from app.core.errors import ConfigError, KvrouteError, shown
 from app.core.settings.agent import EngineAgentSettings
-from workers.discovery.engine import Engine, Members, Tell
-from workers.discovery.pods import engine_of, has_ended, uid_of
+from app.core.settings.kinds import base_url
+from workers.discovery.engine import Engine, Members, Tell, port_of, settings_of
 from workers.tasks import until_it_works
 
 log = logging.getLogger(__name__)
@@ -186,3 +186,73 @@ def _json(text: bytes) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise WatchFailed("the answer is no JSON object")
     return told
+
+
+ANNOTATION = "kvroute.io/"
+"""What an annotation begins with that is a flag of the agent, of this pod alone; and its port."""
+REVISION = f"{ANNOTATION}revision"
+"""Also a label, by which pods can be selected, too."""
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+NODE_TYPE = "ray.io/node-type"
+"""Labels by which LeaderWorkerSet (KServe has it, too) and KubeRay tell one engine's pods apart."""
+
+
+def uid_of(pod: Any) -> str:
+    """pod: as the API has it. "": it has none."""
+    try:
+        return str(pod["metadata"]["uid"])
+    except (LookupError, TypeError):
+        return ""
+
+
+def has_ended(pod: Mapping[str, Any]) -> bool:
+    """pod: as the API has it."""
+    status = pod.get("status")
+    return isinstance(status, dict) and status.get("phase") in ("Succeeded", "Failed")
+
+
+def is_leader(labels: Mapping[str, str]) -> bool:
+    """Whether a pod with these labels listens for an engine, which may span several pods."""
+    return labels.get(WORKER_INDEX, "0") == "0" and labels.get(NODE_TYPE, "head") == "head"
+
+
+def engine_of(
+    pod: Mapping[str, Any], process: EngineAgentSettings, prefix: str = ""
+) -> Engine | None:
+    """pod: as the API has it. prefix: of the worker's name. None: it has no address yet, has ended,
+    or only computes for the pod that leads. Raises ConfigError, and others if it is no pod."""
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    labels = metadata.get("labels") or {}
+    address = status.get("podIP")
+    if not address or has_ended(pod) or not is_leader(labels):
+        return None
+    name, _ = prefix + metadata["name"], metadata["uid"]
+    told = {
+        key.removeprefix(ANNOTATION): value
+        for key, value in (metadata.get("annotations") or {}).items()
+        if key.startswith(ANNOTATION)
+    }
+    told.setdefault("revision", labels.get(REVISION, process.revision))
+    port_text = told.pop("port", "") or process.port_name
+    port = port_of(port_text) or _port_named(port_text, pod)
+    if port is None:
+        raise ConfigError(
+            f"{name}: has no port {shown(port_text)}: set {ANNOTATION}port to a number from 1 to "
+            "65535, or to a port's name"
+        )
+    return Engine(
+        settings_of(process, name, base_url(address, port), told),
+        ready=any(
+            condition.get("type") == "Ready" and condition.get("status") == "True"
+            for condition in status.get("conditions") or ()
+        ),
+        leaving=metadata.get("deletionTimestamp") is not None,
+    )
+
+
+def _port_named(name: str, pod: Mapping[str, Any]) -> int | None:
+    for container in pod["spec"]["containers"]:
+        for port in container.get("ports") or ():
+            if port.get("name") == name:
+                return int(port["containerPort"])
+    return None

@@ -6,14 +6,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.core.fetches import NIXL
+from app.core.worker_report import WorkerInfo
 from app.door.asked import AnswerRequest, Api
 from app.door.prompts import PromptIds
 from app.door.transfer.base import NO_TRANSFER, SourceCall, Transfer, TransferProtocol
 from app.door.transfer.nixl import Nixl
-from app.door.transfer.own import Own
+from app.door.transfer.params import COMMON, Params, params_in
 from app.door.transfer.sglang import Sglang
 from app.door.upstream import Upstream
-from app.policy.transfer import OWN_TRANSFER, TOGETHER
+from app.policy.transfer import OWN_TRANSFER, TOGETHER, TransferKind
+
+
+def own_params(body: bytes, source: WorkerInfo) -> Params | None:
+    """As params.params_in."""
+    return params_in(body, source, COMMON)
+
+
+class Own:
+    """A TransferProtocol."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def begin(self, call: SourceCall) -> Transfer:
+        asked = {"do_remote_decode": True}
+        if call.kind is TransferKind.FETCH:
+            asked["cached_only"] = True
+        body = call.outgoing.for_source(call.source, asked)
+        params = await call.handed_on(self._upstream, body, own_params)
+        call.on_computed()
+        return NO_TRANSFER if params is None else Transfer(params)
 
 
 def may_have_source(asked: AnswerRequest, fields: Mapping[str, Any], ids: PromptIds) -> bool:

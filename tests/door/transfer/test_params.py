@@ -10,8 +10,8 @@ import pytest
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.door.transfer.nixl import nixl_params
-from app.door.transfer.own import own_params
 from app.door.transfer.params import BadParams, hosts_of
+from app.door.transfer.sources import own_params
 
 NIXL = {
     "do_remote_prefill": True,

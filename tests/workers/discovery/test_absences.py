@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.workers.discovery.fleets import engine
-from workers.discovery.absences import ANSWERS, Absences
 from workers.discovery.engine import Engines
+from workers.discovery.fleet import ANSWERS, Absences
 
 BOTH = {"1": engine("a", "http://a:1"), "2": engine("b", "http://b:1")}
 ONE = {"1": BOTH["1"]}

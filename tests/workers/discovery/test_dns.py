@@ -16,7 +16,7 @@ from app.core.errors import ConfigError
 from tests.eventually import eventually
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import dns
-from workers.discovery.absences import Absences
+from workers.discovery.fleet import Absences
 from workers.discovery.source import source_of
 
 

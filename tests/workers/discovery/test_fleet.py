@@ -25,9 +25,8 @@ from tests.workers.discovery.fleets import (
     until_live,
 )
 from workers.discovery import fleet as discovery
-from workers.discovery.absences import ANSWERS
 from workers.discovery.engine import Engines
-from workers.discovery.fleet import Fleet, Plan, plan
+from workers.discovery.fleet import ANSWERS, Fleet, Plan, plan
 
 A, B = engine("a", "http://a:1"), engine("b", "http://b:1")
 

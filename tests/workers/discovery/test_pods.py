@@ -10,7 +10,7 @@ from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
 from tests.workers.discovery.api_server import pod
 from workers.discovery.engine import Engine
-from workers.discovery.pods import engine_of
+from workers.discovery.kubernetes import engine_of
 
 PROCESS = EngineAgentSettings()
 
