@@ -36,7 +36,7 @@ from loadtest.harness import bench, grid
 from loadtest.processes import child, received
 from loadtest.traces import pseudo_random_tokens
 from workers.engines.base import CompletionRequest, Engine, Sampling
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.tcp import BlockSource
 from workers.main import host
 
 OUTPUT_TOKENS = 8
@@ -57,7 +57,7 @@ class TransferAnswer:
     first_s: float
     tokens: list[int]
     cached_tokens: int
-    kept: Source | None
+    kept: BlockSource | None
 
 
 class _NoIndex:
@@ -82,7 +82,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Engine]:
 
 
 async def answer(
-    engine: Engine, prompt: bytes, source: Source | None = None, keep_s: float = 0.0
+    engine: Engine, prompt: bytes, source: BlockSource | None = None, keep_s: float = 0.0
 ) -> TransferAnswer:
     request = CompletionRequest(
         uuid.uuid4().hex, prompt, OUTPUT_TOKENS, GREEDY, source=source, keep_s=keep_s
@@ -124,9 +124,9 @@ class SourceWorker:
         answered: TransferAnswer = received(self._pipe)
         return answered
 
-    def hand_on(self, prompt: bytes) -> Source | None:
+    def hand_on(self, prompt: bytes) -> BlockSource | None:
         self._pipe.send((prompt, "fetch"))
-        kept: Source | None = received(self._pipe)
+        kept: BlockSource | None = received(self._pipe)
         return kept
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from app.policy.transfer import TransferKind
 from app.simulation.fleet import SimFleet
-from app.simulation.flights import Loss, SimAnswer
+from app.simulation.flights import SimAnswer, SimLoss
 from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 from loadtest.client import FailureKind, Outcome
@@ -21,9 +21,9 @@ DRIFT_S = 60.0
 """From one random shift of arrivals to the next; between them it changes evenly, so that what
 arrives together stays together."""
 FAILURES = {
-    Loss.FULL: FailureKind.FULL,
-    Loss.NO_WORKERS: FailureKind.UNAVAILABLE,
-    Loss.CRASH: FailureKind.BROKEN_STREAM,
+    SimLoss.FULL: FailureKind.FULL,
+    SimLoss.NO_WORKERS: FailureKind.UNAVAILABLE,
+    SimLoss.CRASH: FailureKind.BROKEN_STREAM,
 }
 
 

@@ -32,9 +32,9 @@ from app.state.connect import connected
 from app.state.scripts import ScriptRunner
 from workers.bridge.follower import EngineFollower
 from workers.bridge.metrics import registry_of
-from workers.discovery.claims import Claims
+from workers.discovery.claims import EngineClaims
 from workers.discovery.engine import check, overrides_of
-from workers.discovery.fleet import Fleet
+from workers.discovery.fleet import EngineFleet
 from workers.discovery.source import SOURCES, source_of
 from workers.tasks import FAILURES
 
@@ -79,14 +79,14 @@ async def serve(settings: EngineAgentSettings) -> None:
             if source is None:
                 await _serve(follower := begin(settings), beside(follower), listening, drain_s)
             else:
-                claims = Claims(runner, keyspace, source.name, settings.lease_ttl_s)
-                fleet = Fleet(source.follow, claims, begin, source.gone_s)
+                claims = EngineClaims(runner, keyspace, source.name, settings.lease_ttl_s)
+                fleet = EngineFleet(source.follow, claims, begin, source.gone_s)
                 await _serve(fleet, of_fleet(fleet), listening, drain_s)
             following.cancel()
 
 
 async def _serve(
-    followed: EngineFollower | Fleet, app: Starlette, listening: socket.socket, drain_s: float
+    followed: EngineFollower | EngineFleet, app: Starlette, listening: socket.socket, drain_s: float
 ) -> None:
     log.info("agent listening on %s", base_url(*listening.getsockname()[:2]))
     async with asyncio.TaskGroup() as tasks:
@@ -109,7 +109,7 @@ def beside(follower: EngineFollower) -> Starlette:
     return _app(health, registry_of(lambda: [follower]))
 
 
-def of_fleet(fleet: Fleet) -> Starlette:
+def of_fleet(fleet: EngineFleet) -> Starlette:
     """GET /health: 200 once it is known which engines there are, else 503; and what each is. GET
     /metrics."""
 
@@ -147,14 +147,14 @@ AGE = Family(
 FAMILIES = (ENGINES, AGE)
 
 
-def _samples(fleet: Fleet) -> Iterator[Sampled]:
+def _samples(fleet: EngineFleet) -> Iterator[Sampled]:
     yield ENGINES, ("seen",), len(fleet.engines or ())
     yield ENGINES, ("followed",), len(fleet.followers)
     yield ENGINES, ("without_agent",), len(fleet.claims.free)
     yield AGE, (), fleet.age_s()
 
 
-def registry_of_fleet(fleet: Fleet) -> CollectorRegistry:
+def registry_of_fleet(fleet: EngineFleet) -> CollectorRegistry:
     registry = registry_of(lambda: fleet.followers.values())
     registry.register(ScrapeCollector(FAMILIES, partial(_samples, fleet)))
     return registry

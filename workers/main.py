@@ -40,7 +40,7 @@ from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
 from workers.engines.sim.transfer import SimTransfer
 from workers.kv.cache import EventSink
-from workers.kv.transfer.kv_lease import open_link
+from workers.kv.transfer.kv_lease import open_kv_port
 from workers.server.transfer import KEEP_S
 from workers.server.writers import ServedEngine
 from workers.tasks import FAILURES
@@ -209,7 +209,7 @@ def _kind(settings: WorkerSettings) -> dict[str, str]:
 
 def _transfer(settings: WorkerSettings, engine: SimEngine, stack: ExitStack) -> SimTransfer:
     """Open as long as `stack` is."""
-    link = open_link(settings, _kind(settings), stack)
+    link = open_kv_port(settings, _kind(settings), stack)
     leaving = Link(
         bytes_per_s=settings.link_gbit * 1e9 / 8 * settings.speedup,
         first_s=DEFAULT_SPEED.transfer_s / settings.speedup,

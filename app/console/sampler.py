@@ -56,7 +56,7 @@ class Sampler:
         self._away_s: float | None = None
         """Since when Redis has not answered; None: it does."""
         self.roster = Roster()
-        self._changed = deque[events.Event]()
+        self._changed = deque[events.NamespaceEvent]()
         """The last hour's."""
         self._last_event = ""
 

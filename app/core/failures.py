@@ -14,7 +14,7 @@ LATE_S = 60.0
 """Of one that is waited for."""
 
 
-class Whose(StrEnum):
+class Suspects(StrEnum):
     """Whether of the two workers that a request may have its source may be at fault as well."""
 
     WORKER = "worker"
@@ -44,7 +44,7 @@ class Failure:
     """
 
     cause: str
-    whose: Whose = Whose.EITHER
+    whose: Suspects = Suspects.EITHER
     weight: float = 0.3
     in_a_row: int = 1
     most_s: float = LATE_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from app.core.failures import Failure, Whose
+from app.core.failures import Failure, Suspects
 
 TRIES = 4
 """Workers that a request may be refused by. As no more than half of a fleet is suspended, and a few
@@ -34,7 +34,7 @@ class Try(Enum):
     """Its source failed, or what that handed on may be wrong."""
 
 
-class Then(Enum):
+class NextStep(Enum):
     """What follows."""
 
     RETRY = auto()
@@ -52,7 +52,7 @@ class Then(Enum):
 
 
 @dataclass(slots=True)
-class Tally:
+class TryCounts:
     """What workers made of a request so far. refused: those that answered that they do not take it,
     for whatever reason. broken: those that broke off while they had it. unreached: those that never
     had it."""
@@ -88,33 +88,33 @@ class Tally:
     def may_ask_again(self, refusal: Failure | None) -> bool:
         """Whether the only worker that has answered may do better if it has it again: whoever broke
         off is not asked."""
-        may_pass = refusal is not None and refusal.whose is Whose.EITHER
+        may_pass = refusal is not None and refusal.whose is Suspects.EITHER
         return may_pass and self.refused == 1 and not self.asked_again
 
 
 def after_try(
     ended: Try,
-    tally: Tally,
+    tally: TryCounts,
     refusal: Failure | None = None,
     *,
     says_why: bool = False,
     is_late: bool = False,
-) -> Then:
+) -> NextStep:
     """Before anything has gone out to the client.
 
     refusal: of the last worker that answered, and says_why: whether its answer is one to pass on.
     is_late: the client has waited for as long as it may.
     """
     if ended is Try.NOBODY and tally.may_ask_again(refusal):
-        return Then.ASK_AGAIN
+        return NextStep.ASK_AGAIN
     if ended is not Try.NOBODY and not is_late and not tally.is_over:
-        return Then.RETRY
-    return Then.REFUSE if says_why else Then.GIVE_UP
+        return NextStep.RETRY
+    return NextStep.REFUSE if says_why else NextStep.GIVE_UP
 
 
-def after_cut(tally: Tally, *, is_finished: bool, can_go_on: bool) -> Then:
+def after_cut(tally: TryCounts, *, is_finished: bool, can_go_on: bool) -> NextStep:
     """In the midst of an answer. is_finished: its last token has come. can_go_on: another worker
     can say the rest."""
     if is_finished:
-        return Then.FINISH
-    return Then.MIGRATE if can_go_on and not tally.is_over else Then.GIVE_UP
+        return NextStep.FINISH
+    return NextStep.MIGRATE if can_go_on and not tally.is_over else NextStep.GIVE_UP

@@ -13,7 +13,7 @@ from app.core.types import WorkerKey
 from app.core.verdicts import LACKS
 from app.core.worker_report import WorkerInfo
 from app.door import blame, whole_answer
-from app.door.after_failure import Tally
+from app.door.after_failure import TryCounts
 from app.door.client import Client, Headers
 from app.door.connection import ConnectFailed, EngineAnswer, UpstreamError
 from app.door.engine_words import EngineWords
@@ -165,7 +165,7 @@ class _Asking:
     tried: set[WorkerKey] = field(default_factory=set)
     told: str = "no worker takes requests"
     has_begun: bool = False
-    _tally: Tally = field(default_factory=Tally)
+    _tally: TryCounts = field(default_factory=TryCounts)
 
     @property
     def is_over(self) -> bool:

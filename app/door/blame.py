@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from app.core.failures import LATE_S, SOON_S, Counts, Failure, Whose
+from app.core.failures import LATE_S, SOON_S, Counts, Failure, Suspects
 from app.core.verdicts import FAILED, LACKS
 from app.door import endings
 from app.door.stream import fields_of
@@ -48,8 +48,8 @@ BAD_PARAMS = Failure("handover", in_a_row=_IN_A_ROW, most_s=SOON_S)
 _TOO_LONG_WORDS = re.compile(
     rb"(?i)context[ _](?:length|size|window)|max_model_len|max_seq_len|max_total_tokens"
 )
-_REFUSES = Failure("refuses", Whose.WORKER, in_a_row=_IN_A_ROW, most_s=SOON_S)
-BACK_PRESSURE = Failure(_LOAD, Whose.WORKER, weight=0.0, in_a_row=0, pause_s=1.0)
+_REFUSES = Failure("refuses", Suspects.WORKER, in_a_row=_IN_A_ROW, most_s=SOON_S)
+BACK_PRESSURE = Failure(_LOAD, Suspects.WORKER, weight=0.0, in_a_row=0, pause_s=1.0)
 _RATE_LIMIT = replace(BACK_PRESSURE, counts=Counts.CALLER)
 """It may be the caller's own."""
 
@@ -84,7 +84,7 @@ def of_status(
         pressure = _RATE_LIMIT if status == 429 else BACK_PRESSURE
         return replace(pressure, pause_s=min(after_s or 1.0, MAX_RETRY_AFTER_S))
     if status in (502, 504):  # what stands before the engine does not reach it
-        return Failure(f"status_{status}", Whose.WORKER, most_s=SOON_S)
+        return Failure(f"status_{status}", Suspects.WORKER, most_s=SOON_S)
     if missing_path:
         return replace(_REFUSES, cause="no_path", mark=LACKS + missing_path)
     if status in _OF_WORKER:
@@ -167,7 +167,7 @@ def of_break(cause: str, *, is_late: bool, is_whole: bool) -> Failure | None:
         return wrong(cause)
     most_s = LATE_S if is_late else SOON_S
     if cause == UNREACHABLE:  # no request can be at fault that never came there
-        return Failure(cause, Whose.WORKER, most_s=most_s, counts=Counts.ALL)
+        return Failure(cause, Suspects.WORKER, most_s=most_s, counts=Counts.ALL)
     return Failure(cause, most_s=most_s)
 
 

@@ -6,7 +6,7 @@ from app.core.errors import KvrouteError
 from app.core.outcomes import of_refusal
 from app.core.worker_report import WorkerInfo
 from app.door import blame, whole_answer
-from app.door.after_failure import Then, after_cut
+from app.door.after_failure import NextStep, after_cut
 from app.door.client import Client, Headers
 from app.door.connection import UpstreamBroken, UpstreamError
 from app.door.door import Door
@@ -81,7 +81,7 @@ class Carriage:
             except UpstreamError as error:
                 self._tries.tally.broke(never_sent=False)
                 then = self._after_cut(parser)
-                if then is Then.FINISH and isinstance(parser, Migrating):
+                if then is NextStep.FINISH and isinstance(parser, Migrating):
                     rest = parser.ending()
                     break
                 await self._leave(begun, parser, error, then)
@@ -138,7 +138,7 @@ class Carriage:
         if not (parser.is_finished or parser.has_ended) and begun.answer.status == 200:
             raise UpstreamBroken("ended before its answer did", cause=blame.CUT)
 
-    def _after_cut(self, parser: Parser) -> Then:
+    def _after_cut(self, parser: Parser) -> NextStep:
         """What follows if the worker broke off in the midst of its answer."""
         is_finished = can_go_on = False
         if isinstance(parser, Migrating):
@@ -147,13 +147,13 @@ class Carriage:
         return after_cut(self._tries.tally, is_finished=is_finished, can_go_on=can_go_on)
 
     async def _leave(
-        self, begun: Beginning, parser: Parser, error: UpstreamError, then: Then
+        self, begun: Beginning, parser: Parser, error: UpstreamError, then: NextStep
     ) -> None:
         """Have another worker go on with the answer. Raises WorkerFailed if none is to, or can."""
         begun.answer.abort()
         failure = await self._tries.broken(error)
         try:
-            if then is not Then.MIGRATE or not isinstance(parser, Migrating):
+            if then is not NextStep.MIGRATE or not isinstance(parser, Migrating):
                 raise failure
             self.life.goes_on(parser.output)
             try:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from app.core.errors import NoWorkers
-from app.core.failures import Failure, Whose
+from app.core.failures import Failure, Suspects
 from app.core.hashing import token_bytes
 from app.core.outcomes import OK, Ending
 from app.core.worker_report import WorkerInfo
@@ -134,7 +134,7 @@ class Lifecycle:
         """
         worker, source = self.decision.worker, self.decision.source
         blamed = [worker]
-        if failure is not None and failure.whose is Whose.EITHER and source is not None:
+        if failure is not None and failure.whose is Suspects.EITHER and source is not None:
             self._doubted |= {str(source.worker.key)}
             # Each is counted half: what they do with others tells.
             in_a_row, weight = max(failure.in_a_row, 2), failure.weight / 2

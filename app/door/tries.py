@@ -12,7 +12,7 @@ from app.core.errors import KvrouteError, NoWorkers
 from app.core.failures import Failure
 from app.core.trust import Trust
 from app.door import blame, whole_answer
-from app.door.after_failure import Tally, Then, Try, after_try
+from app.door.after_failure import NextStep, Try, TryCounts, after_try
 from app.door.client import Headers
 from app.door.connection import ConnectFailed, EngineAnswer, UpstreamError
 from app.door.door import Door
@@ -48,7 +48,7 @@ class Tries:
     outgoing: Outgoing
     path: str
     headers: Headers
-    tally: Tally = field(default_factory=Tally)
+    tally: TryCounts = field(default_factory=TryCounts)
     _latest: EngineAnswer | None = None
     """The last answer that began, of which more may be to come than was read."""
 
@@ -67,8 +67,8 @@ class Tries:
         refusal: Beginning | None = None
         """What is answered if no other worker answers better."""
         failure: WorkerFailed | None = None
-        then = Then.RETRY
-        while then in (Then.RETRY, Then.ASK_AGAIN):
+        then = NextStep.RETRY
+        while then in (NextStep.RETRY, NextStep.ASK_AGAIN):
             is_late = False
             try:
                 begun = await self._begun(deadline_s)
@@ -96,11 +96,11 @@ class Tries:
                 says_why=refusal is not None and refusal.says_why,
                 is_late=is_late,
             )
-            if then is Then.ASK_AGAIN and refusal is not None:
+            if then is NextStep.ASK_AGAIN and refusal is not None:
                 self.tally.asked_again = True
                 self.life.asks_again(refusal.worker)
         await self.life.evidence.judge(is_answered=False)
-        if then is Then.REFUSE and refusal is not None:
+        if then is NextStep.REFUSE and refusal is not None:
             return refusal
         try:
             raise self._unanswered(failure, refusal, nobody)

@@ -13,7 +13,7 @@ _DETAILS = "response.code_details"
 _VIA_UPSTREAM = "via_upstream"
 
 
-class Answer:
+class GatewayAnswer:
     """As far as it has come.
 
     in_events: it is a stream. is_of_gateway: no worker answered, but the gateway in its place.

@@ -20,7 +20,7 @@ UNKNOWN = "unknown"
 """Holder of what comes from who knows where."""
 
 
-class Call(Protocol):
+class GatewayCall(Protocol):
     """One call of a gateway, as grpc has it. All else of it is of no use here."""
 
     async def read(self) -> Any: ...
@@ -35,7 +35,7 @@ class GatewayRequest:
     is about that answer.
     """
 
-    def __init__(self, call: Call, first: Request, held: HeldBodies) -> None:
+    def __init__(self, call: GatewayCall, first: Request, held: HeldBodies) -> None:
         """first: the headers of the request."""
         self._call = call
         self.first = first

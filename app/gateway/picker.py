@@ -11,7 +11,7 @@ from dataclasses import replace
 from starlette.requests import ClientDisconnect
 
 from app.core.errors import NoWorkers, RedisUnavailable, RoutingError
-from app.core.failures import SOON_S, Failure, Whose
+from app.core.failures import SOON_S, Failure, Suspects
 from app.core.outcomes import of_refusal
 from app.core.roles import Role
 from app.core.types import WorkerKey
@@ -27,7 +27,7 @@ from app.door.stream import usage_in
 from app.door.transfer.base import of_rank
 from app.edge.errors import event_of
 from app.gateway import messages
-from app.gateway.answer import FIRST_BYTES, Answer
+from app.gateway.answer import FIRST_BYTES, GatewayAnswer
 from app.gateway.endpoints import Endpoints, several
 from app.gateway.gateway_request import GatewayRequest
 from app.gateway.messages import FULL_DUPLEX_STREAMED, NONE
@@ -36,7 +36,7 @@ from app.policy.decision import Decision
 MAX_LOOKED_AT = 16
 """Workers of which the least loaded are those to fall back to."""
 MOVED_WITHIN_S = 0.5
-UNREACHED = Failure(blame.UNREACHABLE, Whose.WORKER, most_s=SOON_S)
+UNREACHED = Failure(blame.UNREACHABLE, Suspects.WORKER, most_s=SOON_S)
 """As a gateway says: the worker may have had the request, and broken off."""
 REFUSED_WITHIN_S = 10.0
 """What has not come of a refusal's body by then is left out."""
@@ -198,7 +198,7 @@ class GatewayCarriage:
     async def _follow(self) -> None:
         """Look at what passes of the answer, until it ends."""
         headers = await self._beginning()
-        answer = Answer(headers, self._outgoing, self._gateway.answer_mode)
+        answer = GatewayAnswer(headers, self._outgoing, self._gateway.answer_mode)
         await self._moved(headers)
         is_over = headers.response_headers.end_of_stream
         self._life.record.status = answer.status
@@ -213,7 +213,7 @@ class GatewayCarriage:
             raise ClientDisconnect
         await self._end(answer)
 
-    async def _begins(self, answer: Answer, *, is_all: bool) -> None:
+    async def _begins(self, answer: GatewayAnswer, *, is_all: bool) -> None:
         if answer.in_events:
             parser, most = answer.parser, self._outgoing.most_tokens(self._worker)
             self._life.hears(lambda: (parser.num_said, usage_in(parser.tail, most, parser.start)))
@@ -224,7 +224,7 @@ class GatewayCarriage:
             # As near as anybody sees.
             self._life.first_token(is_seen=False)
 
-    async def _refuse(self, answer: Answer) -> None:
+    async def _refuse(self, answer: GatewayAnswer) -> None:
         """Tell a refusal in the words of the API, which takes its body. Raises ClientDisconnect."""
         is_whole = False
         with suppress(TimeoutError):
@@ -243,7 +243,7 @@ class GatewayCarriage:
             headers = headers_back([each for each in answer.headers if each[0][:1] != b":"])
         await self._client.refuse(answer.status, headers, answer.first, self._worker)
 
-    async def _passes(self, answer: Answer, said: messages.Request) -> bool:
+    async def _passes(self, answer: GatewayAnswer, said: messages.Request) -> bool:
         """Whether that was the end."""
         is_duplex = self._gateway.answer_mode == FULL_DUPLEX_STREAMED
         if said.HasField("response_trailers"):
@@ -267,7 +267,7 @@ class GatewayCarriage:
             await self._client.send(b"".join(goes_on), last=is_last)
         return is_last
 
-    async def _end(self, answer: Answer) -> None:
+    async def _end(self, answer: GatewayAnswer) -> None:
         life, parser = self._life, answer.parser
         failure, cause = self._failure_of(answer), ""
         if failure is not None:
@@ -292,7 +292,7 @@ class GatewayCarriage:
             await life.evidence.judge(is_answered=False)
         life.end(outcome, ended_by="" if outcome == "ok" else "worker", usage=usage)
 
-    def _failure_of(self, answer: Answer) -> Failure | None:
+    def _failure_of(self, answer: GatewayAnswer) -> Failure | None:
         """How the worker failed; None: it did not, or nobody can tell."""
         if answer.is_of_gateway:
             return UNREACHED

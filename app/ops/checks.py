@@ -31,7 +31,7 @@ from app.policy.record import DecisionSummary
 from app.state import decisions, events, replicas
 from app.state.client import RedisClient
 from app.state.connect import OLDEST, deadline, memory_of
-from app.state.events import Event
+from app.state.events import NamespaceEvent
 from app.state.reading import read_control
 
 TIMEOUT_S = 5.0
@@ -259,7 +259,7 @@ async def of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
     ]
 
 
-def lost_replicas(there: Iterable[str], events: Iterable[Event], now_ms: int) -> Check:
+def lost_replicas(there: Iterable[str], events: Iterable[NamespaceEvent], now_ms: int) -> Check:
     """Whether routers have gone without a word. there: names of replicas. events: the newest first.
     now_ms: Redis clock."""
     present = set(there)

@@ -41,8 +41,8 @@ from app.policy.record import NOT_OF_CANDIDATES, ChoiceInputs, DecisionRecord, s
 from app.policy.transfer import (
     Demand,
     Roles,
-    Route,
     TransferKind,
+    TransferRoute,
     awaited_s,
     demands,
     routes_with_source,
@@ -231,11 +231,11 @@ class WorkerSelector:
         targets: NDArray[np.bool_],
         published: Floats,
         degraded: bool,
-    ) -> list[Route]:
+    ) -> list[TransferRoute]:
         """The cheapest route, and where an explanation shows them, that of each kind. Raises
         NoWorkers if there is none."""
         at, roles = choice.index, view.roles
-        local = Route(TransferKind.LOCAL, at, at, float(choice.costs.cost[at]))
+        local = TransferRoute(TransferKind.LOCAL, at, at, float(choice.costs.cost[at]))
         may_be_alone = degraded or query.request.local_only
         if roles is None or (may_be_alone and not roles.together):
             return [local]
@@ -360,7 +360,7 @@ def _decision(
     query: Query,
     view: View,
     size: RequestSize,
-    route: Route,
+    route: TransferRoute,
     wish: Wish,
     policy: str,
     *,
@@ -423,7 +423,7 @@ def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:
     return targets
 
 
-def _shut(routes: Sequence[Route], view: View) -> list[Route]:
+def _shut(routes: Sequence[TransferRoute], view: View) -> list[TransferRoute]:
     """Those between pairs of which one's KV does not arrive at the other."""
     if not view.pairs_left_alone:
         return []
@@ -435,7 +435,7 @@ def _wish(
     query: Query,
     view: View,
     size: RequestSize,
-    route: Route,
+    route: TransferRoute,
     candidates: Candidates,
     choice: Choice,
 ) -> Wish:
@@ -477,7 +477,7 @@ def _wish_of(query: Query, view: View, at: int, what: Demand, source: Wish | Non
 
 
 def _source(
-    view: View, route: Route, overlap: TierOverlap, wish: Wish, *, reserves: bool
+    view: View, route: TransferRoute, overlap: TierOverlap, wish: Wish, *, reserves: bool
 ) -> Source | None:
     if wish.source is None:
         return None
@@ -496,7 +496,7 @@ def _explain(
     eligible: NDArray[np.bool_],
     choice: Choice,
     candidates: Candidates,
-    routes: Sequence[Route],
+    routes: Sequence[TransferRoute],
 ) -> None:
     """Tell of a decision what it was made from, copied out of its arrays."""
     decision.candidates = [

@@ -114,7 +114,7 @@ class Demand(NamedTuple):
     """Until the prefix that it fetches has come."""
 
 
-class Route(NamedTuple):
+class TransferRoute(NamedTuple):
     """Workers by their place in the candidates, and what the request costs there, in seconds.
 
     source: the target's own place if that computes the prompt itself. held: leading blocks that it
@@ -141,7 +141,7 @@ def routes_with_source(
     published: Floats,
     rng: Generator,
     below: float = inf,
-) -> list[Route]:
+) -> list[TransferRoute]:
     """The cheapest route of each kind but LOCAL; kinds without a pair of workers are left out, and
     so are those of which no pair can cost as little as `below`.
 
@@ -178,7 +178,7 @@ def _routes_within(
     published: Floats,
     rng: Generator,
     below: float,
-) -> list[Route]:
+) -> list[TransferRoute]:
     """As `routes_with_source`, among the members of one group."""
     owners, targets = eligible & roles.sources, targets & room & roles.receivers
     if policy != "latency":
@@ -186,7 +186,7 @@ def _routes_within(
         target = _cheapest(costs.cost, targets, rng)
         if source is None or target is None:
             return []
-        return [Route(TransferKind.SPLIT, target, source, float(costs.cost[target]))]
+        return [TransferRoute(TransferKind.SPLIT, target, source, float(costs.cost[target]))]
     # Rounding may make the sum of a bound larger than that of a price.
     below += 1e-9 * abs(below)
     routes = []
@@ -220,7 +220,7 @@ def _split(
     sources: Mask,
     targets: Mask,
     rng: Generator,
-) -> Route | None:
+) -> TransferRoute | None:
     """The cheapest pair of a source that computes the prompt and a target that decodes.
 
     costs: of `latency`. The source costs what it would for the whole request, but for its decode,
@@ -258,7 +258,7 @@ def _split(
             (source, _cheapest(decoding, others[1], rng)),
         ]
     routes = [
-        Route(TransferKind.SPLIT, t, s, float(computing[s] + decoding[t]))
+        TransferRoute(TransferKind.SPLIT, t, s, float(computing[s] + decoding[t]))
         for s, t in pairs
         if s is not None and t is not None
     ]
@@ -274,7 +274,7 @@ def _fetch(
     published: Floats,
     rng: Generator,
     below: float,
-) -> Route | None:
+) -> TransferRoute | None:
     """The cheapest target for what the source with the longest overlap holds.
 
     costs: of `latency`. Of the longest overlaps, the one that is free to send first is taken. None:
@@ -307,7 +307,7 @@ def _fetch(
     target = _cheapest(total, gaining, rng)
     if target is None:
         return None
-    return Route(
+    return TransferRoute(
         TransferKind.FETCH,
         target,
         source,
@@ -318,7 +318,7 @@ def _fetch(
 
 
 def demands(
-    route: Route, candidates: Candidates, size: RequestSize, prefill_s: Floats
+    route: TransferRoute, candidates: Candidates, size: RequestSize, prefill_s: Floats
 ) -> tuple[Demand, Demand | None]:
     """What the target owes, and what the source does; None: the target computes the prompt itself.
 

@@ -12,10 +12,10 @@ from app.policy.decision import Query
 from app.policy.plan import Plan
 from app.policy.view import View
 from app.router.history import History
+from app.router.learned import LearnedWorkers
 from app.router.recent import Recent
 from app.router.replica import Replica
 from app.router.reports import Reports
-from app.router.taught import Taught
 from app.state import overlap, reservations
 from app.state.columns import Columns
 
@@ -29,7 +29,7 @@ class LookUp:
         history: History,
         recent: Recent,
         reports: Reports,
-        taught: Taught,
+        taught: LearnedWorkers,
     ) -> None:
         self._replica = replica
         self._history = history

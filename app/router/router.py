@@ -34,6 +34,7 @@ from app.router.decider import MAX_QUEUED, Decider
 from app.router.fleet import Fleet
 from app.router.history import History
 from app.router.known_chains import KnownChains
+from app.router.learned import LearnedWorkers
 from app.router.lookup import LookUp
 from app.router.maintenance import Maintenance
 from app.router.metrics import Telemetry
@@ -44,7 +45,6 @@ from app.router.replica import Replica
 from app.router.reports import Reports
 from app.router.sleep import waking
 from app.router.tally import Tally
-from app.router.taught import Taught
 from app.router.vouching import Signs, Vouching
 from app.router.waiting import Waiting
 from app.state import leases, reservations
@@ -98,7 +98,7 @@ class Router:
         self._vouching = Vouching(replica, signs) if signs is not None else None
         self._waiting = Waiting(replica) if settings.wait_queue else None
         self._reports = Reports(replica, self._history, self._maintenance, self._look_again)
-        self._taught = Taught(fleet)
+        self._taught = LearnedWorkers(fleet)
         self._look_up = LookUp(replica, self._history, self._recent, self._reports, self._taught)
         self._decider = Decider(
             replica, self._look_up, self._history, self._maintenance, self._waiting

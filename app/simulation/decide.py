@@ -26,8 +26,8 @@ from app.policy.transfer import (
     OWN_TRANSFER,
     Demand,
     Roles,
-    Route,
     TransferKind,
+    TransferRoute,
     awaited_s,
     demands,
     routes_with_source,
@@ -49,7 +49,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SimPlan:
     """One decision, not yet reserved."""
 
     flight: Flight
@@ -63,7 +63,7 @@ class Plan:
         return (self.target,) if self.source is None else (self.target, self.source)
 
 
-class Decider:
+class SimDecider:
     """Applies one policy. workers, live: as they change; live ones by their place."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Decider:
         self.foresees = policy.key == "latency"
         """Whether what is on its way counts, as in app.router.lookup."""
 
-    def plan(self, flight: Flight, loads: list[Load], rounds: int, now_s: float) -> Plan:
+    def plan(self, flight: Flight, loads: list[Load], rounds: int, now_s: float) -> SimPlan:
         """Raises NoWorkers, AllWorkersBusy."""
         if not self._live:
             raise NoWorkers("no worker is alive")
@@ -131,7 +131,7 @@ class Decider:
         source = of_source and self._share(
             route.source, request, of_source, loads, counts_blocks=counts and is_split
         )
-        return Plan(flight, route.kind, target, source, int(candidates.overlap.max()))
+        return SimPlan(flight, route.kind, target, source, int(candidates.overlap.max()))
 
     def _candidates(
         self,
@@ -180,10 +180,10 @@ class Decider:
         size: RequestSize,
         roles: Roles | None,
         published: Floats,
-    ) -> Route:
+    ) -> TransferRoute:
         """The cheapest of all costs_by_kind, or what the fixed rule says."""
         at = choice.index
-        local = Route(TransferKind.LOCAL, at, at, float(choice.costs.cost[at]))
+        local = TransferRoute(TransferKind.LOCAL, at, at, float(choice.costs.cost[at]))
         above = self._setting.split_above
         lacking = size.isl_tokens - candidates.overlap[at] * size.block_size
         if roles is None or (above is not None and lacking < above):

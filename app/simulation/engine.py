@@ -20,7 +20,7 @@ from app.core.worker_report import ForwardPassMetrics
 from app.simulation.pool import BlockPool
 from app.simulation.profiles import Profile
 from app.simulation.running import Prefill, Received, Running, SimSequence
-from app.simulation.steps import Finished, PromptTooLargeError, SimRequest, Step
+from app.simulation.steps import EngineStep, Finished, PromptTooLargeError, SimRequest
 
 
 class SimEngine:
@@ -120,7 +120,7 @@ class SimEngine:
         if sequence is not None:
             self._running.leave(sequence)
 
-    def step(self) -> Step | None:
+    def step(self) -> EngineStep | None:
         """Run one step; None if there is nothing to do."""
         if not len(self._running) and not self._waiting:
             return None
@@ -137,7 +137,7 @@ class SimEngine:
         load_s = prefill.loaded_tokens * self.profile.host_s_per_token
         num_tokens = prefill.tokens + decode_seqs
         compute_s = self.profile.compute_s(num_tokens, prefill.pairs, decode_context, decode_seqs)
-        return Step(
+        return EngineStep(
             duration_s=compute_s + load_s,
             load_s=load_s,
             loaded_tokens=prefill.loaded_tokens,
@@ -165,13 +165,13 @@ class SimEngine:
         context = num_steps * self._running.decode_context + seqs * num_steps * (num_steps - 1) // 2
         return num_steps * self.profile.compute_s(seqs, 0.0, 0, seqs) + self.profile.c_s * context
 
-    def skip(self, num_steps: int) -> Step:
+    def skip(self, num_steps: int) -> EngineStep:
         """Run that many quiet steps at once; returns the average of one of them."""
         seqs = len(self._running.decoding)
         duration_s = self.decode_s(num_steps) / num_steps
         context = self._running.decode_context + seqs * (num_steps - 1) // 2
         self._running.skip(num_steps)
-        return Step(
+        return EngineStep(
             duration_s=duration_s,
             load_s=0.0,
             loaded_tokens=0,

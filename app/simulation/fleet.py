@@ -21,23 +21,23 @@ from app.core.roles import Role
 from app.core.types import SequenceHash
 from app.policy.transfer import TransferKind
 from app.simulation.books import Books, rounds_of
-from app.simulation.decide import Decider, Plan
+from app.simulation.decide import SimDecider, SimPlan
 from app.simulation.flights import (
     POLL_S,
     Agenda,
     Decided,
     Flight,
-    Loss,
-    Replica,
+    OnAnswer,
     SimAnswer,
+    SimLoss,
+    SimReplica,
     Supply,
-    Then,
     WaitingLine,
 )
 from app.simulation.profiles import Profile
 from app.simulation.running import Received
 from app.simulation.setting import PolicyVariant, Setting, Sharing
-from app.simulation.steps import Finished, SimRequest, Step
+from app.simulation.steps import EngineStep, Finished, SimRequest
 from app.simulation.worker import Quiet, SimWorker, Status
 
 T = TypeVar("T")
@@ -61,10 +61,12 @@ class SimFleet:
         self.at, self.run = self.agenda.at, self.agenda.run
         self.rng = np.random.default_rng(setting.seed)
         self._live: list[int] = []
-        self._decider = Decider(PolicyVariant(policy), setting, self.workers, self._live, self.rng)
+        self._decider = SimDecider(
+            PolicyVariant(policy), setting, self.workers, self._live, self.rng
+        )
         shared: list[Books] = []
         self.replicas = [
-            Replica(shared if setting.sharing is Sharing.EXACT else [])
+            SimReplica(shared if setting.sharing is Sharing.EXACT else [])
             for _ in range(setting.replicas)
         ]
         waits = setting.wait_above_s is not None
@@ -79,7 +81,7 @@ class SimFleet:
     def now_s(self) -> float:
         return self.agenda.now_s
 
-    def ask(self, request: SimRequest, then: Then) -> None:
+    def ask(self, request: SimRequest, then: OnAnswer) -> None:
         """A request arrives now; `then` gets what becomes of it."""
         replica = self.replicas[self._arrived % len(self.replicas)]
         self._arrived += 1
@@ -129,7 +131,7 @@ class SimFleet:
             if flight.first_token_s is None:
                 self._queue(flight)
             else:
-                flight.then(flight.lost(Loss.CRASH, f"worker {place} crashed"), self.now_s)
+                flight.then(flight.lost(SimLoss.CRASH, f"worker {place} crashed"), self.now_s)
 
     def slow(self, place: int, slowness: float) -> None:
         """From its next step on, the worker takes `slowness` times as long as it should."""
@@ -180,7 +182,7 @@ class SimFleet:
         if line.is_waited_in:
             self.at(now_s + POLL_S, lambda then_s: self._take_turns(line, then_s))
 
-    def _decide(self, replica: Replica, now_s: float) -> None:
+    def _decide(self, replica: SimReplica, now_s: float) -> None:
         """Decide all waiting requests, one after another, from one lookup; reserve a trip later."""
         loads = [copy(books.load) for books in replica.books]
         rounds = rounds_of(replica.books)
@@ -193,10 +195,10 @@ class SimFleet:
             try:
                 plan = self._decider.plan(flight, loads, rounds, now_s)
             except NoWorkers as error:
-                flight.then(flight.lost(Loss.NO_WORKERS, str(error)), now_s)
+                flight.then(flight.lost(SimLoss.NO_WORKERS, str(error)), now_s)
                 continue
             except AllWorkersBusy as error:
-                flight.then(flight.lost(Loss.FULL, str(error)), now_s)
+                flight.then(flight.lost(SimLoss.FULL, str(error)), now_s)
                 continue
             for share in plan.shares:
                 rounds += ROUND // len(replica.books)
@@ -213,7 +215,7 @@ class SimFleet:
                 now_s + self.setting.trip_s, lambda then_s: self._reserve(replica, plans, then_s)
             )
 
-    def _reserve(self, replica: Replica, plans: list[Plan], now_s: float) -> None:
+    def _reserve(self, replica: SimReplica, plans: list[SimPlan], now_s: float) -> None:
         """Like lua/reserve.lua: a reservation is refused, with all behind it for the same worker,
         if another replica was there first, or if the worker is no longer there. Both the worker and
         its source are reserved, or neither."""
@@ -246,7 +248,7 @@ class SimFleet:
 
     def _tell(
         self,
-        replica: Replica,
+        replica: SimReplica,
         worker: int,
         now_s: float,
         enter: Callable[[Books, T, float], None],
@@ -263,7 +265,7 @@ class SimFleet:
 
             self.at(now_s + self.setting.sync_s, sync)
 
-    def _start(self, plan: Plan, now_s: float) -> None:
+    def _start(self, plan: SimPlan, now_s: float) -> None:
         flight, source = plan.flight, plan.source
         flight.worker, flight.supply = plan.target.worker, None
         self._flights[flight.request.request_id] = flight
@@ -402,7 +404,7 @@ class SimFleet:
 
         self.at(since_s + worker.slowness * worker.engine.decode_s(num_steps), end)
 
-    def _end_step(self, worker: SimWorker, step: Step, took_s: float, now_s: float) -> None:
+    def _end_step(self, worker: SimWorker, step: EngineStep, took_s: float, now_s: float) -> None:
         if worker.status is Status.GONE:
             return
         worker.publish_metrics(now_s)

@@ -40,7 +40,7 @@ class Agenda:
             self.now_s = max(self.now_s, until_s)
 
 
-class Loss(StrEnum):
+class SimLoss(StrEnum):
     """Why a request got no answer."""
 
     FULL = "full"
@@ -57,7 +57,7 @@ class SimAnswer:
     request: SimRequest
     arrival_s: float
     attempts: int
-    loss: Loss | None = None
+    loss: SimLoss | None = None
     reason: str = ""
     """Of the loss, in words."""
     worker: int | None = None
@@ -69,7 +69,7 @@ class SimAnswer:
     kind: TransferKind = TransferKind.LOCAL
 
 
-Then = Callable[[SimAnswer, float], None]
+OnAnswer = Callable[[SimAnswer, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class Flight:
     """A request under way, and when things happened to it."""
 
     request: SimRequest
-    then: Then
+    then: OnAnswer
     arrival_s: float
-    replica: Replica
+    replica: SimReplica
     worker: int = 0
     attempts: int = 0
     has_turn: bool = False
@@ -119,11 +119,11 @@ class Flight:
         supply = self.supply
         return {self.worker} if supply is None or supply.is_over else {self.worker, supply.source}
 
-    def lost(self, loss: Loss, reason: str) -> SimAnswer:
+    def lost(self, loss: SimLoss, reason: str) -> SimAnswer:
         return SimAnswer(self.request, self.arrival_s, self.attempts, loss, reason)
 
 
-class Replica:
+class SimReplica:
     """A router: the requests that wait for it, how many it has decided, and the books that it
     decides from."""
 

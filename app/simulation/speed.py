@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED, Speed
-from app.simulation.steps import Step
+from app.simulation.steps import EngineStep
 
 FORGET = 0.9995
 """Weight of a step relative to the next one: it halves after 1,400 steps."""
@@ -113,7 +113,7 @@ class SpeedLearner:
         self._mean_output = defaults.mean_output_tokens
         self._num_outputs = 10  # the default counts as ten requests
 
-    def observe(self, step: Step, wall_s: float, for_others: Container[str] = ()) -> None:
+    def observe(self, step: EngineStep, wall_s: float, for_others: Container[str] = ()) -> None:
         """Learn from a step of `wall_s` seconds of wall time, including its share of loading.
 
         for_others: ids of requests whose prompts alone matter, as other workers decode them: their

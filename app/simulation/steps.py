@@ -84,7 +84,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EngineStep:
     """One step: how long it took, in engine seconds, what it did, and why it took that long."""
 
     duration_s: float

@@ -14,7 +14,7 @@ TIMEOUT_S = 2.0
 KEPT = 1000
 
 
-class Event(NamedTuple):
+class NamespaceEvent(NamedTuple):
     """id: of the stream. subject: a worker's key, a replica's name, or who else it is about."""
 
     id: str
@@ -31,14 +31,16 @@ def record(keyspace: Keyspace, kind: str, subject: str, text: str) -> Call[bytes
     return command("record", "XADD", keyspace["events"], *limit, *fields, parse=bytes)
 
 
-async def read(redis: RedisClient, keyspace: Keyspace, after: str, most: int) -> list[Event]:
+async def read(
+    redis: RedisClient, keyspace: Keyspace, after: str, most: int
+) -> list[NamespaceEvent]:
     """The newest `most` after an id, the newest first; "": after none. Raises RedisUnavailable."""
     async with deadline(TIMEOUT_S):
         entries: Any = await redis.xrevrange(
             keyspace["events"], min=f"({after}" if after else "-", count=most
         )
     return [
-        Event(
+        NamespaceEvent(
             entry_id.decode(),
             id_ms(entry_id),
             *(fields.get(name, b"").decode(errors="replace") for name in _FIELDS),

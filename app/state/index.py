@@ -81,7 +81,7 @@ FIRST_PLACE: Place = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
+class IndexClaims:
     """What the index shows of an incarnation in some buckets.
 
     following: where to continue. entries: for each, the number of its bucket, its tier, and its
@@ -98,7 +98,7 @@ class Audit:
     """missing: how many of the blocks asked about the index does not show as published."""
 
     missing: int
-    claims: Claims
+    claims: IndexClaims
 
 
 def audit(
@@ -122,7 +122,7 @@ def audit(
             (bucket, TIER_OF_LETTER.get(entry[:1]), _hash_of(entry[1:]))
             for bucket, entry in zip(shown[::2], shown[1::2], strict=True)
         ]
-        return Audit(missing, Claims(bits, (bucket, within), digests))
+        return Audit(missing, IndexClaims(bits, (bucket, within), digests))
 
     return call(
         "audit",

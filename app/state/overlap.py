@@ -148,12 +148,12 @@ async def match(
     it is a LowerBound: what the first one proved. Where owners change more than EXACT_CHANGES times
     along a chain, it is Rough.
     """
-    sought = [_Sought.of(chain, boundaries) for chain in chains]
+    sought = [_ChainLookup.of(chain, boundaries) for chain in chains]
     groups = [(shard, [sought[i] for i in which]) for shard, which in _grouped(chains, shards)]
     coarse = [_coarsely(keyspace.of_shard(shard), some) for shard, some in groups]
     replies = await runner.run_each([*along, *coarse])
     answers, replies = replies[: len(along)], replies[len(along) :]
-    reads: list[tuple[_Sought, Gap, Call[list[bytes | None]]]] = []
+    reads: list[tuple[_ChainLookup, Gap, Call[list[bytes | None]]]] = []
     for (shard, some), reply in zip(groups, replies, strict=True):
         if not isinstance(reply, RedisUnavailable):
             reads += _take_runs(keyspace.of_shard(shard), some, reply)
@@ -167,7 +167,7 @@ async def match(
 
 
 @dataclass(slots=True)
-class _Sought:
+class _ChainLookup:
     """A chain of which it is to be found who holds it. samples: positions that are looked at first.
     guesses: where its owners may change. runs: None: its shard has not answered. is_short: it has
     not told all."""
@@ -180,7 +180,7 @@ class _Sought:
     is_short: bool = False
 
     @classmethod
-    def of(cls, chain: Sequence[SequenceHash], boundaries: Boundaries | None) -> _Sought:
+    def of(cls, chain: Sequence[SequenceHash], boundaries: Boundaries | None) -> _ChainLookup:
         guesses = boundaries.recall(chain) if boundaries else []
         return cls(chain, _sample(len(chain), guesses), guesses)
 
@@ -194,7 +194,7 @@ class _Sought:
         return _overlaps(self.runs, kind)
 
 
-def _coarsely(shard: Keyspace, some: Sequence[_Sought]) -> Call[list[Any]]:
+def _coarsely(shard: Keyspace, some: Sequence[_ChainLookup]) -> Call[list[Any]]:
     """Looks up the samples of chains that lie in one shard."""
     args = [_coarse(one.chain, one.samples, one.guesses) for one in some]
     flat = concatenated.from_iterable(args)
@@ -202,8 +202,8 @@ def _coarsely(shard: Keyspace, some: Sequence[_Sought]) -> Call[list[Any]]:
 
 
 def _take_runs(
-    shard: Keyspace, some: Sequence[_Sought], reply: list[Any]
-) -> Iterator[tuple[_Sought, Gap, Call[list[bytes | None]]]]:
+    shard: Keyspace, some: Sequence[_ChainLookup], reply: list[Any]
+) -> Iterator[tuple[_ChainLookup, Gap, Call[list[bytes | None]]]]:
     """Give chains the runs of their samples; yields what is still to be read of each."""
     bucket_bits, dead, *runs_of_chains = reply
     for one, (rough_to, *runs) in zip(some, runs_of_chains, strict=True):

@@ -7,12 +7,12 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from app.core.failures import LATE_S, SOON_S, Counts, Whose
+from app.core.failures import LATE_S, SOON_S, Counts, Suspects
 from app.core.verdicts import LACKS
 from app.door import blame
 from app.door.blame import BACK_PRESSURE
 
-EITHER, WORKER = Whose.EITHER, Whose.WORKER
+EITHER, WORKER = Suspects.EITHER, Suspects.WORKER
 PATH = "/v1/messages"
 
 
@@ -31,7 +31,7 @@ PATH = "/v1/messages"
         (520, EITHER, 2),
     ],
 )
-def test_a_status_that_is_the_workers_fault(status: int, whose: Whose, in_a_row: int) -> None:
+def test_a_status_that_is_the_workers_fault(status: int, whose: Suspects, in_a_row: int) -> None:
     failure = blame.of_status(status)
     assert failure is not None
     assert (failure.whose, failure.in_a_row, failure.most_s) == (whose, in_a_row, SOON_S)
@@ -116,7 +116,7 @@ def test_an_overloaded_engine_asks_all_for_patience() -> None:
     ],
 )
 def test_what_broke_off(
-    cause: str, is_late: bool, is_whole: bool, expected: tuple[Whose, int, float]
+    cause: str, is_late: bool, is_whole: bool, expected: tuple[Suspects, int, float]
 ) -> None:
     failure = blame.of_break(cause, is_late=is_late, is_whole=is_whole)
     assert failure is not None

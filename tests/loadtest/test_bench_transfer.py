@@ -8,7 +8,7 @@ from rich.console import Console
 
 from loadtest import bench_transfer
 from loadtest.bench_transfer import KINDS, measure_with, prompt_of, running, settings_of, show
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.tcp import BlockSource
 
 SETTINGS = settings_of("cpu", None, 300)
 
@@ -26,7 +26,7 @@ class _GoneSource:
     """Keeps something where nobody listens."""
 
     def answer(self, prompt: bytes, kind: str = "") -> bench_transfer.TransferAnswer:
-        return bench_transfer.TransferAnswer(0.0, [], 0, Source("127.0.0.1", 1, "gone", 256))
+        return bench_transfer.TransferAnswer(0.0, [], 0, BlockSource("127.0.0.1", 1, "gone", 256))
 
 
 async def test_a_prompt_that_was_computed_instead_of_fetched_ends_the_benchmark() -> None:

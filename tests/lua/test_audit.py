@@ -4,7 +4,7 @@ import pytest
 
 from app.core.types import Incarnation, SequenceHash, Tier
 from app.state import index
-from app.state.index import FIRST_PLACE, Audit, Change, Claims, Place
+from app.state.index import FIRST_PLACE, Audit, Change, IndexClaims, Place
 from tests.lua.conftest import CROWD, DEVICE, DISK, HOST, A, B, C, Namespace
 
 
@@ -36,7 +36,7 @@ async def claims(
     first: Place = FIRST_PLACE,
     buckets: int = 256,
     nonce: str = "nonce-a",
-) -> Claims:
+) -> IndexClaims:
     found = await audit(space, inc, nonce=nonce, first=first, buckets=buckets)
     assert found is not None
     return found.claims
@@ -106,7 +106,7 @@ async def test_blocks_are_missing_under_another_layout(space: Namespace, inc: In
 async def test_both_questions_are_answered_by_one_call(space: Namespace, inc: Incarnation) -> None:
     shown = [(0xAA, DEVICE, A), (0xBB, DEVICE, B), (0xCC, HOST, C)]
     assert await audit(space, inc, (A, HOST), (B, DEVICE), buckets=256) == Audit(
-        1, Claims(8, FIRST_PLACE, shown)
+        1, IndexClaims(8, FIRST_PLACE, shown)
     )
 
 
@@ -120,10 +120,10 @@ async def test_every_entry_of_an_incarnation_is_found_and_none_of_another(
     await space.apply(a, 1, [(A, DEVICE), (B, HOST), (small, DISK)])
     await space.apply(b, 1, [(A, HOST)])
     await space.redis.hset(space.key("blocks:cc"), f"{C:016x}", "11d21h")
-    assert await claims(space, a) == Claims(
+    assert await claims(space, a) == IndexClaims(
         8, FIRST_PLACE, [(5, DISK, small), (0xAA, DEVICE, A), (0xBB, HOST, B)]
     )
-    assert await claims(space, b, nonce="nonce-b") == Claims(8, FIRST_PLACE, [(0xAA, HOST, A)])
+    assert await claims(space, b, nonce="nonce-b") == IndexClaims(8, FIRST_PLACE, [(0xAA, HOST, A)])
 
 
 async def test_a_step_searches_no_more_buckets_than_allowed(space: Namespace) -> None:
@@ -157,7 +157,7 @@ async def test_a_large_bucket_takes_several_steps(space: Namespace) -> None:
 async def test_a_start_past_the_last_bucket_means_the_first(space: Namespace) -> None:
     inc = await space.worker("a", bucket_bits=4)
     assert await space.apply(inc, 1, [])
-    assert await claims(space, inc, (16, 0), 5) == Claims(4, (5, 0), [])
+    assert await claims(space, inc, (16, 0), 5) == IndexClaims(4, (5, 0), [])
 
 
 async def test_entries_that_nobody_published_are_found(space: Namespace, inc: Incarnation) -> None:

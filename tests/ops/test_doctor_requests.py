@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from app.local.redis_server import EmbeddedRedis
 from app.ops import checks
 from app.ops.doctor import doctor
-from app.state.events import Event
+from app.state.events import NamespaceEvent
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
@@ -65,8 +65,8 @@ def as_dicts(table: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_replica_that_was_lost_is_told_until_it_is_back_or_long_gone() -> None:
     now_ms = 1_000_000
-    lost = Event("1-0", now_ms - 40_000, "replica_lost", "r1", "")
-    left = Event("1-1", now_ms - 40_000, "replica_left", "r2", "")
+    lost = NamespaceEvent("1-0", now_ms - 40_000, "replica_lost", "r1", "")
+    left = NamespaceEvent("1-1", now_ms - 40_000, "replica_left", "r2", "")
     check = checks.lost_replicas(["r3"], [left, lost], now_ms)
     assert (check.ok, check.found) == (False, "r1 was lost 40 s ago")
     assert checks.lost_replicas(["r1", "r3"], [left, lost], now_ms).ok

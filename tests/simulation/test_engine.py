@@ -12,7 +12,7 @@ from app.core.types import SequenceHash, Tier
 from app.simulation.engine import SimEngine
 from app.simulation.pool import BlockPool
 from app.simulation.profiles import PROFILES, Profile
-from app.simulation.steps import PromptTooLargeError, SimRequest, Step
+from app.simulation.steps import EngineStep, PromptTooLargeError, SimRequest
 
 BLOCK_SIZE = 4
 # Steps take 1 + max(10, n) + 0.01 per attention pair + 0.001 per token of decode context.
@@ -58,7 +58,7 @@ def hashes(tokens: Sequence[int]) -> tuple[SequenceHash, ...]:
     return tuple(compute_hashes(tokens, BLOCK_SIZE)[1])
 
 
-def drain(engine: SimEngine) -> list[Step]:
+def drain(engine: SimEngine) -> list[EngineStep]:
     """Step until the engine is idle, checking its books after each step."""
     steps = []
     while (step := engine.step()) is not None:
@@ -67,13 +67,13 @@ def drain(engine: SimEngine) -> list[Step]:
     return steps
 
 
-def serve(engine: SimEngine, *requests: SimRequest) -> list[Step]:
+def serve(engine: SimEngine, *requests: SimRequest) -> list[EngineStep]:
     for request in requests:
         engine.submit(request)
     return drain(engine)
 
 
-def cached_tokens(steps: list[Step]) -> dict[str, int]:
+def cached_tokens(steps: list[EngineStep]) -> dict[str, int]:
     return {f.request_id: f.cached_tokens for step in steps for f in step.finished}
 
 
@@ -322,7 +322,7 @@ def test_recently_used_blocks_are_not_the_next_to_be_evicted() -> None:
 # Space
 
 
-def first_steps(steps: list[Step]) -> dict[str, int]:
+def first_steps(steps: list[EngineStep]) -> dict[str, int]:
     """In which step, counted from 1, each request got its first token."""
     return {request_id: i + 1 for i, s in enumerate(steps) for request_id in s.first_tokens}
 

@@ -10,7 +10,7 @@ import pytest
 from app.core.loads import Load
 from app.core.types import SequenceHash
 from app.simulation.fleet import SimFleet
-from app.simulation.flights import Loss, SimAnswer
+from app.simulation.flights import SimAnswer, SimLoss
 from app.simulation.profiles import USUAL
 from app.simulation.setting import Setting, Sharing
 from app.simulation.steps import SimRequest
@@ -119,8 +119,8 @@ def test_a_crash_loses_only_answers_that_have_begun(sharing: Sharing) -> None:
     played.fleet.crash(0)
     played.ask(31.0, request("nobody"))
     played.fleet.run()
-    assert {played.answers[f"decoding{i}"].loss for i in range(4)} == {Loss.CRASH}
-    assert played.answers["nobody"].loss is Loss.NO_WORKERS
+    assert {played.answers[f"decoding{i}"].loss for i in range(4)} == {SimLoss.CRASH}
+    assert played.answers["nobody"].loss is SimLoss.NO_WORKERS
     for replica in played.fleet.replicas:
         for books in replica.books:
             load = books.load

@@ -10,7 +10,7 @@ from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import PROFILES
 from app.simulation.speed import SpeedLearner, sped_up
-from app.simulation.steps import Finished, SimRequest, Step
+from app.simulation.steps import EngineStep, Finished, SimRequest
 
 H100 = PROFILES["70b-4xh100"]
 FULL_STEP_S_PER_TOKEN = (0.002 + 0.0086 + 72.3e-6 * 2048) / 2048  # 77.5 us
@@ -26,9 +26,9 @@ def step_of(
     decoding: int = 0,
     context: int = 0,
     finished: tuple[int, ...] = (),
-) -> Step:
+) -> EngineStep:
     ended = [Finished(str(i), 1, 0, output) for i, output in enumerate(finished)]
-    return Step(duration_s, load_s, loaded, prefill, pairs, decoding, context, [], [], ended)
+    return EngineStep(duration_s, load_s, loaded, prefill, pairs, decoding, context, [], [], ended)
 
 
 def learn(

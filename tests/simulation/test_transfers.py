@@ -13,7 +13,7 @@ from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED
 from app.policy.transfer import TransferKind
 from app.simulation.engine import SimEngine
-from app.simulation.flights import Loss
+from app.simulation.flights import SimLoss
 from app.simulation.profiles import USUAL, Link
 from app.simulation.running import Received
 from app.simulation.setting import Setting
@@ -221,4 +221,4 @@ def test_a_fleet_of_prefill_workers_answers_nothing() -> None:
     played = PlayedFleet(replace(PAIR, num_workers=1), "latency")
     played.ask(0.0, request("r"))
     played.fleet.run()
-    assert played.answers["r"].loss is Loss.NO_WORKERS
+    assert played.answers["r"].loss is SimLoss.NO_WORKERS

@@ -15,7 +15,7 @@ from app.core.chains import GROUP_BLOCKS, shard_of
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.overlaps import EVERY_BLOCK, Back, ReuseRule
 from app.core.types import SequenceHash, Tier
-from app.state.index import Change, Claims
+from app.state.index import Change, IndexClaims
 
 PIECE_BITS = 4
 """Of a leader: how finely blocks of one depth are cut into pieces."""
@@ -200,7 +200,7 @@ class Ownership:
             if published and self._shard_of(published.root) == shard
         ]
 
-    def shows(self, shard: int, claims: Claims) -> bool:
+    def shows(self, shard: int, claims: IndexClaims) -> bool:
         """Whether `claims` holds only what was published in that shard, each block in its place."""
         seen = set()
         for bucket, tier, block in claims.entries:

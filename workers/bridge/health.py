@@ -54,7 +54,7 @@ class Life(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HealthVerdict:
     """why: "" if it is well. late_s: for how long it has kept others waiting, beyond what is usual,
     for an answer or a token."""
 
@@ -150,18 +150,18 @@ class EngineHealth:
             self._num_heard = num_heard
             self._moved(now)
 
-    def verdict(self, now: float) -> Verdict:
+    def verdict(self, now: float) -> HealthVerdict:
         has_moved = now - self._moved_s < SETTLING_S
         late_s = max(self._late_s(now), self._still_s - SETTLING_S - self._longest_pause_s)
         if self._was(Probe.REFUSED, REFUSED_PROBES) and not has_moved:
-            return Verdict(Life.GONE, self._outcome.value)
+            return HealthVerdict(Life.GONE, self._outcome.value)
         if self._was(Probe.UNWELL, UNWELL_PROBES) and not has_moved:
-            return Verdict(Life.ILL, self._outcome.value, late_s)
+            return HealthVerdict(Life.ILL, self._outcome.value, late_s)
         if now - self._life_s >= SILENT_S and self._missed >= MISSED_PROBES:
-            return Verdict(Life.ILL, self._outcome.value, late_s)
+            return HealthVerdict(Life.ILL, self._outcome.value, late_s)
         if self._is_stalled:
-            return Verdict(Life.ILL, STALLED, late_s)
-        return Verdict(Life.WELL, late_s=late_s if late_s > LATE_S else 0.0)
+            return HealthVerdict(Life.ILL, STALLED, late_s)
+        return HealthVerdict(Life.WELL, late_s=late_s if late_s > LATE_S else 0.0)
 
     def _was(self, outcome: Probe, in_a_row: int) -> bool:
         return self._outcome is outcome and self._in_a_row >= in_a_row

@@ -19,7 +19,7 @@ from workers.discovery.engine import Engines
 log = logging.getLogger(__name__)
 
 
-class Claims:
+class EngineClaims:
     """`renew` often, then `leave`. source: processes with the same one share its engines."""
 
     def __init__(

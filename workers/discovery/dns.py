@@ -12,7 +12,7 @@ from functools import partial
 from app.core.errors import ConfigError, shown
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import base_url
-from workers.discovery.engine import Engine, Members, Tell, port_of, settings_of
+from workers.discovery.engine import DiscoveredEngine, Members, Tell, port_of, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,11 @@ def worker_at(address: str, port: int) -> str:
     return f"{address}-{port}".replace(":", "-")
 
 
-def engine_at(process: EngineAgentSettings, address: str, port: int) -> Engine:
+def engine_at(process: EngineAgentSettings, address: str, port: int) -> DiscoveredEngine:
     """Raises ConfigError."""
-    return Engine(settings_of(process, worker_at(address, port), base_url(address, port), {}))
+    return DiscoveredEngine(
+        settings_of(process, worker_at(address, port), base_url(address, port), {})
+    )
 
 
 async def follow(process: EngineAgentSettings, look: Look, tell: Tell) -> None:

@@ -32,7 +32,7 @@ FIELDS: Mapping[str, Field[Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class DiscoveredEngine:
     """settings: the agent's, for this engine alone. ready: it may be begun with; one that was once
     need not be any more. leaving: it is to get no requests, and ends. ended: it also is no more."""
 
@@ -41,15 +41,15 @@ class Engine:
     leaving: bool = False
     ended: bool = False
 
-    def is_replaced(self, engines: Iterable[Engine]) -> bool:
+    def is_replaced(self, engines: Iterable[DiscoveredEngine]) -> bool:
         """Whether one of these has its name, or its place."""
         name, url = self.settings.worker_id, self.settings.engine_url
         return any(o.settings.worker_id == name or o.settings.engine_url == url for o in engines)
 
 
-Engines = Mapping[str, Engine]
+Engines = Mapping[str, DiscoveredEngine]
 """By what tells an engine from all others, those before it at the same address as well."""
-Read = Callable[[], Engine | None]
+Read = Callable[[], DiscoveredEngine | None]
 """Reads one member of a source; None: it has no engine yet. Raises ConfigError if it says something
 wrong, or anything else if it is no member at all."""
 
@@ -61,7 +61,7 @@ class Members:
     """
 
     def __init__(self) -> None:
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, DiscoveredEngine] = {}
         self.wrong: dict[str, str] = {}
 
     def read_all(self, members: Mapping[str, Read]) -> None:
@@ -71,7 +71,7 @@ class Members:
         for key, read in members.items():
             self.read(key, read, before.get(key))
 
-    def read(self, key: str, read: Read, before: Engine | None) -> None:
+    def read(self, key: str, read: Read, before: DiscoveredEngine | None) -> None:
         """before: what was last read of the member."""
         try:
             engine = read()

@@ -16,7 +16,7 @@ from pathlib import Path
 from app.core.errors import ConfigError
 from app.core.limits import MAX_ENGINES_BYTES
 from app.core.settings.agent import EngineAgentSettings
-from workers.discovery.engine import Engine, Members, Tell, settings_of
+from workers.discovery.engine import DiscoveredEngine, Members, Tell, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def read(process: EngineAgentSettings, members: Members) -> None:
         raise ConfigError(f"--engines {path}: is nested too deeply") from None
 
 
-def _engine(process: EngineAgentSettings, name: str, table: object) -> Engine:
+def _engine(process: EngineAgentSettings, name: str, table: object) -> DiscoveredEngine:
     """Raises ConfigError."""
     if not isinstance(table, dict):
         raise ConfigError(f"{name}: needs a table, [NAME], for each engine")
@@ -53,7 +53,7 @@ def _engine(process: EngineAgentSettings, name: str, table: object) -> Engine:
     url = told.pop("engine-url", "")
     if not url or not isinstance(url, str):
         raise ConfigError(f"{name}: engine-url: where does the engine listen?")
-    return Engine(settings_of(process, name, url, told))
+    return DiscoveredEngine(settings_of(process, name, url, told))
 
 
 async def follow(process: EngineAgentSettings, tell: Tell) -> None:

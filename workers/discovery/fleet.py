@@ -19,8 +19,8 @@ from app.core.limits import MAX_ENGINES, MAX_NAME
 from app.core.settings.agent import EngineAgentSettings
 from app.http.supervisor import attempted, supervised
 from workers.bridge.follower import EngineFollower
-from workers.discovery.claims import Claims
-from workers.discovery.engine import Engine, Engines, Members, Tell
+from workers.discovery.claims import EngineClaims
+from workers.discovery.engine import DiscoveredEngine, Engines, Members, Tell
 from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ STALE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetChange:
     """Keys of engines: to begin with; to take out of service; those that are gone; those of which
     another process is the agent from now on; to take out of service without an agent, as it ended
     before they began to leave."""
@@ -48,7 +48,7 @@ class Plan:
     drain: tuple[str, ...] = ()
 
 
-def plan(followed: Engines, engines: Engines, claimed: Collection[str]) -> Plan:
+def plan(followed: Engines, engines: Engines, claimed: Collection[str]) -> FleetChange:
     """What is to be done, so that those of `engines` that are claimed are followed instead of
     `followed`."""
     hand_over = [key for key in followed if key in engines and key not in claimed]
@@ -71,10 +71,10 @@ def plan(followed: Engines, engines: Engines, claimed: Collection[str]) -> Plan:
         if engines[key].leaving and not engines[key].ended
         if engines[key].settings.worker_id not in staying
     ]
-    return Plan(tuple(begin), tuple(leave), tuple(drop), tuple(hand_over), tuple(drain))
+    return FleetChange(tuple(begin), tuple(leave), tuple(drop), tuple(hand_over), tuple(drain))
 
 
-class Fleet:
+class EngineFleet:
     """`run` until `stop` is called.
 
     source: tells of the engines until it is cancelled. gone_s: as for Absences.
@@ -83,7 +83,7 @@ class Fleet:
     def __init__(
         self,
         source: Callable[[Tell], Awaitable[None]],
-        claims: Claims,
+        claims: EngineClaims,
         begin: Callable[[EngineAgentSettings], EngineFollower],
         gone_s: float,
     ) -> None:
@@ -193,7 +193,7 @@ class Fleet:
         if todo.drain:
             await self.claims.drain({engines[key].settings.worker_id for key in todo.drain})
 
-    async def _join(self, tasks: asyncio.TaskGroup, key: str, engine: Engine) -> None:
+    async def _join(self, tasks: asyncio.TaskGroup, key: str, engine: DiscoveredEngine) -> None:
         log.info("%s at %s joins", engine.settings.worker_id, engine.settings.engine_url)
         follower = self._begin(engine.settings)
         follower.findings = self.findings
@@ -211,7 +211,7 @@ class Fleet:
 class Following:
     """`run`, until one of the others says that it ends."""
 
-    def __init__(self, engine: Engine, follower: EngineFollower) -> None:
+    def __init__(self, engine: DiscoveredEngine, follower: EngineFollower) -> None:
         self.engine, self.follower = engine, follower
         self.is_ending = False
         self._leaves, self._ends = asyncio.Event(), asyncio.Event()
@@ -255,7 +255,7 @@ ANSWERS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Absence:
-    engine: Engine
+    engine: DiscoveredEngine
     first_s: float
     last_s: float
     answers: int

@@ -23,7 +23,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from app.core.errors import ConfigError, KvrouteError, shown
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import base_url
-from workers.discovery.engine import Engine, Members, Tell, port_of, settings_of
+from workers.discovery.engine import DiscoveredEngine, Members, Tell, port_of, settings_of
 from workers.tasks import until_it_works
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class NamespacePods:
         version: str = listed["metadata"]["resourceVersion"]
         return version
 
-    def _read(self, pod: dict[str, Any]) -> Engine | None:
+    def _read(self, pod: dict[str, Any]) -> DiscoveredEngine | None:
         """As engine_of."""
         return engine_of(pod, self._process, self._prefix)
 
@@ -218,7 +218,7 @@ def is_leader(labels: Mapping[str, str]) -> bool:
 
 def engine_of(
     pod: Mapping[str, Any], process: EngineAgentSettings, prefix: str = ""
-) -> Engine | None:
+) -> DiscoveredEngine | None:
     """pod: as the API has it. prefix: of the worker's name. None: it has no address yet, has ended,
     or only computes for the pod that leads. Raises ConfigError, and others if it is no pod."""
     metadata, status = pod["metadata"], pod.get("status") or {}
@@ -240,7 +240,7 @@ def engine_of(
             f"{name}: has no port {shown(port_text)}: set {ANNOTATION}port to a number from 1 to "
             "65535, or to a port's name"
         )
-    return Engine(
+    return DiscoveredEngine(
         settings_of(process, name, base_url(address, port), told),
         ready=any(
             condition.get("type") == "Ready" and condition.get("status") == "True"

@@ -20,7 +20,7 @@ GONE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class EngineSource:
     """name: that of all processes that share its engines. gone_s: as for Absences."""
 
     name: str
@@ -28,17 +28,17 @@ class Source:
     gone_s: float = GONE_S
 
 
-async def source_of(settings: EngineAgentSettings) -> Source:
+async def source_of(settings: EngineAgentSettings) -> EngineSource:
     """Raises ConfigError, and MissingPackage."""
     if settings.engines:
         file.read(settings, Members())
         # Another machine may have another file of that name.
         name = f"file {socket.gethostname()} {settings.engines}"
-        return Source(name, partial(file.follow, settings), file.GONE_S)
+        return EngineSource(name, partial(file.follow, settings), file.GONE_S)
     if settings.engine_dns:
         look = _look(*dns.name_and_port(settings.engine_dns))
         name = f"dns {settings.engine_dns}"
-        return Source(name, partial(dns.follow, settings, look), dns.GONE_S)
+        return EngineSource(name, partial(dns.follow, settings, look), dns.GONE_S)
     with extra("discovery"):
         from app.http.kubernetes import load_configuration
         from workers.discovery import kubernetes
@@ -48,7 +48,7 @@ async def source_of(settings: EngineAgentSettings) -> Source:
         raise ConfigError(f"--kubernetes-selector: {error}") from None
     namespaces = ",".join(kubernetes.namespaces_of(settings))
     name = f"pods {namespaces} {settings.kubernetes_selector}"
-    return Source(name, pods.follow)
+    return EngineSource(name, pods.follow)
 
 
 def _look(name: str, port: int | None) -> dns.Look:

@@ -12,7 +12,7 @@ from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from app.simulation.steps import Finished
 from workers.kv.cache import EventSink
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.tcp import BlockSource
 
 MAX_TEMPERATURE = 2.0
 MIN_TEMPERATURE = 1e-5
@@ -88,12 +88,12 @@ class CompletionRequest:
     sampling: Sampling = field(default_factory=Sampling)
     ignore_eos: bool = False
     salt: str = ""
-    source: Source | None = None
+    source: BlockSource | None = None
     keep_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class EngineOutput:
     """Tokens produced since the last output; `finished` is set on the last one."""
 
     token_ids: list[int]
@@ -117,7 +117,7 @@ class Generation:
         cancel: Callable[[Generation], None],
     ) -> None:
         self.request_id = request_id
-        self.kept: Source | None = None
+        self.kept: BlockSource | None = None
         self._tokens = tokens
         self._stream_interval = stream_interval
         self._cancel = cancel
@@ -143,7 +143,7 @@ class Generation:
         self._stopped = finished is None
         self._changed.set()
 
-    async def __aiter__(self) -> AsyncIterator[Output]:
+    async def __aiter__(self) -> AsyncIterator[EngineOutput]:
         """Raises EngineStoppedError if the engine stops before the request is complete."""
         taken = 0
         finished = None
@@ -158,7 +158,7 @@ class Generation:
             taken = self._emitted
             self._wake_at = taken + self._stream_interval
             finished = self._finished
-            yield Output(token_ids, finished)
+            yield EngineOutput(token_ids, finished)
 
 
 class Engine(Protocol):
@@ -187,7 +187,7 @@ class Engine(Protocol):
         EngineStoppedError once the engine stops.
         """
 
-    async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> Source | None:
+    async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> BlockSource | None:
         """Keep what it holds of the prompt's full blocks, for another worker, until that has it or
         the lease ends, without a place in the queue; None: it holds nothing of them."""
 

@@ -18,7 +18,7 @@ STALL_S = 2.0
 """A forward pass waits no longer than this for a layer."""
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """Happens once what was submitted to a stream until then has run."""
 
     def wait(self) -> None:
@@ -34,7 +34,7 @@ class _Past:
     def synchronize(self) -> None: ...
 
 
-HAS_HAPPENED: Event = _Past()
+HAS_HAPPENED: CopyEvent = _Past()
 
 
 class Arrival:
@@ -54,7 +54,7 @@ class Arrival:
         self.on_change = on_change
         self._layers: list[int] = []
         """How many layers were there after each call of `arrive`."""
-        self._events: list[Event] = []
+        self._events: list[CopyEvent] = []
         self._changed = threading.Condition()
         self._began_s = time.monotonic()
 
@@ -86,7 +86,7 @@ class Arrival:
         with self._changed:
             self.num_good = min(self.num_good, num_good)
 
-    def arrive(self, num_layers: int, of: int, event: Event = HAS_HAPPENED) -> None:
+    def arrive(self, num_layers: int, of: int, event: CopyEvent = HAS_HAPPENED) -> None:
         """The first `num_layers` of that many are in the slots once `event` has happened."""
         with self._changed:
             self._layers.append(num_layers)

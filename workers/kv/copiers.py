@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.kv.arrival import Event
-from workers.kv.memory import WORD_BYTES, Ids, MemoryPool, Stream, checked_map, new_stream
+from workers.kv.arrival import CopyEvent
+from workers.kv.memory import WORD_BYTES, CopyStream, Ids, MemoryPool, checked_map, new_stream
 
 try:
     from cuda.bindings import driver
@@ -190,7 +190,7 @@ class PoolCopier:
             self.rates.scattered[self._scattered],
         )
 
-    def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> Event:
+    def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> CopyEvent:
         """Copy these layers of blocks; on a CUDA device, only start to.
 
         That does not wait for what is computed, nor does it hold it up: the slots must be out of
@@ -209,7 +209,9 @@ class PoolCopier:
             self.begin(*checked).synchronize()
 
 
-def _try_copiers(source: MemoryPool, target: MemoryPool, stream: Stream, layers: slice) -> Rates:
+def _try_copiers(
+    source: MemoryPool, target: MemoryPool, stream: CopyStream, layers: slice
+) -> Rates:
     """Time each copier in turn, copying as much as there is time for between pools like these."""
     shape = source.shape
     fewest, most = TRIAL_BLOCKS
@@ -245,7 +247,7 @@ def _try_copiers(source: MemoryPool, target: MemoryPool, stream: Stream, layers:
     return Rates(*rates)
 
 
-def copiers_with_device(source: Tensor, target: Tensor, stream: Stream) -> tuple[str, ...]:
+def copiers_with_device(source: Tensor, target: Tensor, stream: CopyStream) -> tuple[str, ...]:
     """Those of WITH_DEVICE that work on this machine."""
     first = np.zeros(1, dtype=np.int64)
     try:

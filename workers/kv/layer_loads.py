@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.core.errors import BlockLost
 from app.core.types import Tier
-from workers.kv.arrival import Event
+from workers.kv.arrival import CopyEvent
 from workers.kv.copiers import PoolCopier
 from workers.kv.disk import SlotFile
 from workers.kv.disk_pieces import DiskPieces
@@ -68,7 +68,7 @@ class LayerLoads:
     def _clear(self, slots: Sequence[int]) -> None:
         self._device.words[slots] = 0
 
-    def _from_host(self, sources: list[int], targets: list[int]) -> Iterator[tuple[Event, int]]:
+    def _from_host(self, sources: list[int], targets: list[int]) -> Iterator[tuple[CopyEvent, int]]:
         """For each group of layers: the event of its copy, and how many blocks are good."""
         assert self._host is not None, "there is no host tier"
         ids = checked_map(sources, self._host.source.num_blocks, targets, self._device.num_blocks)
@@ -77,7 +77,7 @@ class LayerLoads:
 
     def _from_disk(
         self, sources: list[int], targets: list[int], generations: Sequence[int]
-    ) -> Iterator[tuple[Event, int]]:
+    ) -> Iterator[tuple[CopyEvent, int]]:
         """The same. Only with the last group it is known which blocks are good."""
         assert self._disk is not None, "there is no disk tier"
         slots, into = checked_map(sources, self._disk.num_slots, targets, self._device.num_blocks)
@@ -92,7 +92,7 @@ class LayerLoads:
                 good = min((int(order[n]) for n in lost), default=good)
             yield event, good
 
-    def _read(self, pieces: DiskPieces, into: Ids, layers: slice, later: slice) -> Event:
+    def _read(self, pieces: DiskPieces, into: Ids, layers: slice, later: slice) -> CopyEvent:
         next_bytes = (later.stop - later.start) * self._device.shape.layer_words * WORD_BYTES
         slots = self._device.words[:, layers]
         if isinstance(self._stream, HostStream):

@@ -28,7 +28,7 @@ from workers.kv.tables import BlockTable, Eviction
 
 
 @dataclass(slots=True)
-class Counts:
+class BlockCounts:
     """In blocks, since the start, unless stated otherwise."""
 
     evicted: int = 0
@@ -66,7 +66,7 @@ class BlockManager:
         if Tier.DEVICE not in num_slots:
             raise ValueError("a block manager needs slots on the device")
         self.tiers = {tier: Slots(num_slots[tier], now) for tier in sorted(num_slots)}
-        self.counts = Counts()
+        self.counts = BlockCounts()
         self.admission = admission or AdmissionPolicy()
         self._device = self.tiers[Tier.DEVICE]
         self._write = write

@@ -23,7 +23,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from app.core.errors import ConfigError
-from workers.kv.arrival import HAS_HAPPENED, Event
+from workers.kv.arrival import HAS_HAPPENED, CopyEvent
 
 log = logging.getLogger(__name__)
 
@@ -214,14 +214,14 @@ def _pins_host_memory() -> bool:
     return pins
 
 
-class Stream(Protocol):
+class CopyStream(Protocol):
     """Runs in order what is submitted to it; events say when it has run.
 
     On a CUDA device, copies run while the device computes: nothing waits for a copy but whoever
     waits for its event. In host memory, all is done when `submit` returns.
     """
 
-    def submit(self, work: Callable[[], None]) -> Event:
+    def submit(self, work: Callable[[], None]) -> CopyEvent:
         """Run `work`, or have it run after what was submitted before.
 
         It does not wait for what is being computed: its memory must be out of use by then. Where
@@ -232,7 +232,7 @@ class Stream(Protocol):
 class HostStream:
     """Work runs at once."""
 
-    def submit(self, work: Callable[[], None]) -> Event:
+    def submit(self, work: Callable[[], None]) -> CopyEvent:
         work()
         return HAS_HAPPENED
 
@@ -243,7 +243,7 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def submit(self, work: Callable[[], None]) -> Event:
+    def submit(self, work: Callable[[], None]) -> CopyEvent:
         stream = self._stream
         # The device first: leaving only the stream would make a thread set up its default device,
         # 0, which takes hundreds of megabytes there even if everything is on another device.
@@ -268,7 +268,7 @@ class _CudaEvent:
         self._event.synchronize()
 
 
-def new_stream(*pools: MemoryPool) -> Stream:
+def new_stream(*pools: MemoryPool) -> CopyStream:
     """On the CUDA device of one of the pools, if one is on any."""
     device = next((pool.device for pool in pools if pool.words.is_cuda), None)
     return HostStream() if device is None else CudaStream(device)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from app.simulation.steps import Finished
 from workers.engines.base import CompletionRequest, Engine, EngineStoppedError, TextStream
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.tcp import BlockSource
 from workers.server.transfer import with_kept
 
 
@@ -68,7 +68,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ServedTokens:
     """Tokens, by all choices of an answer. cached_tokens: of the prompts, by tier; None: unknown,
     because a stop string ended the answer first."""
 
@@ -124,14 +124,14 @@ class Writer:
                 break
 
     @property
-    def kept(self) -> Source | None:
+    def kept(self) -> BlockSource | None:
         """Where its prompt's KV is kept for another worker."""
         return self._generation.kept
 
-    def usage(self) -> Usage:
+    def usage(self) -> ServedTokens:
         """So far."""
         cached = None if self.finished is None else _by_tier(self.finished, self._most_cached)
-        return Usage(self._prompt_tokens, self.num_tokens, cached)
+        return ServedTokens(self._prompt_tokens, self.num_tokens, cached)
 
     def _read(self, token_ids: list[int], is_last: bool) -> tuple[str, int]:
         """Their text, and how many of them were read until a stop string came."""
@@ -155,12 +155,12 @@ class Writer:
 class Form(Protocol):
     """How an answer is written, in one body or as a stream."""
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes: ...
+    def whole(self, choices: Sequence[Piece], usage: ServedTokens) -> bytes: ...
 
     def piece(self, piece: Piece) -> bytes:
         """As events of a stream."""
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, usage: ServedTokens) -> bytes:
         """The events that end a stream."""
 
     def failed(self, error: EngineStoppedError) -> bytes:
@@ -224,11 +224,11 @@ class AnswerChoices:
             for task in nexts:
                 task.cancel()
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> ServedTokens:
         usages = [writer.usage() for writer in self._writers]
         prompts = usages[:: self._per_prompt]
         cached = [usage.cached_tokens for usage in prompts if usage.cached_tokens is not None]
-        return Usage(
+        return ServedTokens(
             sum(usage.prompt_tokens for usage in prompts),
             sum(usage.output_tokens for usage in usages),
             {tier: sum(each[tier] for each in cached) for tier in cached[0]}

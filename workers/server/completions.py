@@ -8,13 +8,13 @@ from typing import Any
 import orjson
 
 from workers.engines.base import EngineStoppedError
-from workers.server.answer import Piece, Usage, now_s
+from workers.server.answer import Piece, ServedTokens, now_s
 
 STOPPING = "stopping"
 DONE = b"data: [DONE]\n\n"
 
 
-def usage_of(usage: Usage) -> dict[str, object]:
+def usage_of(usage: ServedTokens) -> dict[str, object]:
     """With the cached tokens by tier."""
     cached = usage.cached_tokens
     return {
@@ -47,14 +47,14 @@ class CompletionForm:
             return b""
         return _event({**self._frame, "choices": [self._choice(piece)]})
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, usage: ServedTokens) -> bytes:
         choices = [orjson.Fragment(self._waiting)] if self._waiting else []
         return _event({**self._frame, "choices": choices, "usage": usage_of(usage)}) + DONE
 
     def failed(self, error: EngineStoppedError) -> bytes:
         return _failed(error)
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Piece], usage: ServedTokens) -> bytes:
         return orjson.dumps(
             {**self._frame, "choices": [*map(self._choice, choices)], "usage": usage_of(usage)}
         )
@@ -91,7 +91,7 @@ class ChatForm:
         delta: dict[str, object] = {**role, "content": piece.text}
         return _event({**self._frame, "choices": [self._choice(piece, "delta", delta)]})
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, usage: ServedTokens) -> bytes:
         if not self._wants_usage:
             return DONE
         return _event({**self._frame, "choices": [], "usage": usage_of(usage)}) + DONE
@@ -99,7 +99,7 @@ class ChatForm:
     def failed(self, error: EngineStoppedError) -> bytes:
         return _failed(error)
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Piece], usage: ServedTokens) -> bytes:
         said = [self._choice(piece, "message", self._message(piece)) for piece in choices]
         return orjson.dumps({**self._frame, "choices": said, "usage": usage_of(usage)})
 

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from app.core.errors import InvalidRequest, shown
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.tcp import BlockSource
 
 PARAMS = "kv_transfer_params"
 CACHED = "remote_prefill_cached_tokens"
@@ -35,7 +35,7 @@ class Travels:
 
     keeps: bool = False
     held_only: bool = False
-    source: Source | None = None
+    source: BlockSource | None = None
     cached_tokens: int | None = None
 
 
@@ -56,7 +56,7 @@ def travels(fields: Mapping[str, Any]) -> Travels:
         raise InvalidRequest(PARAMS, "is either for a source or for a target")
     if not fetches:
         return Travels(keeps, keeps and held_only)
-    source = Source(
+    source = BlockSource(
         _text(params, "remote_host"),
         _count(params, "remote_port", 1, 65535),
         _text(params, "remote_request_id"),
@@ -68,14 +68,14 @@ def travels(fields: Mapping[str, Any]) -> Travels:
     )
 
 
-def with_kept(body: bytes, kept: Source | None, cached_tokens: int) -> bytes:
+def with_kept(body: bytes, kept: BlockSource | None, cached_tokens: int) -> bytes:
     """An answer that says where the KV of its prompt is kept."""
     if kept is None:
         return body
     return orjson.dumps({**orjson.loads(body), PARAMS: params_of(kept, cached_tokens)})
 
 
-def params_of(kept: Source, cached_tokens: int) -> dict[str, object]:
+def params_of(kept: BlockSource, cached_tokens: int) -> dict[str, object]:
     """cached_tokens: those of the prompt that the source has not computed for it."""
     return {
         "do_remote_prefill": True,

@@ -13,7 +13,7 @@ from app.core.chains import GROUP_BLOCKS
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.overlaps import ReuseRule
 from app.core.types import SequenceHash, Tier
-from app.state.index import FIRST_PLACE, Change, Claims
+from app.state.index import FIRST_PLACE, Change, IndexClaims
 from workers.agent import ownership as module
 from workers.agent.ownership import Ownership
 
@@ -519,7 +519,7 @@ CLAIM = (0, DEVICE)
 def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_sent(
     abcd: Ownership, entries: list[tuple[int, Tier | None, SequenceHash | None]], right: bool
 ) -> None:
-    claims = Claims(bucket_bits=8, following=FIRST_PLACE, entries=entries)
+    claims = IndexClaims(bucket_bits=8, following=FIRST_PLACE, entries=entries)
     assert abcd.shows(0, claims) == right
     assert abcd.shows(1, claims) == (entries == [])
 
@@ -530,4 +530,4 @@ def test_a_block_belongs_in_the_bucket_of_the_first_block_of_its_group(
     first, second = SequenceHash(0xAA << 56), SequenceHash(0xBB << 56)
     drained(ownership, stored(first, second))
     for bucket, right in ((0xAA, True), (0xBB, False)):
-        assert ownership.shows(0, Claims(8, FIRST_PLACE, [(bucket, DEVICE, second)])) == right
+        assert ownership.shows(0, IndexClaims(8, FIRST_PLACE, [(bucket, DEVICE, second)])) == right

@@ -23,9 +23,16 @@ from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fakes.engine import FakeEngine, fake_engine
 from workers.bridge.follower import EngineFollower
-from workers.discovery.claims import Claims
-from workers.discovery.engine import Engine, Engines, Members, Tell, overrides_of, settings_of
-from workers.discovery.fleet import Fleet
+from workers.discovery.claims import EngineClaims
+from workers.discovery.engine import (
+    DiscoveredEngine,
+    Engines,
+    Members,
+    Tell,
+    overrides_of,
+    settings_of,
+)
+from workers.discovery.fleet import EngineFleet
 
 KEYS = Keyspace("discovery")
 LONG_S = 60.0
@@ -55,8 +62,8 @@ def settings(**changes: Any) -> EngineAgentSettings:
     return EngineAgentSettings(**({"lease_ttl_s": LONG_S, "drain_s": LONG_S} | changes))
 
 
-def engine(worker_id: str, url: str, **flags: Any) -> Engine:
-    return Engine(settings_of(settings(), worker_id, url, flags))
+def engine(worker_id: str, url: str, **flags: Any) -> DiscoveredEngine:
+    return DiscoveredEngine(settings_of(settings(), worker_id, url, flags))
 
 
 @asynccontextmanager
@@ -76,7 +83,7 @@ async def running(
     *,
     lease_s: float = LONG_S,
     gone_s: float = 0.0,
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[EngineFleet]:
     """At the end it takes its engines out of service."""
     async with aiohttp.ClientSession() as http:
         context = zmq.asyncio.Context.instance()
@@ -86,8 +93,8 @@ async def running(
             overrides = overrides_of(of_engine)
             return EngineFollower(of_engine, KEYS, runner, http, context, overrides, folder)
 
-        claims = Claims(runner, KEYS, "test", lease_s)
-        fleet = Fleet(source, claims, begin, gone_s)
+        claims = EngineClaims(runner, KEYS, "test", lease_s)
+        fleet = EngineFleet(source, claims, begin, gone_s)
         task = asyncio.create_task(fleet.run())
         try:
             yield fleet

@@ -26,47 +26,51 @@ from tests.workers.discovery.fleets import (
 )
 from workers.discovery import fleet as discovery
 from workers.discovery.engine import Engines
-from workers.discovery.fleet import ANSWERS, Fleet, Plan, plan
+from workers.discovery.fleet import ANSWERS, EngineFleet, FleetChange, plan
 
 A, B = engine("a", "http://a:1"), engine("b", "http://b:1")
 
 
 def test_an_engine_that_is_claimed_is_begun_with_unless_it_leaves() -> None:
-    assert plan({}, {"1": A, "2": replace(B, leaving=True), "3": B}, {"1"}) == Plan(begin=("1",))
+    assert plan({}, {"1": A, "2": replace(B, leaving=True), "3": B}, {"1"}) == FleetChange(
+        begin=("1",)
+    )
 
 
 def test_an_engine_that_leaves_without_an_agent_is_drained() -> None:
     leaving, ended = replace(A, leaving=True), replace(B, leaving=True, ended=True)
-    assert plan({}, {"1": leaving, "2": ended}, {"1", "2"}) == Plan(drain=("1",))
+    assert plan({}, {"1": leaving, "2": ended}, {"1", "2"}) == FleetChange(drain=("1",))
     # Another has its name, by which it would be drained.
-    assert plan({}, {"1": leaving, "2": A}, {"1"}) == Plan()
+    assert plan({}, {"1": leaving, "2": A}, {"1"}) == FleetChange()
 
 
 def test_an_engine_that_is_followed_may_be_too_busy_to_be_ready() -> None:
     told = {"1": replace(A, ready=False)}
-    assert plan({"1": A}, told, {"1"}) == Plan()
+    assert plan({"1": A}, told, {"1"}) == FleetChange()
 
 
 def test_an_engine_that_another_process_has_claimed_is_left_to_it() -> None:
-    assert plan({"1": A}, {"1": A}, set()) == Plan(hand_over=("1",))
+    assert plan({"1": A}, {"1": A}, set()) == FleetChange(hand_over=("1",))
 
 
 def test_an_engine_that_leaves_or_that_changes_ends_well() -> None:
     told = {"1": replace(A, leaving=True), "2": engine("b", "http://b:2")}
     todo = plan({"1": A, "2": B}, told, {"1", "2"})
-    assert todo == Plan(leave=("1", "2"))
+    assert todo == FleetChange(leave=("1", "2"))
 
 
 def test_an_engine_that_ended_or_was_replaced_ends_at_once_and_one_that_lacks_ends_well() -> None:
-    assert plan({"1": A}, {"1": replace(A, leaving=True, ended=True)}, {"1"}) == Plan(drop=("1",))
-    assert plan({"1": A}, {"2": engine("b", "http://a:1")}, set()) == Plan(drop=("1",))
-    assert plan({"1": A}, {"2": B}, set()) == Plan(leave=("1",))
+    assert plan({"1": A}, {"1": replace(A, leaving=True, ended=True)}, {"1"}) == FleetChange(
+        drop=("1",)
+    )
+    assert plan({"1": A}, {"2": engine("b", "http://a:1")}, set()) == FleetChange(drop=("1",))
+    assert plan({"1": A}, {"2": B}, set()) == FleetChange(leave=("1",))
 
 
 def test_two_engines_of_one_name_are_not_followed_at_once() -> None:
     told = {"2": engine("a", "http://a:2")}
-    assert plan({"1": A}, told, {"2"}) == Plan(drop=("1",))
-    assert plan({}, told, {"2"}) == Plan(begin=("2",))
+    assert plan({"1": A}, told, {"2"}) == FleetChange(drop=("1",))
+    assert plan({}, told, {"2"}) == FleetChange(begin=("2",))
 
 
 async def test_an_engine_that_leaves_ends_its_requests_first(redis: Redis, tmp_path: Path) -> None:
@@ -93,7 +97,7 @@ async def test_an_engine_that_leaves_ends_its_requests_first(redis: Redis, tmp_p
         await eventually(followed, lambda number: number == 0)
 
 
-async def acted_on(source: Told, fleet: Fleet, answer: Engines, times: int) -> None:
+async def acted_on(source: Told, fleet: EngineFleet, answer: Engines, times: int) -> None:
     """The source tells this so many times, and each time the fleet acts."""
     for number in range(times):
         mark = f"{number}-{'-'.join(answer)}"
@@ -247,7 +251,7 @@ async def test_an_agent_says_that_it_has_not_been_told_of_engines_for_long(
         await eventually(findings, lambda seen: seen == ())
 
 
-async def shared(one: Fleet, other: Fleet, number: int) -> None:
+async def shared(one: EngineFleet, other: EngineFleet, number: int) -> None:
     """Until each is the agent of so many."""
 
     async def followed() -> tuple[int, int]:

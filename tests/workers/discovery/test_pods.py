@@ -9,13 +9,13 @@ import pytest
 from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
 from tests.workers.discovery.api_server import pod
-from workers.discovery.engine import Engine
+from workers.discovery.engine import DiscoveredEngine
 from workers.discovery.kubernetes import engine_of
 
 PROCESS = EngineAgentSettings()
 
 
-def engine(**changes: Any) -> Engine:
+def engine(**changes: Any) -> DiscoveredEngine:
     found = engine_of(pod("a", "http://10.0.0.1:8000", **changes), PROCESS)
     assert found is not None
     return found

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from workers.kv.arrival import Event
+from workers.kv.arrival import CopyEvent
 from workers.kv.memory import MemoryPool
 
 LATE_S = 0.003
@@ -29,7 +29,7 @@ class LateStream:
         self._work: queue.Queue[tuple[Callable[[], None], LateEvent]] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, work: Callable[[], None]) -> Event:
+    def submit(self, work: Callable[[], None]) -> CopyEvent:
         event = LateEvent()
         self._work.put((work, event))
         self.num_late += not event.happened.is_set()

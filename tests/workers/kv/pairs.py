@@ -15,12 +15,12 @@ from workers.kv.arrival import Arrival
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.kv_lease import LeasedBlocks, Link
+from workers.kv.transfer.kv_lease import KvPort, LeasedBlocks
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.receiver import BlockReceiver
 from workers.kv.transfer.sender import BlockSender
 from workers.kv.transfer.server import TransferServer
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.tcp import BlockSource
 
 WORD = "ABCDE"
 SLOTS = [7, 2, 9, 4, 0]
@@ -38,7 +38,7 @@ class Pair:
     kept: LeasedBlocks[BlockTable]
     transfer_id: str
     source_ids: list[int]
-    link: Link
+    link: KvPort
 
     @property
     def port(self) -> int:
@@ -55,7 +55,7 @@ class Pair:
     ) -> Arrival:
         groups = LayerGroups(self.target)
         arrival = Arrival(len(word))
-        source = Source("127.0.0.1", port or self.port, transfer_id or self.transfer_id, 0)
+        source = BlockSource("127.0.0.1", port or self.port, transfer_id or self.transfer_id, 0)
         receiver = BlockReceiver(groups, kind, key)
         await receiver.fetch(source, chain(word), SLOTS[: len(word)], arrival)
         assert arrival.ended
@@ -90,7 +90,7 @@ async def pair(
     table = computed(manager, WORD)
     kept = LeasedBlocks(manager.release)
     with listen("127.0.0.1", 0) as listening:
-        link = Link(listening, "127.0.0.1", KIND, key)
+        link = KvPort(listening, "127.0.0.1", KIND, key)
         server = TransferServer(kept, link, BlockSender(LayerGroups(source)).offer)
         running = asyncio.ensure_future(server.run())
         yield Pair(manager, source, target, kept, kept.keep(table, lease_s), table.block_ids, link)

@@ -19,7 +19,7 @@ from tests.workers.kv.full_disk import no_room_beyond
 from tests.workers.kv.pools import NUM_BLOCKS, ODD, SMALL, WIDE, pool_of
 from tests.workers.kv.words import named
 from workers.kv import copies
-from workers.kv.arrival import Event
+from workers.kv.arrival import CopyEvent
 from workers.kv.copiers import PoolCopier
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
@@ -411,7 +411,7 @@ def test_blocks_found_bad_before_a_transfer_ends_do_not_count_as_copied(
     (load,) = tiers.manager.take_moves()
     begin = PoolCopier.begin
 
-    def copy_then_lose(*args: Any) -> Event:
+    def copy_then_lose(*args: Any) -> CopyEvent:
         event = begin(*args)
         if args[-1].stop == WIDE.num_layers:
             tiers.lose(load)

@@ -24,12 +24,12 @@ from tests.workers.kv.pairs import KIND, SLOTS, WORD, Pair, answer_of, pair
 from tests.workers.kv.pools import ODD, SMALL, WIDE, joined, same
 from tests.workers.kv.words import chain
 from workers.kv import memory
-from workers.kv.arrival import Arrival, Event
+from workers.kv.arrival import Arrival, CopyEvent
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.transfer import layer_groups, tcp
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.receiver import BlockReceiver
-from workers.kv.transfer.tcp import MAX_FRAME_BYTES, VERSION, Source, TransferError
+from workers.kv.transfer.tcp import MAX_FRAME_BYTES, VERSION, BlockSource, TransferError
 
 ASKED = {"version": VERSION, "transfer_id": "x", "num_blocks": 1, "kind": {}, "proof": ""}
 
@@ -91,7 +91,7 @@ async def test_blocks_behind_those_that_the_target_has_travel_too() -> None:
     async with pair() as workers:
         groups = LayerGroups(workers.target)
         arrival = Arrival(2)
-        source = Source("127.0.0.1", workers.port, workers.transfer_id, 0)
+        source = BlockSource("127.0.0.1", workers.port, workers.transfer_id, 0)
         await BlockReceiver(groups, KIND).fetch(source, chain(WORD)[3:], [1, 8], arrival)
         assert arrival.num_good == 2
         assert same(joined(workers.source)[workers.source_ids[3:]], joined(workers.target)[[1, 8]])
@@ -153,7 +153,7 @@ async def test_a_fetch_that_is_cancelled_waits_for_no_source(
     monkeypatch.setattr(tcp, "STALL_S", 60.0)
     arrival = Arrival(5)
     with listen("127.0.0.1", 0) as listening:
-        source = Source("127.0.0.1", listening.getsockname()[1], "x", 0)
+        source = BlockSource("127.0.0.1", listening.getsockname()[1], "x", 0)
         receiver = BlockReceiver(LayerGroups([MemoryPool(WIDE, 12)]), KIND)
         fetching = asyncio.create_task(receiver.fetch(source, chain(WORD), SLOTS, arrival))
         there, _ = await asyncio.to_thread(listening.accept)
@@ -273,7 +273,7 @@ async def test_a_fetch_that_nobody_wants_ends_early() -> None:
         groups = LayerGroups(workers.target)
         arrival = Arrival(5)
         arrival.limit(0)
-        source = Source("127.0.0.1", workers.port, workers.transfer_id, 0)
+        source = BlockSource("127.0.0.1", workers.port, workers.transfer_id, 0)
         await BlockReceiver(groups, KIND).fetch(source, chain(WORD), SLOTS, arrival)
         assert not arrival.share
         assert arrival.ended
@@ -285,7 +285,7 @@ async def test_a_target_that_cannot_write_ends_without_a_block(
 ) -> None:
     write = LayerGroups.write
 
-    def fails(groups: LayerGroups, nth: int, *args: Any) -> Event:
+    def fails(groups: LayerGroups, nth: int, *args: Any) -> CopyEvent:
         if nth == group:
             raise RuntimeError("no pinned memory is left")
         return write(groups, nth, *args)
@@ -309,7 +309,7 @@ async def test_slots_that_were_not_written_to_the_end_hold_no_block(
 
     write = LayerGroups.write
 
-    def breaks(*args: Any) -> Event:
+    def breaks(*args: Any) -> CopyEvent:
         write(*args)
         return Broken()
 

@@ -28,7 +28,7 @@ from app.simulation.profiles import Profile
 from app.simulation.speed import sped_up
 from app.simulation.steps import SimRequest
 from tests.eventually import eventually
-from workers.engines.base import EngineStoppedError, Generation, Output, TextStream, Tokenizer
+from workers.engines.base import EngineOutput, EngineStoppedError, Generation, TextStream, Tokenizer
 from workers.engines.sim.runner import EngineRunner
 from workers.server.paths import WorkerApp
 from workers.server.writers import ServedEngine
@@ -143,7 +143,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def outputs_of(generation: Generation) -> list[Output]:
+async def outputs_of(generation: Generation) -> list[EngineOutput]:
     return [output async for output in generation]
 
 

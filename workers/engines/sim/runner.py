@@ -21,7 +21,7 @@ from workers.engines.base import (
     QueueFullError,
 )
 from workers.engines.sim.transfer import SimTransfer
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.tcp import BlockSource
 
 
 class EngineRunner:
@@ -56,7 +56,7 @@ class EngineRunner:
         self._generations: dict[str, Generation] = {}
         self._keeps: dict[str, tuple[Sequence[SequenceHash], float]] = {}
         """Of requests whose prompt is for another worker: its blocks, and for how long."""
-        self._fetching: dict[str, tuple[asyncio.Task[None], Source | None]] = {}
+        self._fetching: dict[str, tuple[asyncio.Task[None], BlockSource | None]] = {}
         """Of requests that wait for KV from another worker, and who keeps some for them alone."""
         self._coming: dict[SequenceHash, asyncio.Event] = {}
         """Blocks on their way from other workers; set once they have come, or will not."""
@@ -138,7 +138,7 @@ class EngineRunner:
         return generation
 
     def generate(
-        self, request: SimRequest, *, stream_interval: int = 1, source: Source | None = None
+        self, request: SimRequest, *, stream_interval: int = 1, source: BlockSource | None = None
     ) -> Generation:
         """Submit a request at once; its first token comes alone, the others in groups of
         `stream_interval`. source: keeps KV of its prompt, for which it waits first.
@@ -185,7 +185,7 @@ class EngineRunner:
         """In wall-clock seconds, so a larger speed-up makes it faster."""
         return self._learner.speed()
 
-    async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> Source | None:
+    async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> BlockSource | None:
         """See Engine."""
         assert self._transfer is not None, "it hands nothing on"
         size = self.engine.block_size
@@ -200,7 +200,7 @@ class EngineRunner:
         """See Engine."""
         return self._transfer.answered if self._transfer is not None else {}
 
-    async def _submit_fetched(self, request: SimRequest, source: Source) -> None:
+    async def _submit_fetched(self, request: SimRequest, source: BlockSource) -> None:
         """Submit it once what it lacks has come, or is known not to come."""
         assert self._transfer is not None, "it fetches nothing"
         await self._come(request)

@@ -13,14 +13,14 @@ from app.core.types import SequenceHash, new_id
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import Sending
 from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
-from workers.kv.transfer.kv_lease import LeasedBlocks, Link
+from workers.kv.transfer.kv_lease import KvPort, LeasedBlocks
 from workers.kv.transfer.server import TransferServer
 from workers.kv.transfer.tcp import (
     STALL_S,
     WHOLE_S,
     BlocksOffer,
+    BlockSource,
     BlocksRequest,
-    Source,
     TransferError,
     connected,
     decline,
@@ -48,7 +48,7 @@ class _Held:
 class SimTransfer:
     """`run` it while the engine runs. sending: in wall-clock seconds."""
 
-    def __init__(self, engine: SimEngine, link: Link, sending: Sending) -> None:
+    def __init__(self, engine: SimEngine, link: KvPort, sending: Sending) -> None:
         self._engine = engine
         self._link = link
         self._sending = sending
@@ -57,7 +57,7 @@ class SimTransfer:
 
     @property
     def answered(self) -> Mapping[str, int]:
-        """See Link."""
+        """See KvPort."""
         return self._link.answered
 
     async def run(self) -> None:
@@ -67,7 +67,7 @@ class SimTransfer:
         finally:
             self._kept.close()
 
-    def keep(self, chain: Sequence[SequenceHash], lease_s: float) -> Source | None:
+    def keep(self, chain: Sequence[SequenceHash], lease_s: float) -> BlockSource | None:
         """Keep what the device holds of `chain` until it is fetched, or the lease ends; None: it
         holds nothing of it."""
         name = new_id()
@@ -77,9 +77,9 @@ class SimTransfer:
             return None
         transfer_id = self._kept.keep(_Held(name, chain[:num_held]), lease_s)
         num_tokens = num_held * self._engine.block_size
-        return Source(self._link.host, self._link.port, transfer_id, num_tokens)
+        return BlockSource(self._link.host, self._link.port, transfer_id, num_tokens)
 
-    async def fetch(self, source: Source, blocks: Sequence[SequenceHash]) -> int:
+    async def fetch(self, source: BlockSource, blocks: Sequence[SequenceHash]) -> int:
         """How many leading ones of the blocks have arrived; 0 if anything fails."""
         try:
             async with asyncio.timeout(WHOLE_S):
@@ -88,7 +88,7 @@ class SimTransfer:
             log_failure(source, error)
             return 0
 
-    async def _fetched(self, source: Source, blocks: Sequence[SequenceHash]) -> int:
+    async def _fetched(self, source: BlockSource, blocks: Sequence[SequenceHash]) -> int:
         """Raises TransferError, OSError and TimeoutError."""
         with closing(await connected(source)) as sock:
             wanted = BlocksRequest(source.transfer_id, [*map(_identity, blocks)], self._link.kind)
@@ -99,7 +99,7 @@ class SimTransfer:
                 await receive(sock, memoryview(state))
         return offered.num_blocks
 
-    async def decline(self, source: Source) -> None:
+    async def decline(self, source: BlockSource) -> None:
         """Tell it that nothing of what it keeps is needed."""
         await decline(source, self._link.key)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from app.core.types import Tier
 from app.core.worker_report import Speed
 from app.simulation.speed import SpeedLearner
-from app.simulation.steps import Step
+from app.simulation.steps import EngineStep
 from workers.kv.manager import BlockManager
 from workers.kv.moves import AdmissionPolicy
 
@@ -35,7 +35,7 @@ class AdaptiveAdmission:
         self._prefill_s = self._prefill_tokens = 0.0
         """Seconds and tokens of the last chunks; older ones count less."""
 
-    def observe(self, step: Step, for_others: Container[str]) -> None:
+    def observe(self, step: EngineStep, for_others: Container[str]) -> None:
         """Learn from a step whose `duration_s` is wall time. for_others: see SpeedLearner."""
         if step.prefill_tokens:
             self._prefill_s = FORGET * self._prefill_s + step.duration_s

@@ -39,8 +39,8 @@ from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
 from workers.kv.slots import Move
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.kv_lease import Link
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.kv_lease import KvPort
+from workers.kv.transfer.tcp import BlockSource
 
 
 class TorchEngine:
@@ -64,7 +64,7 @@ class TorchEngine:
         spare: Mapping[Tier, int],
         max_num_seqs: int = 64,
         max_waiting: int = 1024,
-        link: Link | None = None,
+        link: KvPort | None = None,
     ) -> None:
         self.running = False
         self.transfers = link is not None
@@ -160,7 +160,7 @@ class TorchEngine:
             self._waiting.prefetch()
         return sequence.generation
 
-    async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> Source | None:
+    async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> BlockSource | None:
         """See Engine. Raises EngineStoppedError."""
         if self._stopping.is_set():
             raise EngineStoppedError("the worker is stopping")

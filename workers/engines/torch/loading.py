@@ -17,9 +17,9 @@ from workers.engines.torch.chunks import chunk_of, fingerprint_of, identity_of, 
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
 from workers.engines.torch.tiers import open_tiers
-from workers.engines.torch.tokenizer import Tokenizer
+from workers.engines.torch.tokenizer import FileTokenizer
 from workers.kv.cache import EventSink
-from workers.kv.transfer.kv_lease import Link, open_link
+from workers.kv.transfer.kv_lease import KvPort, open_kv_port
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def load(settings: WorkerSettings) -> HostedEngine:
 
 def _model(
     name: str, dtype: torch.dtype, device: torch.device
-) -> tuple[Llama, Tokenizer | None, str]:
+) -> tuple[Llama, FileTokenizer | None, str]:
     """The model of a folder or a size, and what identifies it. RuntimeError: it does not fit."""
     if name in SIZES:
         model = Llama.random(SIZES[name], seed=WEIGHTS_SEED, dtype=dtype, device=device)
@@ -77,11 +77,11 @@ def _model(
         )
     model = Llama.load(LlamaConfig.from_checkpoint(folder), folder, dtype=dtype, device=device)
     has_text = (folder / "tokenizer.json").exists()
-    return model, Tokenizer.from_folder(folder) if has_text else None, identity_of(folder)
+    return model, FileTokenizer.from_folder(folder) if has_text else None, identity_of(folder)
 
 
 def _with_tiers(
-    settings: WorkerSettings, model: Llama, tokenizer: Tokenizer | None, identity: str
+    settings: WorkerSettings, model: Llama, tokenizer: FileTokenizer | None, identity: str
 ) -> HostedEngine:
     with ExitStack() as stack:
         tiers = open_tiers(settings, model, identity, stack)
@@ -114,13 +114,13 @@ def _with_tiers(
     )
 
 
-def _link(settings: WorkerSettings, model: Llama, stack: ExitStack) -> Link:
+def _link(settings: WorkerSettings, model: Llama, stack: ExitStack) -> KvPort:
     """Where other workers that compute the same bits may fetch KV; open as long as `stack` is."""
     weights = f"{model.checksum():016x}"
     shape = model.kv_shape(settings.block_size)
     computed = fingerprint_of(settings, model, shape, weights)
     kind = {"weights": weights, "blocks": str(shape), "computed": f"{computed:016x}"}
-    return open_link(settings, kind, stack)
+    return open_kv_port(settings, kind, stack)
 
 
 def _device(name: str) -> torch.device:

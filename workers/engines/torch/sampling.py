@@ -12,7 +12,7 @@ from torch import Tensor
 from workers.engines.base import Sampling
 
 
-class Sampler:
+class TokenSampler:
     """Chooses the tokens of one request, with its options and random numbers of its own.
 
     Each token takes one random number and nothing else, so what a request gets depends on its
@@ -29,7 +29,7 @@ class Sampler:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+def sample(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
     """The next token of each sequence.
 
     logits: float32, (num_seqs, vocab_size), in the order of `samplers`.
@@ -41,7 +41,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     return tokens.tolist()
 
 
-def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+def _drawn(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
     """int64, (num_seqs,)."""
     temperatures = [sampler.sampling.temperature for sampler in samplers]
     likely = (logits / _column(temperatures, logits)).softmax(-1)

@@ -11,10 +11,10 @@ import numpy as np
 
 from app.core.errors import InvalidRequest
 from app.core.types import Tier
-from app.simulation.steps import Finished, PromptTooLargeError, Step
+from app.simulation.steps import EngineStep, Finished, PromptTooLargeError
 from workers.engines.base import CompletionRequest, Generation
 from workers.engines.torch.llama_config import LlamaConfig
-from workers.engines.torch.sampling import Sampler
+from workers.engines.torch.sampling import TokenSampler
 from workers.kv.arrival import Arrival
 from workers.kv.identity import BlockIdentity, identities_of
 from workers.kv.tables import BlockTable
@@ -32,7 +32,7 @@ class TokenSequence:
     """The prompt's full ones."""
     num_blocks: int
     """Device slots for the prompt and everything that may be generated."""
-    sampler: Sampler
+    sampler: TokenSampler
     generation: Generation = field(init=False)
     prefetched: bool = False
     admitting: asyncio.Task[BlockTable] | None = None
@@ -78,7 +78,7 @@ class TokenSequence:
             block_size,
             identities_of(request.prompt, block_size, request.salt),
             num_blocks,
-            Sampler(request.sampling),
+            TokenSampler(request.sampling),
         )
 
     def output(self, start: int, stop: int) -> list[int]:
@@ -151,11 +151,11 @@ def step_of(
     decoding: Sequence[TokenSequence],
     duration_s: float,
     finished: list[Finished],
-) -> Step:
+) -> EngineStep:
     """What a step did, for whoever learns how long steps take."""
     num_prefilled = chunk.stop - chunk.start if chunk else 0
     first_tokens = [chunk.sequence.request.request_id] if chunk and chunk.is_last else []
-    return Step(
+    return EngineStep(
         duration_s=duration_s,
         load_s=0.0,
         loaded_tokens=0,

@@ -19,7 +19,7 @@ PENDING_TOKENS = 64
 which have no text, would be decoded again and again."""
 
 
-class Tokenizer:
+class FileTokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         # A file may ask for both, for training; a prompt must stay as it is.
         tokenizer.no_truncation()
@@ -46,12 +46,12 @@ class Tokenizer:
         """Without special tokens."""
         return self._tokenizer.decode(tokens)
 
-    def stream(self, context: Sequence[int] = ()) -> TextStream:
+    def stream(self, context: Sequence[int] = ()) -> TokenText:
         """Text of tokens that arrive one by one after those of `context`."""
-        return TextStream(self, context[-CONTEXT_TOKENS:])
+        return TokenText(self, context[-CONTEXT_TOKENS:])
 
 
-class TextStream:
+class TokenText:
     """Text of tokens as they arrive: whole characters only, spaced as if decoded in one piece.
 
     A token alone does not determine its text: it may hold part of a character, and whether a space
@@ -61,7 +61,7 @@ class TextStream:
     not make up a character follow bytes that do.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: FileTokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         while tokenizer.decode(context).startswith(HALF_CHARACTER):
             context = context[1:]

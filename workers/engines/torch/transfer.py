@@ -13,12 +13,12 @@ from workers.kv.cache import BlockCache
 from workers.kv.identity import BlockIdentity
 from workers.kv.memory import MemoryPool
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.kv_lease import LeasedBlocks, Link
+from workers.kv.transfer.kv_lease import KvPort, LeasedBlocks
 from workers.kv.transfer.layer_groups import LayerGroups
 from workers.kv.transfer.receiver import BlockReceiver
 from workers.kv.transfer.sender import BlockSender
 from workers.kv.transfer.server import TransferServer
-from workers.kv.transfer.tcp import Source, decline
+from workers.kv.transfer.tcp import BlockSource, decline
 
 LOAD_S = 1.0
 """So long may it take to load blocks onto the device that are to be handed on."""
@@ -35,7 +35,7 @@ class BlockTransfer:
         self,
         pools: Sequence[MemoryPool],
         cache: BlockCache,
-        link: Link,
+        link: KvPort,
         on_room: Callable[[], None],
     ) -> None:
         groups = LayerGroups(pools)
@@ -57,7 +57,7 @@ class BlockTransfer:
 
     @property
     def answered(self) -> Mapping[str, int]:
-        """See Link."""
+        """See KvPort."""
         return self._link.answered
 
     async def run(self) -> None:
@@ -74,11 +74,11 @@ class BlockTransfer:
         self._cache.release(table)
         self._on_room()
 
-    def keep(self, table: BlockTable, lease_s: float) -> Source:
+    def keep(self, table: BlockTable, lease_s: float) -> BlockSource:
         """Keep a request's full blocks until they are fetched, or the lease ends."""
         return self._kept_as(self._cache.manager.keep(table), lease_s)
 
-    async def keep_held(self, chain: Sequence[BlockIdentity], lease_s: float) -> Source | None:
+    async def keep_held(self, chain: Sequence[BlockIdentity], lease_s: float) -> BlockSource | None:
         """The same of what any tier holds of a prompt, without a place in the queue."""
         num_held = len(self._cache.manager.match(chain))
         kept = None
@@ -97,7 +97,7 @@ class BlockTransfer:
 
     def fetch(
         self,
-        source: Source,
+        source: BlockSource,
         blocks: Sequence[BlockIdentity],
         block_ids: Sequence[int],
         on_change: Callable[[], None],
@@ -108,13 +108,13 @@ class BlockTransfer:
         self._tasks.create_task(self._receiver.fetch(source, blocks, block_ids, arrival))
         return arrival
 
-    def decline(self, source: Source) -> None:
+    def decline(self, source: BlockSource) -> None:
         """Tell it, soon, that nothing of what it keeps is needed, if this runs."""
         if self._tasks is not None:
             self._tasks.create_task(decline(source, self._link.key))
 
-    def _kept_as(self, table: BlockTable, lease_s: float) -> Source:
-        return Source(
+    def _kept_as(self, table: BlockTable, lease_s: float) -> BlockSource:
+        return BlockSource(
             self._link.host,
             self._link.port,
             self._kept.keep(table, lease_s),

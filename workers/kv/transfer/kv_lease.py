@@ -17,7 +17,7 @@ from workers.kv.transfer.tcp import TransferError
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class KvPort:
     """Where others reach a worker's blocks: at `host`, and the port that `listening` has.
 
     kind: what has to be equal on both sides, by name. key: that others must have, and have to prove
@@ -36,13 +36,13 @@ class Link:
         return port
 
 
-def open_link(settings: WorkerSettings, kind: Mapping[str, str], stack: ExitStack) -> Link:
+def open_kv_port(settings: WorkerSettings, kind: Mapping[str, str], stack: ExitStack) -> KvPort:
     """Open as long as `stack` is. Raises ConfigError if the port is taken."""
     from app.http.server import listen  # engines on their own need no web server
 
     listening = stack.enter_context(listen(settings.host, settings.kv_port))
     host = urlsplit(settings.resolved_address()).hostname or settings.host
-    return Link(listening, host, kind, settings.worker_key)
+    return KvPort(listening, host, kind, settings.worker_key)
 
 
 K = TypeVar("K")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from workers.kv.arrival import Arrival, Event
+from workers.kv.arrival import Arrival, CopyEvent
 from workers.kv.copiers import copy_bytes, copy_gathered
 from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.memory import Ids, KVShape, MemoryPool, as_numbers, new_stream
@@ -55,10 +55,10 @@ class LayerGroups:
                 heads.copy_(as_numbers(part, rank.shape))
         return packed
 
-    def write(self, group: int, block_ids: Ids, packed: Tensor) -> Event:
+    def write(self, group: int, block_ids: Ids, packed: Tensor) -> CopyEvent:
         """Write the first blocks of `packed` to as many slots; returns the event of that. Where it
         raises, nothing more is written."""
-        events: list[Event] = []
+        events: list[CopyEvent] = []
         try:
             for rank, part, heads in self._split(group, packed) if len(block_ids) else ():
                 if heads is not None:
@@ -69,7 +69,7 @@ class LayerGroups:
             raise
         return _All(events)
 
-    def arrived(self, group: int, arrival: Arrival, event: Event) -> None:
+    def arrived(self, group: int, arrival: Arrival, event: CopyEvent) -> None:
         """Tell `arrival` that this group is there with that event."""
         arrival.arrive(self._groups[group].stop, self._shape.num_layers, event)
 
@@ -96,7 +96,7 @@ class LayerGroups:
 class _All:
     """Happens once all of these have."""
 
-    events: Sequence[Event]
+    events: Sequence[CopyEvent]
 
     def wait(self) -> None:
         for event in self.events:
@@ -121,7 +121,7 @@ class _Rank:
         words = self._words[:, layers]
         self._stream.submit(partial(self._copy, words, packed, block_ids, there)).synchronize()
 
-    def write(self, layers: slice, block_ids: Ids, packed: Tensor) -> Event:
+    def write(self, layers: slice, block_ids: Ids, packed: Tensor) -> CopyEvent:
         there = np.arange(len(block_ids))
         words = self._words[:, layers]
         return self._stream.submit(partial(self._copy, packed, words, there, block_ids))

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.kv.arrival import Arrival, Event
+from workers.kv.arrival import Arrival, CopyEvent
 from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.memory import Ids
 from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
 from workers.kv.transfer.tcp import (
     WHOLE_S,
+    BlockSource,
     BlocksRequest,
-    Source,
     TransferError,
     connected,
     in_thread,
@@ -53,7 +53,7 @@ class BlockReceiver:
 
     async def fetch(
         self,
-        source: Source,
+        source: BlockSource,
         blocks: Sequence[BlockIdentity],
         block_ids: Sequence[int],
         arrival: Arrival,
@@ -63,7 +63,7 @@ class BlockReceiver:
         Nobody else may get the slots before this returns. Cancel it only where nobody ever will.
         """
         taking: asyncio.Task[None] | None = None
-        written: list[Event] = []
+        written: list[CopyEvent] = []
         try:
             with closing(await connected(source)) as sock:
                 wanted = BlocksRequest(source.transfer_id, blocks, self._kind)
@@ -113,11 +113,11 @@ class BlockReceiver:
         blocks: Sequence[BlockIdentity],
         block_ids: Ids,
         arrival: Arrival,
-        written: list[Event],
+        written: list[CopyEvent],
     ) -> None:
         """Check and write them. written: gets the event of what is written to the slots."""
 
-        def take() -> tuple[int, Event]:
+        def take() -> tuple[int, CopyEvent]:
             stated, packed = received
             wrong = np.flatnonzero(checksums(packed, blocks, group) != stated)
             num_good = int(wrong[0]) if len(wrong) else len(blocks)
@@ -138,7 +138,7 @@ class _Received(NamedTuple):
     packed: Tensor
 
 
-def _received(sock: socket.socket, packed: Tensor, written: Sequence[Event]) -> _Received:
+def _received(sock: socket.socket, packed: Tensor, written: Sequence[CopyEvent]) -> _Received:
     """A group of blocks, in that memory, once what was written from it before is in the slots."""
     for event in written[-1:]:
         event.synchronize()

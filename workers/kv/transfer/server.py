@@ -20,7 +20,7 @@ from app.core.errors import Crowded, cut
 from app.core.pace import Paces
 from app.http.turns import Turns
 from workers.kv.identity import BlockIdentity
-from workers.kv.transfer.kv_lease import LeasedBlocks, Link
+from workers.kv.transfer.kv_lease import KvPort, LeasedBlocks
 from workers.kv.transfer.tcp import (
     MAX_SENDING,
     STALL_S,
@@ -80,7 +80,7 @@ class TransferServer(Generic[K]):
     has none of them.
     """
 
-    def __init__(self, kept: LeasedBlocks[K], link: Link, offer: Offer[K]) -> None:
+    def __init__(self, kept: LeasedBlocks[K], link: KvPort, offer: Offer[K]) -> None:
         self._kept = kept
         self._link = link
         self._offer = offer

@@ -63,7 +63,7 @@ class TransferError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BlockSource:
     """Where the KV of a prompt's first `num_tokens` is kept, and under which id."""
 
     host: str
@@ -164,7 +164,7 @@ async def read_offered(sock: socket.socket, num_wanted: int) -> BlocksOffer:
     raise TransferError(f"none of {num_wanted} blocks is offered")
 
 
-async def connected(source: Source) -> socket.socket:
+async def connected(source: BlockSource) -> socket.socket:
     """Raises OSError and TimeoutError."""
     loop = asyncio.get_running_loop()
     failure = OSError(f"{source.host} has no address")
@@ -186,7 +186,7 @@ async def connected(source: Source) -> socket.socket:
     raise failure
 
 
-async def decline(source: Source, key: str) -> None:
+async def decline(source: BlockSource, key: str) -> None:
     """Tell the source that nothing of what it keeps is needed. If it does not hear that, it keeps
     the blocks until its lease ends. key: see `wanted_frame`."""
     try:
@@ -196,7 +196,7 @@ async def decline(source: Source, key: str) -> None:
         log.debug("%s:%d keeps what nobody needs: %s", source.host, source.port, error)
 
 
-def log_failure(source: Source, error: Exception) -> None:
+def log_failure(source: BlockSource, error: Exception) -> None:
     """Of a transfer from there."""
     log.warning(
         "blocks from %s:%d are computed here instead: %s",

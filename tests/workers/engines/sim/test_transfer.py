@@ -23,8 +23,8 @@ from workers.engines.base import CompletionRequest
 from workers.engines.sim import transfer
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.transfer import SimTransfer
-from workers.kv.transfer.kv_lease import Link
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.kv_lease import KvPort
+from workers.kv.transfer.tcp import BlockSource
 
 SIZE = 4
 PROMPT = list(range(100, 110))  # the ten tokens A to J: two blocks and two tokens
@@ -41,10 +41,10 @@ class Worker:
     async def ask(
         self,
         prompt: Sequence[int] = PROMPT,
-        source: Source | None = None,
+        source: BlockSource | None = None,
         keep_s: float = 0.0,
         max_tokens: int = 3,
-    ) -> tuple[list[int], Finished, Source | None]:
+    ) -> tuple[list[int], Finished, BlockSource | None]:
         request = CompletionRequest(
             "r", token_bytes(prompt), max_tokens, source=source, keep_s=keep_s
         )
@@ -66,7 +66,7 @@ async def running(bytes_per_s: float = QUICK, kind: str = "one") -> AsyncIterato
     with listen("127.0.0.1", 0) as listening:
         engine = SimEngine(USUAL, block_size=SIZE, now=time.monotonic)
         sending = Sending(SimLink(bytes_per_s, first_s=0.0), USUAL)
-        link = Link(listening, "127.0.0.1", {"profile": kind})
+        link = KvPort(listening, "127.0.0.1", {"profile": kind})
         runner = EngineRunner(engine, speedup=1e4, transfer=SimTransfer(engine, link, sending))
         worker = Worker(runner, [])
         runner.on_step = lambda: worker.events.extend(runner.take_events())
@@ -88,7 +88,7 @@ async def until_idle(worker: Worker) -> None:
     await eventually(is_idle)
 
 
-async def kept_by(worker: Worker, keep_s: float = 60.0) -> Source:
+async def kept_by(worker: Worker, keep_s: float = 60.0) -> BlockSource:
     _, _, kept = await worker.ask(keep_s=keep_s, max_tokens=1)
     assert kept is not None
     return kept

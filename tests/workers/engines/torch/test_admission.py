@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from app.core.types import Tier
-from app.simulation.steps import Step
+from app.simulation.steps import EngineStep
 from workers.engines.torch import admission
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.kv.moves import AdmissionPolicy
@@ -15,7 +15,7 @@ def learned() -> AdaptiveAdmission:
     """Of a worker that computes a block in COMPUTED_S, and has always loaded faster from disk."""
     adaptive = AdaptiveAdmission(256, BLOCK_SIZE)
     for _ in range(20):
-        step = Step(
+        step = EngineStep(
             duration_s=COMPUTED_S * 16,
             load_s=0.0,
             loaded_tokens=0,

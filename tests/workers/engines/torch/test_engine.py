@@ -43,7 +43,7 @@ from workers.kv.identity import BlockIdentity, hash_of, identities_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
 from workers.kv.moves import WritePolicy
-from workers.kv.transfer.kv_lease import Link
+from workers.kv.transfer.kv_lease import KvPort
 from workers.metrics import registry_of
 
 DEVICE, HOST, DISK = Tier
@@ -104,7 +104,7 @@ class Served:
         *,
         write: WritePolicy = WritePolicy.BACK,
         spy: Spy | None = None,
-        link: Link | None = None,
+        link: KvPort | None = None,
         tp_size: int = 1,
     ) -> None:
         self.spy = spy or Spy(MODEL)

@@ -33,7 +33,7 @@ from workers.engines.torch.tiers import rank_device
 from workers.kv.disk_records import _RECORD, PAGE_BYTES
 from workers.kv.identity import hash_of, identities_of
 from workers.kv.memory import KVShape
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.tcp import BlockSource
 from workers.main import host, serve
 
 SETTINGS = WorkerSettings(
@@ -223,7 +223,9 @@ async def serving(settings: WorkerSettings) -> AsyncIterator[tuple[Engine, FakeP
         hosted.close()
 
 
-async def finished(engine: Engine, prompt: list[int], source: Source | None = None) -> Finished:
+async def finished(
+    engine: Engine, prompt: list[int], source: BlockSource | None = None
+) -> Finished:
     request = CompletionRequest("r", token_bytes(prompt), 1, source=source)
     async for output in engine.complete(request):
         last = output

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from workers.engines.base import Sampling
-from workers.engines.torch.sampling import Sampler, sample
+from workers.engines.torch.sampling import TokenSampler, sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -22,7 +22,7 @@ def some_logits(num_seqs: int, vocab_size: int = 50, seed: int = 0) -> Tensor:
 
 def drawn(logits: Tensor, num_draws: int = 5000, **options: Any) -> Counter[int]:
     """How often each token is drawn from the same logits."""
-    samplers = [Sampler(Sampling(seed=seed, **options)) for seed in range(num_draws)]
+    samplers = [TokenSampler(Sampling(seed=seed, **options)) for seed in range(num_draws)]
     return Counter(sample(logits.expand(num_draws, -1), samplers))
 
 
@@ -32,7 +32,7 @@ def test_a_temperature_near_zero_takes_the_most_likely_token(
     temperature: float, device: str
 ) -> None:
     logits = some_logits(5)
-    samplers = [Sampler(Sampling(temperature=temperature)) for _ in range(5)]
+    samplers = [TokenSampler(Sampling(temperature=temperature)) for _ in range(5)]
     assert sample(logits.to(device), samplers) == logits.argmax(-1).tolist()
 
 
@@ -88,7 +88,7 @@ def test_an_impossible_token_is_never_drawn() -> None:
         assert set(drawn(logits, **options)) == {2, 4}
 
 
-class FixedDraw(Sampler):
+class FixedDraw(TokenSampler):
     """Always draws this number."""
 
     def __init__(self, number: float) -> None:
@@ -117,8 +117,8 @@ def test_a_requests_tokens_do_not_depend_on_the_others_in_its_batch() -> None:
         Sampling(seed=3, top_k=5, temperature=0.7),
         Sampling(seed=1),
     ]
-    together = [Sampler(o) for o in options]
-    alone = [Sampler(o) for o in options]
+    together = [TokenSampler(o) for o in options]
+    alone = [TokenSampler(o) for o in options]
     tokens = []
     for step in range(50):
         logits = some_logits(len(options), seed=step)
@@ -131,7 +131,7 @@ def test_a_requests_tokens_do_not_depend_on_the_others_in_its_batch() -> None:
 
 def test_the_same_seed_gives_the_same_tokens_and_no_seed_gives_different_ones() -> None:
     def tokens(seed: int | None) -> list[int]:
-        sampler = Sampler(Sampling(seed=seed))
+        sampler = TokenSampler(Sampling(seed=seed))
         return [sample(torch.zeros(1, 1000), [sampler])[0] for _ in range(20)]
 
     assert tokens(7) == tokens(7)
@@ -141,5 +141,5 @@ def test_the_same_seed_gives_the_same_tokens_and_no_seed_gives_different_ones() 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"temperature": 0}])
 def test_nan_logits_still_give_a_token(options: dict[str, Any]) -> None:
-    [token] = sample(torch.full((1, 10), torch.nan), [Sampler(Sampling(**options))])
+    [token] = sample(torch.full((1, 10), torch.nan), [TokenSampler(Sampling(**options))])
     assert 0 <= token < 10

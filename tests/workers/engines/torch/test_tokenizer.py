@@ -14,15 +14,15 @@ from tokenizers import Tokenizer as Library
 
 from app.core.errors import ConfigError
 from tests.workers.engines.torch.checkpoints import KINDS, TEXT, library
-from workers.engines.torch.tokenizer import HALF_CHARACTER, PENDING_TOKENS, Tokenizer
+from workers.engines.torch.tokenizer import HALF_CHARACTER, PENDING_TOKENS, FileTokenizer
 
 
 @cache
-def tokenizer(kind: str) -> Tokenizer:
-    return Tokenizer(library(kind))
+def tokenizer(kind: str) -> FileTokenizer:
+    return FileTokenizer(library(kind))
 
 
-def streamed(of: Tokenizer, tokens: Sequence[int], context: Sequence[int] = ()) -> list[str]:
+def streamed(of: FileTokenizer, tokens: Sequence[int], context: Sequence[int] = ()) -> list[str]:
     stream = of.stream(context)
     return [*map(stream.push, tokens), stream.end()]
 
@@ -30,7 +30,7 @@ def streamed(of: Tokenizer, tokens: Sequence[int], context: Sequence[int] = ()) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_restored_from_its_tokens(kind: str, tmp_path: Path) -> None:
     library(kind).save(str(tmp_path / "tokenizer.json"))
-    read = Tokenizer.from_folder(tmp_path)
+    read = FileTokenizer.from_folder(tmp_path)
     tokens = read.encode(TEXT)
     assert tokens[0] == library(kind).token_to_id("<s>")
     assert read.decode(tokens) == TEXT
@@ -40,11 +40,11 @@ def test_truncation_and_padding_set_in_the_file_are_ignored(tmp_path: Path) -> N
     configured = Library.from_str(library("bytes").to_str())
     configured.enable_truncation(4)
     configured.save(str(tmp_path / "tokenizer.json"))
-    assert len(Tokenizer.from_folder(tmp_path).encode(TEXT)) > 4
+    assert len(FileTokenizer.from_folder(tmp_path).encode(TEXT)) > 4
     configured.no_truncation()
     configured.enable_padding(length=1000)
     configured.save(str(tmp_path / "tokenizer.json"))
-    assert len(Tokenizer.from_folder(tmp_path).encode(TEXT)) < 1000
+    assert len(FileTokenizer.from_folder(tmp_path).encode(TEXT)) < 1000
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
@@ -127,7 +127,7 @@ def test_bytes_that_never_form_a_character_are_given_after_a_while() -> None:
     assert [len(piece) for piece in pieces if piece] == [PENDING_TOKENS, PENDING_TOKENS, 1]
 
 
-class CountingTokenizer(Tokenizer):
+class CountingTokenizer(FileTokenizer):
     """Counts the tokens that it decodes."""
 
     decoded = 0
@@ -160,4 +160,4 @@ def test_a_file_that_is_not_a_tokenizer_is_refused(text: str | None, tmp_path: P
     if text is not None:
         (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):
-        Tokenizer.from_folder(tmp_path)
+        FileTokenizer.from_folder(tmp_path)

@@ -38,8 +38,8 @@ from workers.engines.torch.llama import SIZES, Llama
 from workers.kv import memory
 from workers.kv.identity import BlockIdentity
 from workers.kv.tables import BlockTable
-from workers.kv.transfer.kv_lease import Link
-from workers.kv.transfer.tcp import BlocksOffer, Source, offered_frame
+from workers.kv.transfer.kv_lease import KvPort
+from workers.kv.transfer.tcp import BlocksOffer, BlockSource, offered_frame
 
 DEVICE, HOST, DISK = Tier
 KIND = {"model": "tiny"}
@@ -63,7 +63,7 @@ async def linked(
         engines = []
         sides = zip(("source", "target"), spies or (None, None), tp_sizes, strict=True)
         for name, spy, tp_size in sides:
-            link = Link(stack.enter_context(listen("127.0.0.1", 0)), "127.0.0.1", KIND)
+            link = KvPort(stack.enter_context(listen("127.0.0.1", 0)), "127.0.0.1", KIND)
             options |= {"spy": spy, "link": link, "tp_size": tp_size}
             running_one = running(folder / name, NUM_SLOTS, **options)
             engines.append(await stack.enter_async_context(running_one))
@@ -75,7 +75,9 @@ async def _all_run(engines: Sequence[Served]) -> bool:
     return all(served.engine.running for served in engines)
 
 
-async def kept_by(served: Served, prompt: list[int] = PROMPT, keep_s: float = LEASE_S) -> Source:
+async def kept_by(
+    served: Served, prompt: list[int] = PROMPT, keep_s: float = LEASE_S
+) -> BlockSource:
     """Where the prompt's KV is kept once this engine has computed it."""
     generation = served.submit("split", prompt, 1, keep_s=keep_s)
     await output_of(generation)
@@ -90,7 +92,7 @@ async def all_let_go(served: Served) -> None:
 
 
 @asynccontextmanager
-async def over(alter: Alter | HeldBytes, kept: Source) -> AsyncIterator[Source]:
+async def over(alter: Alter | HeldBytes, kept: BlockSource) -> AsyncIterator[BlockSource]:
     """The same source, over a bad link."""
     async with bad_link(kept.port, alter) as port:
         yield replace(kept, port=port)

@@ -18,14 +18,16 @@ from tests.workers.engines.torch.test_transfer import all_let_go, linked, over
 from tests.workers.kv.bad_link import cut, flipped
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.kv import memory
-from workers.kv.transfer.tcp import Source
+from workers.kv.transfer.tcp import BlockSource
 
 LEASE_S = 0.3
 NUM_CLIENTS = 8
 """Together they need more slots than there are."""
 
 
-async def kept_by(source: Served, prompt: Sequence[int], name: str, held: bool) -> Source | None:
+async def kept_by(
+    source: Served, prompt: Sequence[int], name: str, held: bool
+) -> BlockSource | None:
     if held:
         return await source.engine.hand_on(token_bytes(list(prompt)), LEASE_S)
     generation = source.submit(name, prompt, 1, keep_s=LEASE_S)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from app.core.types import SequenceHash
-from app.router import taught
-from app.router.taught import LastUse
+from app.router import learned
+from app.router.learned import LastUse
 
 
 def chain(first: int, length: int) -> list[SequenceHash]:
@@ -49,8 +49,8 @@ def test_no_more_counts_than_was_predicted() -> None:
 
 def test_of_more_blocks_than_fit_the_last_used_are_known() -> None:
     use = LastUse()
-    for prompt in range(taught.MOST_USED // 8 + 1):
+    for prompt in range(learned.MOST_USED // 8 + 1):
         use.note(chain(prompt, 8), 8, requests=prompt, mean_tokens=0)
-    assert len(use._used) == taught.MOST_USED
+    assert len(use._used) == learned.MOST_USED
     assert use.held(chain(0, 8), 8, 10**6, room_tokens=5) == 8  # not known any more
     assert use.held(chain(1, 8), 8, 10**6, room_tokens=5) == 0

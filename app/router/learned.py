@@ -65,7 +65,7 @@ class LastUse:
         return blocks
 
 
-class Taught:
+class LearnedWorkers:
     """By incarnation; those that are gone are forgotten."""
 
     def __init__(self, fleet: Fleet) -> None:
