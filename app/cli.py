@@ -23,7 +23,7 @@ from app.core.keys import Keyspace
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import COMMON, LOG_LEVELS, Text, parse_engines
 from app.core.settings.planner import PlannerSettings
-from app.core.settings.router import OF_CARRIAGE, PickerSettings, RouterSettings
+from app.core.settings.router import CARRIAGE_SETTINGS, PickerSettings, RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.options import (
     CLUSTER,
@@ -39,7 +39,7 @@ from app.options import (
 from app.output import ErrHandler
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-OF_AGENTS = ("engine_api_key", "namespace", "log_level", "max_requests", "drain_s")
+AGENT_SETTINGS = ("engine_api_key", "namespace", "log_level", "max_requests", "drain_s")
 """What `up` tells agents as it is told to workers."""
 POLL_S = 0.5
 REDIS_TIMEOUT_S = 5.0
@@ -149,7 +149,7 @@ def router(**values: Any) -> None:
 
 @main.command(cls=Command)
 @with_config_file
-@options(PickerSettings, without=OF_CARRIAGE)
+@options(PickerSettings, without=CARRIAGE_SETTINGS)
 def picker(**values: Any) -> None:
     """Tell gateways where requests go, by Envoy's ext_proc. Any number of pickers can share a
     Redis."""
@@ -425,7 +425,7 @@ def _check_up(values: dict[str, Any], engines: list[str]) -> None:
 
 
 def _agent_of(values: dict[str, Any]) -> EngineAgentSettings:
-    of_agents = {name: values[name] for name in OF_AGENTS}
+    of_agents = {name: values[name] for name in AGENT_SETTINGS}
     of_agents |= {"model": values["model_name"], "capacity_tokens": values["kv_pool_tokens"]}
     return pick(EngineAgentSettings, of_agents, without=())
 
@@ -436,7 +436,7 @@ def _check_gateway(values: dict[str, Any]) -> None:
         importlib.import_module("app.gateway.processor")
     given = click.get_current_context().get_parameter_source
     refused = {"haproxy": "--haproxy", "with_planner": "--planner"}
-    refused |= {name: f"--{name.replace('_', '-')}" for name in OF_CARRIAGE if name in values}
+    refused |= {name: f"--{name.replace('_', '-')}" for name in CARRIAGE_SETTINGS if name in values}
     for name, spelt in refused.items():
         if given(name) not in _USUAL and values[name]:
             raise ConfigError(f"{spelt}: not together with --gateway {values['gateway']}")

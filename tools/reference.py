@@ -18,9 +18,9 @@ from app.core.errors import AllWorkersBusy
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import CommonSettings, flag, shown_default
 from app.core.settings.planner import PlannerSettings
-from app.core.settings.router import OF_CARRIAGE, PickerSettings, RouterSettings
+from app.core.settings.router import CARRIAGE_SETTINGS, PickerSettings, RouterSettings
 from app.core.settings.worker import MemberSettings, WorkerSettings
-from app.door.access_log import FIELDS, OF_THE_LINE
+from app.door.access_log import FIELDS, LINE_FIELDS
 from app.edge.app import create_app
 from app.edge.errors import ERRORS, FRAMEWORK_ERRORS
 from app.edge.live import LIVE
@@ -66,7 +66,7 @@ def configuration() -> str:
         "",
         "Each part below is a command: `kvroute router`, `picker`, `worker`, `agent` or `planner`. "
         "A picker has a router's settings too, but for "
-        f"{', '.join(f'`{name.replace(chr(95), chr(45))}`' for name in OF_CARRIAGE)}. Every "
+        f"{', '.join(f'`{name.replace(chr(95), chr(45))}`' for name in CARRIAGE_SETTINGS)}. Every "
         "setting is a flag, an environment variable, and a key of the TOML file that `--config` "
         "(`KVROUTE_CONFIG`) names: `--wait-queue`, `KVROUTE_WAIT_QUEUE`, `wait-queue = 64`; the "
         "variable of `--redis-url` is `REDIS_URL`. The flag goes before "
@@ -95,7 +95,7 @@ def _live() -> str:
 
 def access_log() -> str:
     """Every field of a line of the access log."""
-    helps = {name: field.help for name, field in FIELDS.items()} | OF_THE_LINE
+    helps = {name: field.help for name, field in FIELDS.items()} | LINE_FIELDS
     lines = [
         "# The access log",
         "",

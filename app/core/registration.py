@@ -142,9 +142,9 @@ def decode_metrics(
     Raises ValueError, naming the field, if one is not a number from 0 to MAX_MEASURED.
     """
     return (
-        ForwardPassMetrics(*_numbers(entry, _OF_METRICS)),
-        Speed(*_numbers(entry, _OF_SPEED)),
-        GpuReadings(*_numbers(entry, _OF_GPU)),
+        ForwardPassMetrics(*_numbers(entry, _METRICS_TABLE)),
+        Speed(*_numbers(entry, _SPEED_TABLE)),
+        GpuReadings(*_numbers(entry, _GPU_TABLE)),
     )
 
 
@@ -157,9 +157,9 @@ def _table(items: tuple[Item, ...]) -> _Table:
 
 
 # Every router decodes every entry, up to thousands in a second.
-_OF_METRICS = _table(METRICS)
-_OF_SPEED = _table(SPEED)
-_OF_GPU = _table(GPU)
+_METRICS_TABLE = _table(METRICS)
+_SPEED_TABLE = _table(SPEED)
+_GPU_TABLE = _table(GPU)
 
 
 def _numbers(entry: Mapping[bytes, bytes], table: _Table) -> list[Any]:

@@ -152,7 +152,7 @@ FIELDS: Mapping[str, Field] = {
     ),
 }
 LEFT_OUT = "left_out"
-OF_THE_LINE = {
+LINE_FIELDS = {
     "replica": "Host name of the replica, and its `--port`.",
     LEFT_OUT: "Only where there were some: refused requests with the same outcome that have no "
     f"line, since the last that has one. They have {REFUSED_PER_S} a second.",

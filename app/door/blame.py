@@ -31,11 +31,11 @@ FOREIGN = "foreign"
 _LOAD = "load"
 _IN_A_ROW = 2
 """Failures that suspend a worker which answers, however wrong: one may be of the request."""
-_OF_WORKER = {401: "unauthorized", 403: "forbidden", 404: "not_found", 407: "unauthorized"}
+_WORKER_STATUSES = {401: "unauthorized", 403: "forbidden", 404: "not_found", 407: "unauthorized"}
 """Its door key is not taken, or it no longer has the model that it announced. A client has no part
 in either."""
 _NO_PATH = (404, 405)
-_OF_REQUEST = (501, 505, 506, 510)
+_REQUEST_STATUSES = (501, 505, 506, 510)
 _OVERLOADED = (429, 529)
 _OVERLOADED_TYPE = "overloaded_error"
 _RATE_TYPES = ("rate_limit_error", "rate_limit_exceeded")
@@ -87,10 +87,10 @@ def of_status(
         return Failure(f"status_{status}", Suspects.WORKER, most_s=SOON_S)
     if missing_path:
         return replace(_REFUSES, cause="no_path", mark=LACKS + missing_path)
-    if status in _OF_WORKER:
+    if status in _WORKER_STATUSES:
         mark = LACKS + model if status == 404 else FAILED
-        return replace(_REFUSES, cause=_OF_WORKER[status], mark=mark)
-    if status == 408 or (status >= 500 and status not in _OF_REQUEST):
+        return replace(_REFUSES, cause=_WORKER_STATUSES[status], mark=mark)
+    if status == 408 or (status >= 500 and status not in _REQUEST_STATUSES):
         return wrong(f"status_{status}")
     if 200 < status < 400:  # what stands before the engine sends clients elsewhere
         return replace(_REFUSES, cause=f"status_{status}")

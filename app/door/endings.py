@@ -20,7 +20,7 @@ MAY_END = re.compile(
     rb'|"type"\s*:\s*"(?:message_stop|response\.(?:completed|incomplete|cancelled))"'
 )
 """What is in each event with a reason, or behind the last one. Texts may have it, too."""
-_OF_RESPONSES = ("response.completed", "response.incomplete", "response.cancelled")
+_RESPONSE_ENDINGS = ("response.completed", "response.incomplete", "response.cancelled")
 
 
 def reasons_of(fields: Mapping[str, Any]) -> dict[int, str]:
@@ -39,7 +39,7 @@ def reasons_of(fields: Mapping[str, Any]) -> dict[int, str]:
     kind, response = fields.get("type"), fields.get("response")
     if fields.get("object") == "response":
         response = fields
-    elif kind not in _OF_RESPONSES:
+    elif kind not in _RESPONSE_ENDINGS:
         told = fields.get("delta") if kind == "message_delta" else fields
         reason = told.get("stop_reason") if isinstance(told, dict) else None
         return {0: str(reason)} if kind in ("message", "message_delta") and reason else {}

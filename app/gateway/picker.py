@@ -41,7 +41,7 @@ UNREACHED = Failure(blame.UNREACHABLE, Suspects.WORKER, most_s=SOON_S)
 REFUSED_WITHIN_S = 10.0
 """What has not come of a refusal's body by then is left out."""
 _KEPT = (b"host", b"content-length", b"content-type", b"transfer-encoding")
-_OF_GATEWAYS = (b":", b"x-envoy-", b"x-gateway-")
+_GATEWAY_HEADERS = (b":", b"x-envoy-", b"x-gateway-")
 
 
 class GatewayCarriage:
@@ -178,7 +178,7 @@ class GatewayCarriage:
         dropped = {
             name
             for name, _ in given
-            if name not in names and name not in _KEPT and not name.startswith(_OF_GATEWAYS)
+            if name not in names and name not in _KEPT and not name.startswith(_GATEWAY_HEADERS)
         }
         return [each for each in going if each not in given], sorted(dropped)
 

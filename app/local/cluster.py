@@ -30,7 +30,7 @@ from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import CommonSettings, base_url, variable
 from app.core.settings.planner import PlannerSettings
-from app.core.settings.router import OF_CARRIAGE, PickerSettings, RouterSettings
+from app.core.settings.router import CARRIAGE_SETTINGS, PickerSettings, RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.http.errors import TAKES_NO_KEY
 from app.http.server import listen
@@ -312,7 +312,7 @@ class Cluster:
         port = free_port()
         self._picker_ports.append(port)
         picker = PickerSettings(**of_router, grpc_port=port)
-        return self._spawn(f"picker r{index}", url, "picker", picker, without=OF_CARRIAGE)
+        return self._spawn(f"picker r{index}", url, "picker", picker, without=CARRIAGE_SETTINGS)
 
     def start_planner(self) -> Member:
         """Start the planner, or another in place of one that has ended; does not wait for it."""

@@ -52,8 +52,8 @@ _BY_LABEL = {
     "kvroute_door_stage_seconds_sum": ("stage_s", "stage"),
     "kvroute_door_requests_total": ("outcome", "outcome"),
 }
-_ENDED, _OF_WORKERS = "kvroute_door_requests_total", "kvroute_door_worker_requests_total"
-_OF_MODELS = {
+_ENDED, _WORKER_REQUESTS = "kvroute_door_requests_total", "kvroute_door_worker_requests_total"
+_MODEL_METRICS = {
     "kvroute_door_ttft_seconds_sum": "ttft_s",
     "kvroute_door_ttft_seconds_count": "ttft",
     "kvroute_door_retries_total": "retries",
@@ -75,7 +75,15 @@ _GAUGES = {
     "kvroute_loop_late_seconds": "loop_late",
     "kvroute_process_cpu": "cpu",
 }
-_NAMES = (*_COUNTS, *_BUCKETS, *_BY_LABEL, *_OF_MODELS, *_GAUGES, _OF_WORKERS, *_WORK_OF_WORKERS)
+_NAMES = (
+    *_COUNTS,
+    *_BUCKETS,
+    *_BY_LABEL,
+    *_MODEL_METRICS,
+    *_GAUGES,
+    _WORKER_REQUESTS,
+    *_WORK_OF_WORKERS,
+)
 
 
 @dataclass(slots=True)
@@ -107,7 +115,7 @@ def read(registry: CollectorRegistry) -> Reading:
             elif name in _BY_LABEL:
                 prefix, label = _BY_LABEL[name]
                 reading.counts[f"{prefix}:{labels[label]}"] += value
-            elif name == _OF_WORKERS:
+            elif name == _WORKER_REQUESTS:
                 counts = reading.workers.setdefault(labels["worker"], Counter())
                 counts[_at_worker(labels["outcome"])] += value
             elif name in _WORK_OF_WORKERS:
@@ -121,8 +129,8 @@ def read(registry: CollectorRegistry) -> Reading:
                 is_wrong = labels["code"].startswith("4") and labels["code"] not in _NOT_WRONG
                 if is_wrong and labels["outcome"] != UNKNOWN_MODEL:
                     of_model[WRONG] += value
-            elif name in _OF_MODELS:
-                reading.models.setdefault(labels["model"], Counter())[_OF_MODELS[name]] += value
+            elif name in _MODEL_METRICS:
+                reading.models.setdefault(labels["model"], Counter())[_MODEL_METRICS[name]] += value
             elif name == _TOKENS and labels["kind"] in _OUTPUT:
                 reading.models.setdefault(labels["model"], Counter())["output"] += value
     return reading

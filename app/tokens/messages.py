@@ -46,7 +46,7 @@ _LEFT_TO_THE_ENGINE: dict[str, Reason] = {
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OVERRULED = frozenset({"add_generation_prompt", "continue_final_message", "reasoning_effort"})
 """Variables of templates that other members of a request say."""
-_OF_THE_TOKENIZER = frozenset(
+_TOKENIZER_ARGUMENTS = frozenset(
     {
         *("chat_template", "conversation", "documents", "messages", "tokenize", "tools"),
         *("max_length", "padding", "return_assistant_tokens_mask", "return_dict"),
@@ -179,7 +179,7 @@ def variables_of(body: Mapping[str, Any]) -> dict[str, Any]:
     given = body.get("chat_template_kwargs")
     if given is None:
         given = {}
-    if not isinstance(given, dict) or given.keys() & _OF_THE_TOKENIZER:
+    if not isinstance(given, dict) or given.keys() & _TOKENIZER_ARGUMENTS:
         raise Unrenderable("template_kwargs", shown(given))
     check_numbers(given)
     variables = {name: value for name, value in given.items() if name not in _OVERRULED}

@@ -18,7 +18,7 @@ from app.tokens.templates import Message
 _MESSAGE = frozenset({"type", "role", "content", "id", "status", "phase"})
 _INPUT = "input"
 """The one argument of what a custom tool is shown as."""
-_OF_CUSTOM_TOOLS = {
+_CUSTOM_TOOL_SCHEMA = {
     "type": "object",
     "properties": {
         _INPUT: {"type": "string", "description": "The freeform text payload for this tool."}
@@ -169,7 +169,7 @@ def _shown_as(tool: Any) -> Iterator[dict[str, Any]]:
             function = {name: value for name, value in tool.items() if name != "type"}
         case "custom" if _is_free(tool.get("format")):
             function = {name: tool.get(name) for name in ("name", "description")}
-            function["parameters"] = _OF_CUSTOM_TOOLS
+            function["parameters"] = _CUSTOM_TOOL_SCHEMA
         case "namespace" if isinstance(tool.get("tools"), list):
             for inner in tool["tools"]:
                 for made in _shown_as(inner) if _is_function(inner) else ():

@@ -15,7 +15,7 @@ from app.core.settings.agent import EngineAgentSettings
 from tests.chart.installed import INSTALLED, Installed
 from tests.chart.rendering import TOOLS
 from tests.chart.test_manifests import environment
-from workers.discovery.pods import engine_of
+from workers.discovery.kubernetes import engine_of
 
 FOLDER = Path(__file__).parent / "engines"
 KINDS = sorted(path.stem for path in FOLDER.glob("*.yaml"))

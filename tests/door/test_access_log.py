@@ -16,7 +16,7 @@ from aiohttp import web
 from redis.asyncio import Redis
 
 from app.door import access_log
-from app.door.access_log import FIELDS, OF_THE_LINE, AccessLog
+from app.door.access_log import FIELDS, LINE_FIELDS, AccessLog
 from app.door.record import RequestRecord
 from app.edge.errors import ERRORS, reason_of
 from app.local.redis_server import EmbeddedRedis
@@ -314,7 +314,7 @@ def test_lines_of_refused_requests_are_few_and_say_how_many_were_left_out(
     [later] = ended("invalid_api_key", 1)
     assert later["left_out"] == 999
     assert len(ended("ok", 50)) == 50
-    assert later.keys() == FIELDS.keys() | OF_THE_LINE.keys()
+    assert later.keys() == FIELDS.keys() | LINE_FIELDS.keys()
 
 
 def test_reasons_repeat_no_value_of_the_callers() -> None:

@@ -16,7 +16,7 @@ from workers.bridge.http.facts import NONE, NotExact, Overrides, reachable
 
 log = logging.getLogger(__name__)
 
-OF_AN_ENGINE = frozenset(
+ENGINE_SETTINGS = frozenset(
     {
         *("address", "engine_kind", "model", "role", "max_requests"),
         *("kv_transfer", "kv_lease_s", "kv_compatible", "revision", "side_channel_port", "kv_host"),
@@ -26,7 +26,7 @@ OF_AN_ENGINE = frozenset(
 )
 """Settings that each engine may have for itself; the others are those of the process."""
 FIELDS: Mapping[str, Field[Any]] = {
-    f.name.replace("_", "-"): f for f in fields(EngineAgentSettings) if f.name in OF_AN_ENGINE
+    f.name.replace("_", "-"): f for f in fields(EngineAgentSettings) if f.name in ENGINE_SETTINGS
 }
 """By the name of the flag."""
 

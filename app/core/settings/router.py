@@ -166,7 +166,7 @@ class RouterSettings(DoorSettings):
         return math.inf if self.wait_above_s is None or not self.wait_queue else self.wait_above_s
 
 
-OF_CARRIAGE = (
+CARRIAGE_SETTINGS = (
     *("shared_fd", "migrate", "stalled_s", "comment_every_s", "kv_lease_s", "strict_roles"),
 )
 """Settings of a router that say how it carries requests, which a gateway does in its place."""
