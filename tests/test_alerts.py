@@ -67,6 +67,17 @@ def on_and_off(metric: str, on: str, off: str, **labels: str) -> Case:
     return Case({series: on}, {series: off}, labels)
 
 
+def flood(share: int, *, waits: bool) -> Series:
+    tokens = {"ann": share, "bob": 100 - share}
+    used = {
+        counter("key_tokens_total", key=key, kind="prompt"): rising(number)
+        for key, number in tokens.items()
+    }
+    asked = {counter("key_requests_total", key=key, ended="ok"): rising(5) for key in tokens}
+    waited = {counter("key_waited_seconds_total", key="bob"): rising(1)} if waits else {}
+    return used | asked | waited
+
+
 RISES, STANDS = rising(6), "7x40"
 CASES = {
     "KvrouteNoWorkers": Case(
@@ -183,6 +194,20 @@ CASES = {
         {door("ok"): rising(60), door("invalid_api_key", 401, model=""): rising(20)},
         {door("ok"): rising(60), door("invalid_api_key", 401, model=""): rising(10)},
     ),
+    "KvrouteKeyLimited": Case(
+        {
+            counter("key_requests_total", key="ann", ended="ok"): rising(60),
+            counter("key_requests_total", key="ann", ended="refused"): rising(20),
+            counter("key_limited_total", key="ann", limit="tokens"): rising(20),
+        },
+        {
+            counter("key_requests_total", key="ann", ended="ok"): rising(60),
+            counter("key_requests_total", key="ann", ended="refused"): rising(10),
+            counter("key_limited_total", key="ann", limit="tokens"): rising(10),
+        },
+        {"key": "ann"},
+    ),
+    "KvrouteKeyFloods": Case(flood(90, waits=True), flood(90, waits=False), {"key": "ann"}),
     "KvrouteClientsLeave": Case(
         {door("ok"): rising(80), door("left_before_token", 499): rising(20)},
         {

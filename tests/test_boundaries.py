@@ -317,6 +317,8 @@ def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> 
         ),
         ("app/door/record.py", "from datetime import UTC, datetime"),
         ("app/edge/models.py", "BEGUN_S = int(time.time())"),
+        ("app/edge/rate_limits.py", "at = datetime.now(UTC) + timedelta(seconds=full_s)"),
+        ("app/edge/rate_limits.py", "from datetime import UTC, datetime, timedelta"),
         ("app/ops/checks.py", "ahead_s = time.time() - (seconds + micros / 1e6)"),
         ("app/tokens/templates.py", "from datetime import datetime"),
         ("app/tokens/templates.py", "return datetime.now().strftime(format)"),

@@ -15,6 +15,7 @@ from app.console.sampler import Sampler, short
 from app.console.tail import COLUMNS, DecisionFilter, DecisionTail, Entry, place
 from app.core.check import Check
 from app.core.errors import NamespaceMissing, RedisUnavailable
+from app.core.key_rules import KeyRules
 from app.core.keys import Keyspace
 from app.core.outcomes import Kind
 from app.core.types import Incarnation
@@ -31,7 +32,7 @@ from app.ops.usage import as_dict, by_hour
 from app.ops.workers import requests_on
 from app.policy.view import View
 from app.router.router import Router
-from app.state import events, last_errors, leases, planner, replicas
+from app.state import admission, events, last_errors, leases, planner, replicas
 from app.state.connect import deadline
 from app.state.last_errors import Errors
 from app.state.scripts import ScriptRunner
@@ -74,7 +75,7 @@ class Console:
 
     replica: a name that no other one has. address: where it listens, for people.
     namespace_weights: the setting, as it is now.
-    apart: see Sampler.
+    apart: see Sampler. key_rules: tells of each key its limits.
     """
 
     def __init__(
@@ -85,8 +86,10 @@ class Console:
         version: str,
         namespace_weights: Callable[[], str] = str,
         apart: Callable[[], Mapping[str, bool]] = dict,
+        key_rules: Callable[[], Mapping[str, KeyRules]] = dict,
     ) -> None:
         self._router = router
+        self._key_rules = key_rules
         self._redis = router.redis
         self._keyspace = keyspace = Keyspace(router.namespace)
         self._replica = replica
@@ -334,7 +337,21 @@ class Console:
                     for flow in waiting[:MAX_ROWS]
                 ],
             },
+            "limits": {
+                "columns": ("key", "limit", "used", "most"),
+                "rows": await self._limits(),
+            },
         }
+
+    async def _limits(self) -> list[list[Any]]:
+        limited = [one for one in self._key_rules().values() if one.is_limited][:MAX_ROWS]
+        read = [admission.used(self._keyspace, rules) for rules in limited]
+        used = await ScriptRunner(self._redis, TIMEOUT_S).run(read)
+        return [
+            [rules.name, f"{name}={getattr(rules, name)}", round(number), round(most)]
+            for rules, by_name in zip(limited, used, strict=True)
+            for name, (number, most) in by_name.items()
+        ]
 
 
 def _models(together: Together, view: View | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ KvrouteError
 ├── EncodingUnknown       a request body is encoded in a way that is not decoded here
 ├── BodiesTooLarge        all request bodies together have as many bytes as may be held
 ├── Unauthorized          a request carries no valid key
+├── NotAllowed            a request asks for what its key does not allow
 ├── Crowded               too many wait for one of a few places, and this caller more than others
 ├── RedisUnavailable      Redis cannot be reached, or missed its deadline
 │   ├── RedisFull         Redis has no memory left for a write; none of it was written
@@ -28,6 +29,7 @@ KvrouteError
     ├── NoWorkers         none is alive, or all are excluded
     ├── PromptTooLarge    no eligible worker has as many blocks as the prompt would fill
     ├── AllWorkersBusy    every eligible worker is full, and waiting for one was no use
+    ├── RateLimited       its key's limits do not let it in for now (app/core/key_rules.py)
     └── RouterOverloaded  too many requests wait for a decision
 """
 
@@ -108,6 +110,10 @@ class BodyTooLarge(KvrouteError):
 
 class Unauthorized(KvrouteError):
     """A request carries no valid key."""
+
+
+class NotAllowed(InvalidRequest):
+    """A request asks for what its key does not allow. field: of which."""
 
 
 class Crowded(KvrouteError):

@@ -336,6 +336,16 @@ KEYSPACE = (
         "trimmed: about a thousand",
     ),
     Key(
+        "limits:<key>",
+        "hash",
+        "of each limit, `requests`, `tokens` and `uncached` → `<what may be used at once> <when, "
+        "ms, Redis clock>`, negative if it is overdrawn; `cached_share` of its prompts lately, in "
+        "thousandths; `held <replica>` → `<requests under way there> <until, ms> <number of the "
+        "call>`",
+        ("admit",),
+        "two days after its last request",
+    ),
+    Key(
         "usage:<hour>",
         "hash",
         "`<key> <tenant> <model>` → `requests failed refused prompt_tokens cached_tokens "

@@ -112,6 +112,8 @@ class FrontDoor:
         if (used := record.used) is not None:
             router = record.model.router if record.model is not None else self._routers.own
             router.count(*used)
+        if record.spending is not None:
+            self._routers.own.limiter.ended(record.spending, *record.spent)
         admitted, usage = record.admitted, record.usage
         if admitted is not None and admitted.media is not None and usage and not usage.by_router:
             self.prompts.learn(admitted.model, admitted.media, usage.prompt)

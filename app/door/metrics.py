@@ -159,6 +159,13 @@ class _Metrics(Table):
         "key",
         "kind",
     )
+    key_limited = counter(
+        "key_limited",
+        "Requests that the limits of their key refused, by limit: requests, tokens, uncached, "
+        "concurrent.",
+        "key",
+        "limit",
+    )
     key_waited = counter(
         "key_waited_seconds",
         "Time for which these requests waited for a worker that could take them.",
@@ -217,6 +224,7 @@ class Outcomes:
         self._names = set[str]()
         self._key_requests = Children(metrics.key_requests, math.inf)
         self._key_tokens = Children(metrics.key_tokens, math.inf)
+        self._key_limited = Children(metrics.key_limited, math.inf)
         self._key_waited = Children(metrics.key_waited, math.inf)
 
     def keep_workers(self, names: Collection[str]) -> None:
@@ -236,7 +244,9 @@ class Outcomes:
         model = record.model_name
         self._requests[model, record.outcome, str(record.status)].value += 1
         if (used := record.used) is not None:
-            self._count_key(BY["key"](used[0]), used[1], kind_of(record.outcome))
+            name = self._count_key(BY["key"](used[0]), used[1], kind_of(record.outcome))
+            if record.spending is not None and record.spending.refused is not None:
+                self._key_limited[name, record.spending.refused.limit].value += 1
         if record.admitted is not None:
             self._count_admitted(model, record.admitted, record)
         self._count_workers(record)
@@ -244,7 +254,8 @@ class Outcomes:
         if record.failures or record.outcome != OK:
             self._last_errors.ended(record)
 
-    def _count_key(self, name: str, used: Used, kind: Kind) -> None:
+    def _count_key(self, name: str, used: Used, kind: Kind) -> str:
+        """Returns the name under which the key is counted."""
         if name not in self._names:
             if len(self._names) >= self._max_names:
                 name = OTHER
@@ -256,6 +267,7 @@ class Outcomes:
             self._key_tokens[name, "output"].value += used.output_tokens
         if used.waited_ms:
             self._key_waited[name].value += used.waited_ms / 1000
+        return name
 
     def reported(self, model: str, ending: Ending | None, *, has_failed: bool) -> None:
         """Count a request that its client has carried, by what that says. ending: None: nothing."""

@@ -10,7 +10,8 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from app.core.outcomes import GONE, NO_KEY, OK, Kind, kind_of, told_apart
+from app.core.key_rules import Spending
+from app.core.outcomes import GONE, LEFT_BEFORE, NO_KEY, OK, Kind, kind_of, told_apart
 from app.core.usage import Usage as Used
 from app.core.usage import Who
 from app.door.asked import MODELS, AnswerRequest
@@ -96,7 +97,8 @@ class RequestRecord:
     """One request, refused or not. Times: monotonic seconds; 0.0: it never came to that.
 
     client: the address it came from. forwarded_for: as a proxy says, or anybody.
-    asked, request, model, admitted: None as long as they are not known. unavailable: the model's
+    asked, request, model, admitted: None as long as they are not known. spending: None: its key has
+    no limits. unavailable: the model's
     name, if it has no workers. any_worker: that answers, where none was decided on.
     outcome: ok, or what it ended by. ended_by: client, worker or router. error: why, in words that
     name no value of the client's, the engine's own if it said so; "": nothing to say.
@@ -114,6 +116,7 @@ class RequestRecord:
     model: Model | None = None
     unavailable: str = ""
     admitted: Admission | None = None
+    spending: Spending | None = None
     tries: int = 0
     decision: Decision | None = None
     any_worker: str = ""
@@ -177,6 +180,18 @@ class RequestRecord:
             waited_ms=round(1000 * self.spent_s.get(Stage.WAIT, 0.0)),
             by_router=int(usage is not None and usage.by_router),
         )
+
+    @property
+    def spent(self) -> tuple[int, int, int]:
+        """Tokens that count against limits: of its prompt, of these cached ones, of its answer. Who
+        leaves before the first token has had the prompt computed."""
+        if self.usage is not None:
+            cached = self.usage.cached
+            cached = self.predicted_cached or 0 if cached is None else cached
+            return self.usage.prompt, cached, self.usage.output
+        if self.outcome != LEFT_BEFORE or self.decision is None or self.admitted is None:
+            return 0, 0, 0
+        return self.admitted.num_tokens, self.predicted_cached or 0, 0
 
     def enter(self, stage: Stage, *, was: Stage | None = None) -> None:
         """From now on time is spent on `stage`. was: what it was spent on before, if not on what

@@ -42,19 +42,20 @@ from app.edge.large import BodyReader
 from app.edge.live import LiveSettings
 from app.edge.origins import check_origin, may_be_shared
 from app.edge.routes import BARE_ROUTES
-from app.edge.services import Services, check
+from app.edge.services import RULES, Services, check
 from app.edge.tls import certificate_of
 from app.edge.watched_files import WatchedFiles, written
 from app.http.held import HeldBodies
-from app.http.keys import CONSOLE_DATA, check_open
+from app.http.keys import CONSOLE_DATA, Keys, check_open
 from app.http.server import serve
 from app.http.supervisor import supervised
 from app.router.fleet import Fleet
+from app.router.limiter import Limiter
 from app.router.metrics import Telemetry
 from app.router.pulse import Pulse
 from app.router.router import Router
 from app.router.routers import Routers
-from app.router.tally import Tally
+from app.router.tally import UsageTally
 from app.router.vouching import Signs
 from app.state.client import RedisClient
 from app.state.connect import connect, connected
@@ -159,21 +160,22 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
     redis = partial(connect, settings.redis_url, timeout_s=timeout_s)
     upstream = Upstream()
     signs = Signs(EngineSigns(upstream, settings.worker_key).answers, upstream.heard_s)
-    tally = Tally(
+    tally = UsageTally(
         Keyspace(settings.namespace), settings.usage_days, lambda: routers.own.fleet.redis_now_ms
     )
-    make = partial(_router, settings, signs, tally)
+    limiter = Limiter(Keyspace(settings.namespace))
+    make = partial(_router, settings, signs, tally, limiter)
     routers = Routers(settings.namespace, redis, make, timeout_s)
     door = FrontDoor(settings, routers, tracing or Tracing(None), upstream)
     bodies = BodyReader(settings.max_prompt_tokens)
-    console = _console(settings, routers, door) if settings.console else None
+    console = _console(settings, routers, door, keys) if settings.console else None
     watched = [WatchedFiles("keys", lambda: [keys.path] if keys.path else [], keys.reload)]
     metrics.show_files(routers.own.telemetry.registry, watched, keys)
     readiness = health.ReadinessCheck(routers, door)
     return Application(Services(settings, routers, door, keys, bodies, readiness, console, watched))
 
 
-def _console(settings: RouterSettings, routers: Routers, door: FrontDoor) -> Console:
+def _console(settings: RouterSettings, routers: Routers, door: FrontDoor, keys: Keys) -> Console:
     address = f"{socket.gethostname()}:{settings.port}"
     return Console(
         routers.own,
@@ -182,18 +184,24 @@ def _console(settings: RouterSettings, routers: Routers, door: FrontDoor) -> Con
         version("kvroute"),
         lambda: door.settings.namespace_weights,
         door.apart,
+        lambda: keys.rules,
     )
 
 
 def _router(
-    settings: RouterSettings, signs: Signs, tally: Tally, namespace: str, redis: RedisClient
+    settings: RouterSettings,
+    signs: Signs,
+    tally: UsageTally,
+    limiter: Limiter,
+    namespace: str,
+    redis: RedisClient,
 ) -> Router:
     keyspace = Keyspace(namespace)
     timeout_s = settings.redis_timeout_ms / 1000
     fleet = Fleet(redis, keyspace, timeout_s)
     on_replicas = READS_OF_THE_INDEX if settings.read_from == "replica" else ()
     runner = ScriptRunner(redis, timeout_s, on_replicas=on_replicas)
-    return Router(runner, keyspace, settings, fleet, Telemetry(), signs, tally)
+    return Router(runner, keyspace, settings, fleet, Telemetry(), signs, tally, limiter)
 
 
 @asynccontextmanager
@@ -317,6 +325,7 @@ class Application(FastAPI):
         ended_by: BaseException | None = None
         try:
             client.key_name = replica.keys.check(path, scope["headers"])
+            scope[RULES] = client.rules
             if path.startswith(CONSOLE_DATA):
                 asks_for_keys = bool(replica.keys) or replica.settings.no_auth
                 check_origin(scope["headers"], asks_for_keys=asks_for_keys)

@@ -7,19 +7,23 @@ import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.datastructures import QueryParams
 
-from app.core.errors import InvalidRequest, shown
+from app.core.errors import InvalidRequest, NotAllowed, shown
 from app.core.hashing import Tokens, token_bytes
+from app.core.key_rules import ANY, KeyRules
 from app.core.settings.kinds import PRIORITIES
 from app.core.types import REQUEST_ID, TENANT_ID, checked_sent_ms, new_id
 from app.edge import schemas
 from app.http import numbers
 from app.policy.decision import RouteRequest
 from app.router.prompt import Prompt, check_length
+
+if TYPE_CHECKING:
+    from app.edge.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,10 @@ SESSIONS = (
 """Headers in which clients name a session: ours, Claude Code's, OpenCode's and Codex's."""
 SENT = b"x-request-start"
 """When a proxy, or the client, sent it."""
+
+DEFAULT_PRIORITY = "normal"
+ISOLATED = "isolated:"
+"""What the salts of tenants begin with that share no cache with others."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -93,6 +101,7 @@ def request_of(
     tenant: object = None,
     priority: object = None,
     key_name: str = "",
+    rules: KeyRules | None = None,
     came_ms: int | None = None,
     **options: Any,
 ) -> RouteRequest:
@@ -101,23 +110,71 @@ def request_of(
     RouteRequest.
 
     key_name: of the key that it came with: without another, that is its tenant, so that keys take
-    turns. came_ms: when it came in, by the Redis clock, unless x-request-start tells when it was
-    sent.
+    turns. rules: of that key; None: it may ask for anything. came_ms: when it came in, by the Redis
+    clock, unless x-request-start tells when it was sent.
     x-balancer-id: in it a balancer names each request that it takes, and repeats the name if it
-    sends that request again to another replica. Raises InvalidRequest for what is no header.
+    sends that request again to another replica. Raises InvalidRequest for what is no header, and
+    NotAllowed.
     """
+    own = fitting_id(key_name, TENANT_ID, "name of a key")
+    named = _id(headers, b"x-tenant-id", "tenant", tenant, TENANT_ID) or own
+    level = _priority(priority, headers.get(b"x-priority"))
+    if rules is not None:
+        # What headers say, anybody can say: that is not refused, but does not count.
+        highest, named = rules.highest(level), _tenant(rules, named, own)
+        if priority not in (None, DEFAULT_PRIORITY, highest):
+            raise NotAllowed("priority", f"this key may have {highest} at most, got {priority}")
+        if tenant not in (None, named):
+            raise NotAllowed("tenant", f"this key is for its own tenant alone, got {shown(tenant)}")
+        level = highest
     return RouteRequest(
         request_id_in(headers) if request_id is None else str(request_id),
         [],
         policy=policy,
         session=_id(headers, _session_header(headers), "session_id", session, REQUEST_ID),
-        tenant=_id(headers, b"x-tenant-id", "tenant", tenant, TENANT_ID)
-        or fitting_id(key_name, TENANT_ID, "name of a key"),
-        priority=_priority(priority, headers.get(b"x-priority")),
+        tenant=named,
+        owner=key_name if rules is not None and rules.is_client else "",
+        priority=level,
         began_ms=_sent_ms(headers[SENT]) or came_ms if SENT in headers else came_ms,
         balancer_id=headers.get(b"x-balancer-id", b"").decode("latin-1"),
         **options,
     )
+
+
+def salt_of(client: Client, given: str) -> str:
+    """Returns what tells the cache of a request apart: as given, but of a tenant that shares none
+    with others. given: "": nothing. Raises InvalidRequest for what another one has."""
+    keys, rules = client.replica.keys, client.rules
+    if keys.isolates and given.startswith(ISOLATED):
+        raise InvalidRequest("cache_salt", f"must not begin with {ISOLATED}")
+    if rules is None or not rules.isolate:
+        return given
+    return f"{ISOLATED}{rules.tenant or rules.name}:{given}"
+
+
+def check_options(client: Client, options: schemas.RouteOptions | schemas.FindBestWorker) -> None:
+    """Sets the namespace of a tenant that shares no cache with others. Raises NotAllowed for what
+    only operators may ask: clients have to do with their own requests alone."""
+    namespace = getattr(options, "cache_namespace", None) or ""
+    if salt := salt_of(client, namespace):
+        options.cache_namespace = salt  # type: ignore[union-attr]
+    if not client.is_of_client:
+        return
+    for name in ("exclude", "policy", "explain"):
+        if getattr(options, name, None):
+            raise NotAllowed(name, "only an operator's key may set it")
+    rules, model = client.rules, getattr(options, "lora_name", None)
+    if rules is not None and rules.models and not (model and rules.may_ask(model)):
+        served = {name for info in client.replica.router.fleet.infos for name in info.models}
+        if model or not all(map(rules.may_ask, served)):
+            raise NotAllowed("lora_name", "this key may not ask for that model")
+    if client.replica.keys.isolates and getattr(options, "local_hashes", None) is not None:
+        raise NotAllowed("local_hashes", "only an operator's key may name what others cache")
+
+
+def _tenant(rules: KeyRules, named: str, own: str) -> str:
+    """Returns the tenant under which requests of a key count. named: by one. own: of the key."""
+    return named if not rules.is_client or rules.tenant == ANY else rules.tenant or own
 
 
 def _session_header(headers: Mapping[bytes, bytes]) -> bytes:
@@ -161,10 +218,10 @@ def _id(
 
 def _priority(given: object, header: bytes | None) -> str:
     if given is None:
-        value = (header or b"normal").decode("latin-1").strip().lower()
+        value = (header or DEFAULT_PRIORITY.encode()).decode("latin-1").strip().lower()
         if value not in PRIORITIES:
-            _unfit("x-priority", "taken for normal")
-            return "normal"
+            _unfit("x-priority", f"taken for {DEFAULT_PRIORITY}")
+            return DEFAULT_PRIORITY
         return value
     if given not in PRIORITIES:
         raise InvalidRequest(

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from app.core.errors import KvrouteError, cut
+from app.core.key_rules import KeyRules
 from app.core.outcomes import UNFIT
 from app.core.worker_report import WorkerInfo
 from app.door.errors import ModelUnavailable, WorkerFailed
@@ -64,6 +65,17 @@ class Client(http.Client):
     @property
     def stalled_s(self) -> float:
         return self.replica.settings.stalled_s
+
+    @property
+    def rules(self) -> KeyRules | None:
+        """Of the key that it came with; None: it may ask for anything."""
+        return self.replica.keys.rules.get(self.key_name)
+
+    @property
+    def is_of_client(self) -> bool:
+        """Whether its key has to do with its own requests alone."""
+        rules = self.rules
+        return rules is not None and rules.is_client
 
     @property
     def record(self) -> RequestRecord:

@@ -27,6 +27,7 @@ from app.core.errors import (
     shown,
     without_values,
 )
+from app.core.key_rules import RateLimited
 from app.door.asked import PASSED_ON, PATHS, Api
 from app.door.errors import (
     AnswerTimeout,
@@ -39,6 +40,7 @@ from app.door.errors import (
     Unreached,
     WorkerFailed,
 )
+from app.edge.rate_limits import limits_shown
 from app.http.client import ClientStalled
 from app.http.errors import (
     FAULT,
@@ -87,6 +89,7 @@ ERRORS: Mapping[type[Exception], Meaning] = {
     Superseded: Meaning(409, "superseded", INVALID),
     AllWorkersBusy: Meaning(429, "all_workers_busy", OVERLOADED),
     Crowded: Meaning(429, "router_overloaded", OVERLOADED),
+    RateLimited: Meaning(429, "rate_limit_exceeded", "rate_limit_error"),
     RouterOverloaded: Meaning(429, "router_overloaded", OVERLOADED),
     AnswerTimeout: Meaning(504, "answer_timeout", FAULT),
     PathMissing: Meaning(404, "not_found", INVALID),
@@ -152,6 +155,9 @@ def reason_of(error: Exception) -> str:
 def answer_to(error: Exception, path: str) -> tuple[int, Headers, bytes]:
     """Status, headers and body of the answer to `error` at `path`."""
     answer = _TABLE.answer_to(error, dialect_of(path))
+    if isinstance(error, RateLimited):
+        answer[1].append((b"retry-after-ms", b"%d" % max(1, round(1000 * error.retry_after_s))))
+        answer[1].extend(limits_shown(error.rules, error.left, dialect_of(path)))
     if isinstance(error, RepeatedFailure):
         answer[1].append((b"x-should-retry", b"false"))  # clients of OpenAI and Anthropic heed it
     return answer

@@ -8,9 +8,10 @@ from fastapi import APIRouter
 from typing_extensions import TypedDict
 
 from app.door.asked import MODELS
+from app.door.errors import UnknownModel
 from app.door.models import Model
 from app.edge.answers import OpenAIError
-from app.edge.services import Replica, errors
+from app.edge.services import Replica, Rules, errors
 
 BEGUN_S = int(time.time())
 """When this process began: models have no other date."""
@@ -34,7 +35,7 @@ class ModelCards(TypedDict):
 
 
 @ROUTER.get(MODELS, responses=errors(401, error=OpenAIError))
-async def models(replica: Replica) -> ModelCards:
+async def models(replica: Replica, rules: Rules) -> ModelCards:
     """List the models that have a live worker, and those that sleep until a request comes, each
     under its aliases, too."""
     known = replica.door.models
@@ -45,14 +46,17 @@ async def models(replica: Replica) -> ModelCards:
         cards.pop(alias, None)
         if name in cards:
             cards[alias] = {**cards[name], "id": alias}
-    return {"object": "list", "data": [*cards.values()]}
+    shown = [card for name, card in cards.items() if rules is None or rules.may_ask(name)]
+    return {"object": "list", "data": shown}
 
 
 @ROUTER.get(MODELS + "/{model:any_text}", responses=errors("4XX", 503, error=OpenAIError))
-async def one_model(model: str, replica: Replica) -> ModelCard:
+async def one_model(model: str, replica: Replica, rules: Rules) -> ModelCard:
     """Describe a model."""
     known = replica.door.models
     await known.until_known()
+    if rules is not None and not rules.may_ask(model):
+        raise UnknownModel(model)
     name = known.aliases.get(model, model)
     return _card(model, None if name in known.sleeping() else known.find(model))
 

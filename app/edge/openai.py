@@ -16,6 +16,7 @@ from app.core.errors import (
     PromptTooLarge,
     WrongVersion,
 )
+from app.core.key_rules import Spending
 from app.core.types import REQUEST_ID, random_hex
 from app.core.worker_report import WorkerInfo
 from app.door import asked, members
@@ -27,6 +28,7 @@ from app.door.errors import (
     ContextTooLong,
     ModelUnavailable,
     RepeatedFailure,
+    UnknownModel,
     WorkerFailed,
 )
 from app.door.forwarding import Outgoing, headers_for_engine
@@ -36,9 +38,10 @@ from app.door.models import Model
 from app.door.record import Stage
 from app.door.tracing import Trace
 from app.door.transfer.sources import may_have_source
-from app.edge.ask import fitting_id, request_id_in, request_of
+from app.edge.ask import fitting_id, request_id_in, request_of, salt_of
 from app.edge.client import Client
-from app.edge.errors import ending_of, reason_of
+from app.edge.errors import dialect_of, ending_of, reason_of
+from app.edge.rate_limits import limits_shown
 from app.http.form_body import FORM, FormBody
 from app.http.json_body import Fields, JsonBody
 from app.policy.decision import RouteRequest
@@ -55,18 +58,26 @@ async def answer(client: Client) -> None:
     """Have the worker answer that holds most of the prompt for its load; its answer is passed on
     as it comes."""
     headers, replica, path = client.raw_headers, client.replica, client.scope["path"]
+    rules = client.rules
+    spending = Spending(rules) if rules is not None and rules.is_limited else None
     api, door, settings = PATHS[path], replica.door, replica.settings
     record = client.record
+    record.spending = spending
+    if spending is not None:
+        replica.router.limiter.check(spending)
     record.request_id = request_id = request_id_in(headers)
     client.about = [(b"x-request-id", request_id.encode())]
     body = await _read(client)
     record.enter(Stage.TOKENS)
     record.asked = generation = asked.read(api, body.fields)
+    body = _salted(client, body, generation)
     again = partial(
         request_of,
         headers,
         settings.policy,
         key_name=client.key_name,
+        rules=rules,
+        spending=spending,
         holder=client.holder,
         request_id=request_id,
         session=_session(generation.session),
@@ -75,6 +86,7 @@ async def answer(client: Client) -> None:
     )
     asks = again()
     record.model = model = await _model_for(client, generation, body.fields, asks)
+    _allow(client, generation.model, model)
     trace = door.tracing.begin(api, headers)
     exchange = _Exchange(client, body, generation, asks, again, trace)
     async with client.watched():
@@ -180,7 +192,7 @@ def _may_go_on(client: Client, model: Model, error: Exception, gave_up: set[str]
 async def pass_on(client: Client) -> None:
     """Have any worker of the model answer. None is woken for that."""
     body = await _read(client)
-    model = client.replica.door.models.find(body.fields.get("model"))
+    model = _found(client, body.fields.get("model"))
     async with client.watched():
         await _ask_any(client, model, body)
 
@@ -191,7 +203,7 @@ async def count_tokens(client: Client) -> None:
     door = client.replica.door
     body = await _read(client)
     client.record.asked = generation = asked.read(Api.MESSAGES, body.fields)
-    client.record.model = model = door.models.find(generation.model)
+    client.record.model = model = _found(client, generation.model)
     async with client.watched():
         ids = await door.prompts.of(Api.MESSAGES, model, body.fields, client.holder)
         if ids.ids is None:
@@ -202,12 +214,37 @@ async def count_tokens(client: Client) -> None:
             await client.answer({"input_tokens": count, "context_management": about})
 
 
+def _salted(client: Client, body: JsonBody, generation: asked.AnswerRequest) -> JsonBody:
+    """The body, for a tenant that shares no cache with others: with its own salt in it."""
+    generation.cache_salt, given = salt_of(client, generation.cache_salt), generation.cache_salt
+    if generation.cache_salt == given:
+        return body
+    return JsonBody.parse(body.changed({"cache_salt": generation.cache_salt}))
+
+
+def _allow(client: Client, name: object, model: Model | None = None) -> None:
+    """Raises UnknownModel for a model that the key may not ask for, as if there were none. model:
+    that is meant by a request which names none."""
+    rules = client.rules
+    name = name if isinstance(name, str) or model is None else model.name
+    if rules is not None and isinstance(name, str) and not rules.may_ask(name):
+        raise UnknownModel(name)
+
+
+def _found(client: Client, asked_for: object) -> Model:
+    _allow(client, asked_for)
+    model = client.replica.door.models.find(asked_for)
+    _allow(client, asked_for, model)
+    return model
+
+
 async def _model_for(
     client: Client, generation: asked.AnswerRequest, fields: Fields, asks: RouteRequest
 ) -> Model:
     """As Models.find_for; a request for a model that sleeps waits until that wakes, if it is one
     that would be answered then."""
     models, settings = client.replica.door.models, client.replica.settings
+    _allow(client, generation.model)
     try:
         return await models.find_for(generation.model, asks.session)
     except ModelUnavailable as error:
@@ -259,8 +296,11 @@ def _headers_on(
 
 
 async def _ask_any(client: Client, model: Model, body: JsonBody) -> None:
-    record = client.record
+    record, rules = client.record, client.rules
     record.request_id = request_id = request_id_in(client.raw_headers)
+    if rules is not None and rules.is_limited:
+        record.spending = Spending(rules)
+        await client.replica.router.let_in(record.spending)
     kind = _form_of(client) or b"application/json"
     headers = _headers_on(client, _engine_id(client.raw_headers, request_id), kind)
     door, path = client.replica.door, client.scope["path"]
@@ -308,7 +348,13 @@ class _Shown:
         tokens_from = self.life.admitted.tokens_from
         if tokens_from.startswith("blind:"):
             shown.append((b"x-kvroute-tokens", tokens_from.encode()))
-        if self._client.replica.settings.show_decision and record.decision is not None:
+        if record.spending is not None:
+            shown += limits_shown(
+                record.spending.rules, record.spending.left, dialect_of(self._client.scope["path"])
+            )
+        replica = self._client.replica
+        hides = replica.keys.isolates and self._client.is_of_client
+        if replica.settings.show_decision and not hides and record.decision is not None:
             decision = record.decision
             overlap = f"{decision.overlap.total}/{decision.isl_blocks}"
             if decision.bound_blocks:

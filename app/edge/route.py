@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from app.core.errors import InvalidRequest, shown
 from app.core.failures import REPORTED
+from app.core.key_rules import Spending
 from app.core.outcomes import Ending
 from app.core.types import checked_reservation_id
 from app.core.worker_report import MAX_CONTEXT
@@ -21,6 +22,7 @@ async def find_best_worker(client: Client) -> None:
     body, _ = await replica.bodies.read(
         schemas.FindBestWorker, raw, replica.block_size, client.holder
     )
+    ask.check_options(client, body)
     prompt = ask.of_hashes(
         body.local_hashes, body.num_tokens, settings.max_prompt_tokens, may_be_longer=True
     )
@@ -47,6 +49,7 @@ async def route(client: Client) -> None:
         # Reading even an empty query takes longer than looking whether there is one.
         has_query = client.scope["query_string"]
         options = ask.options_in_query(client.query_params) if has_query else schemas.RouteOptions()
+        ask.check_options(client, options)
         prompt = ask.of_tokens(options, raw, settings.max_prompt_tokens)
     else:
         body, tokens = await replica.bodies.read(
@@ -56,11 +59,16 @@ async def route(client: Client) -> None:
         if client.scope["query_string"]:
             query = shown(client.url.query)
             raise InvalidRequest("query", f"with JSON, options belong in the body, got {query}")
+        ask.check_options(client, options)
         prompt = ask.of_body(body, tokens, settings.max_prompt_tokens)
+    retry = options.retry and not await _is_foreign(client, options.request_id or "")
+    rules = client.rules
     request = ask.request_of(
         headers,
         options.policy or settings.policy,
         key_name=client.key_name,
+        rules=rules,
+        spending=Spending(rules) if rules is not None and rules.is_limited else None,
         holder=client.holder,
         request_id=options.request_id,
         session=options.session_id,
@@ -72,7 +80,7 @@ async def route(client: Client) -> None:
         reserve=options.reserve,
         explain=options.explain,
         exclude=frozenset(options.exclude),
-        retry=options.retry,
+        retry=retry,
         model=options.lora_name or "",
     )
     # Nobody would ever end what is reserved for a caller that hung up.
@@ -81,10 +89,19 @@ async def route(client: Client) -> None:
         await client.answer(answers.routed(decision))
 
 
+async def _is_foreign(client: Client, request_id: str) -> bool:
+    """Whether it is another key's request: for a client there is no such reservation then."""
+    if not (client.is_of_client and request_id):
+        return False
+    return await client.replica.router.is_foreign(request_id, client.key_name)
+
+
 async def prefill_complete(client: Client) -> None:
     """Report that a request's first token is out. Idempotent."""
-    request_id = client.path_params["request_id"]
-    is_reserved = await client.replica.router.prefill_complete(checked_reservation_id(request_id))
+    request_id = checked_reservation_id(client.path_params["request_id"])
+    is_reserved = not await _is_foreign(
+        client, request_id
+    ) and await client.replica.router.prefill_complete(request_id)
     await client.answer({"request_id": request_id, "found": is_reserved})
 
 
@@ -94,8 +111,10 @@ async def source_complete(client: Client) -> None:
     What it holds of the prompt stays reserved until the first token is out, for --kv-lease-s at
     most. Idempotent.
     """
-    request_id = client.path_params["request_id"]
-    is_reserved = await client.replica.router.source_complete(checked_reservation_id(request_id))
+    request_id = checked_reservation_id(client.path_params["request_id"])
+    is_reserved = not await _is_foreign(
+        client, request_id
+    ) and await client.replica.router.source_complete(request_id)
     await client.answer({"request_id": request_id, "found": is_reserved})
 
 
@@ -110,8 +129,9 @@ async def release(client: Client) -> None:
             "output_tokens", f"no worker takes over {most:,} tokens, got {options.output_tokens:,}"
         )
     ending = Ending(options.output_tokens, options.ttft_ms) if options.output_tokens else None
-    was_reserved = await router.release(
-        checked_reservation_id(request_id),
+    checked_reservation_id(request_id)
+    was_reserved = not await _is_foreign(client, request_id) and await router.release(
+        request_id,
         failure=REPORTED if options.worker_failed else None,
         caller=client.holder,
         ending=ending,

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from app.console.console import Console
+from app.core.key_rules import KeyRules
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.door.errors import Stopping
@@ -100,12 +101,25 @@ class Services:
         self.bodies.max_tokens = settings.max_prompt_tokens
 
 
+RULES = "kvroute.rules"
+"""In a request's scope: the rules of its key."""
+
+
 async def _replica_of(request: Request) -> Services:
     replica: Services = request.app.replica
     return replica
 
 
 Replica = Annotated[Services, Depends(_replica_of)]
+
+
+async def _rules_of(request: Request) -> KeyRules | None:
+    rules: KeyRules | None = request.scope[RULES]
+    return rules
+
+
+Rules = Annotated[KeyRules | None, Depends(_rules_of)]
+"""Of the key that a request came with; None: it may ask for anything."""
 """Has FastAPI give an endpoint what it uses."""
 
 

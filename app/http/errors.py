@@ -16,6 +16,7 @@ from app.core.errors import (
     BodyTooLarge,
     EncodingUnknown,
     InvalidRequest,
+    NotAllowed,
     PromptTooLarge,
     Unauthorized,
 )
@@ -52,6 +53,7 @@ class Dialect(Enum):
 
 OF_ALL_SERVERS: Mapping[type[Exception], Meaning] = {
     InvalidRequest: Meaning(422, "invalid_request", INVALID),
+    NotAllowed: Meaning(403, "not_allowed", "permission_error"),
     PromptTooLarge: Meaning(422, "prompt_too_large", INVALID),
     Unauthorized: Meaning(401, "invalid_api_key", "authentication_error"),
     BodyTimeout: Meaning(408, "body_timeout", INVALID),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from app.core.errors import ConfigError, Unauthorized
+from app.core.key_rules import KeyRules, parse_rules
 from app.http.bearer import authorization_in, digest_of, name_of
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ METRICS = "/metrics"
 """The path that a key of its own may open, and no other."""
 ROLES = ("metrics", "operator")
 
+_RULE = re.compile(r"(tenant|requests|tokens|uncached|concurrent|models|isolate)=|priority<=")
 Digests = list[tuple[str, bytes]]
 """Of keys, with their names."""
 
@@ -33,11 +36,16 @@ Digests = list[tuple[str, bytes]]
 class Keys:
     """The keys that open a server. None was ever named: it is open to everybody who reaches it.
 
-    api_key: one of them. path: a file with others, one on each line, `<name> <key>` or only the
-    key; empty lines, and those that begin with #, count for nothing. metrics_key: opens METRICS
-    alone, as do keys of the file with the word `metrics` behind them. CONSOLE_DATA opens to api_key
-    and to keys with the word `operator`. "" for none. open_paths: see OPEN.
+    api_key: one of them. path: a file with others, one on each line, `<name> <key>` and its rules;
+    empty lines, and those that begin with #, count for nothing. metrics_key: opens METRICS alone,
+    as do keys of the file with the word `metrics` behind them. CONSOLE_DATA opens to api_key and to
+    keys with the word `operator`. "" for none. open_paths: see OPEN.
+
+    rules: of the keys of the file, by name. isolates: whether any of them has a cache of its own.
     """
+
+    rules: Mapping[str, KeyRules]
+    isolates: bool
 
     def __init__(
         self,
@@ -62,7 +70,7 @@ class Keys:
             )
         own, readers = _one("api-key", api_key), _one("metrics-key", metrics_key)
         read = _read(path)
-        if path and not any(read):
+        if path and not read.rules:
             raise ConfigError(f"api_key_file {path}: no key in it")
         if path and not (own or read.named or read.operators):
             raise ConfigError(
@@ -78,6 +86,8 @@ class Keys:
         self._digests = self._own + read.named + read.operators
         self._readers = self._own_readers + read.readers
         self._operators = self._own + read.operators
+        self.rules = read.rules
+        self.isolates = any(rules.isolate for rules in read.rules.values())
 
     def __bool__(self) -> bool:
         """Whether any is asked for."""
@@ -130,11 +140,12 @@ class _KeyFile(NamedTuple):
     named: Digests
     readers: Digests
     operators: Digests
+    rules: dict[str, KeyRules]
 
 
 def _read(path: str) -> _KeyFile:
     """The keys in a file; "": none. Raises ConfigError."""
-    keys_in = _KeyFile([], [], [])
+    keys_in = _KeyFile([], [], [], {})
     if not path:
         return keys_in
     try:
@@ -144,30 +155,31 @@ def _read(path: str) -> _KeyFile:
         raise ConfigError(f"api_key_file {path}: {error}") from None
     if len(text) > MAX_KEYS_BYTES:
         raise ConfigError(f"api_key_file {path}: over {MAX_KEYS_BYTES} bytes")
-    by_role = dict(zip(("", *ROLES), keys_in, strict=True))
+    by_role = dict(zip(("", *ROLES), keys_in[:3], strict=True))
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if not all(word.isprintable() for word in words):  # such as zeros, after a power cut
-            raise ConfigError(
-                f"api_key_file {path}: line {number} has characters that are not printed"
-            )
-        if len(words) > 3 or (len(words) == 3 and words[2] not in ROLES):
-            raise ConfigError(
-                f"api_key_file {path}: line {number} has {len(words)} words, not `<name> <key>`, "
-                "`<name> <key> metrics`, `<name> <key> operator` or a key"
-            )
-        name = words[0] if len(words) > 1 else f"line-{number}"
-        key = words[min(len(words), 2) - 1]
-        if key in ROLES:
-            raise ConfigError(
-                f"api_key_file {path}: line {number} has {key!r} in the place of a key: is there a "
-                "name before it?"
-            )
-        keys = by_role[words[2] if len(words) == 3 else ""]
-        keys.append((name, digest_of(key.encode())))
+        try:
+            rules = _rules(words)
+            same = keys_in.rules.setdefault(rules.name, rules)
+            if same.limits != rules.limits:
+                raise ValueError(f"{rules.name!r} has other limits in a line above")
+        except ValueError as error:
+            raise ConfigError(f"api_key_file {path}: line {number}: {error}") from None
+        by_role[rules.role].append((rules.name, digest_of(words[1].encode())))
     return keys_in
+
+
+def _rules(words: list[str]) -> KeyRules:
+    """Returns what a line says. Raises ValueError, which repeats no key."""
+    if not all(word.isprintable() for word in words):  # such as zeros, after a power cut
+        raise ValueError("it has characters that are not printed")
+    if len(words) < 2:
+        raise ValueError("it needs `<name> <key>`: was it cut?")
+    if words[1] in ROLES or _RULE.match(words[1]):
+        raise ValueError(f"it has {words[1]!r} in the place of a key: is there a name before it?")
+    return parse_rules(words[0], words[2:], ROLES)
 
 
 def check_open(host: str, keys: Keys, *, no_auth: bool) -> None:

@@ -158,6 +158,16 @@ def _without_key(all_of: Together, most: float) -> str:
     return f"{value:.0%} of the requests have no valid key" if value > most else ""
 
 
+def _floods(all_of: Together, most: float) -> str:
+    tokens = {name: counts["prompt"] for name, counts in all_of.keys.items()}
+    whole, waited_s = sum(tokens.values()), sum(one["waited_s"] for one in all_of.keys.values())
+    largest = max(tokens, key=tokens.__getitem__, default="")
+    value = share(tokens.get(largest, 0.0), whole) or 0.0
+    if value <= most or len(tokens) < 2 or not waited_s:
+        return ""
+    return f"{value:.0%} of the prompt tokens are {largest}'s, and others wait"
+
+
 def _apart(all_of: Together, most: float) -> str:
     value = share(all_of.minute["apart"], all_of.minute["compared"]) or 0.0
     if value <= most:
@@ -223,6 +233,20 @@ CONDITIONS = (
         0.2,
         _of_many("outcome:", _without_key),
         "was a key replaced? The access log has the clients' addresses",
+    ),
+    Condition(
+        "KvrouteKeyLimited",
+        0.2,
+        _of_each(
+            "keys", ("limited",), ("requests",), "{:.0%} of the requests of {} are over its limits"
+        ),
+        "raise the limits of the key, or tell whoever has it: `kvroute usage` says what it uses",
+    ),
+    Condition(
+        "KvrouteKeyFloods",
+        0.8,
+        _floods,
+        "limit the key: requests=, tokens= or concurrent= behind it in --api-key-file",
     ),
     Condition(
         "KvrouteRequestsRefused",

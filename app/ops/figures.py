@@ -53,6 +53,13 @@ _BY_LABEL = {
     "kvroute_door_requests_total": ("outcome", "outcome"),
 }
 _ENDED, _WORKER_REQUESTS = "kvroute_door_requests_total", "kvroute_door_worker_requests_total"
+_KEY_METRICS = {
+    "kvroute_key_requests_total": "requests",
+    "kvroute_key_limited_total": "limited",
+    "kvroute_key_waited_seconds_total": "waited_s",
+    "kvroute_key_tokens_total": "",
+}
+"""Tokens are counted by their kind."""
 _MODEL_METRICS = {
     "kvroute_door_ttft_seconds_sum": "ttft_s",
     "kvroute_door_ttft_seconds_count": "ttft",
@@ -76,12 +83,7 @@ _GAUGES = {
     "kvroute_process_cpu": "cpu",
 }
 _NAMES = (
-    *_COUNTS,
-    *_BUCKETS,
-    *_BY_LABEL,
-    *_MODEL_METRICS,
-    *_GAUGES,
-    _WORKER_REQUESTS,
+    *(*_COUNTS, *_BUCKETS, *_BY_LABEL, *_KEY_METRICS, *_MODEL_METRICS, *_GAUGES, _WORKER_REQUESTS),
     *_WORK_OF_WORKERS,
 )
 
@@ -89,13 +91,14 @@ _NAMES = (
 @dataclass(slots=True)
 class Reading:
     """Counters as they are. buckets: by histogram, observations up to each bound. models, workers:
-    how requests ended, by kind, and what they waited for."""
+    how requests ended, by kind, and what they waited for. keys: what their requests used."""
 
     counts: Counter[str] = field(default_factory=Counter)
     buckets: dict[str, Counter[float]] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     models: dict[str, Counter[str]] = field(default_factory=dict)
     workers: dict[str, Counter[str]] = field(default_factory=dict)
+    keys: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 def read(registry: CollectorRegistry) -> Reading:
@@ -112,6 +115,9 @@ def read(registry: CollectorRegistry) -> Reading:
                 bounds[float(labels["le"])] += value
             elif name in _GAUGES:
                 reading.gauges[_GAUGES[name]] = value
+            elif name in _KEY_METRICS:
+                of_key = reading.keys.setdefault(labels["key"], Counter())
+                of_key[_KEY_METRICS[name] or labels["kind"]] += value
             elif name in _BY_LABEL:
                 prefix, label = _BY_LABEL[name]
                 reading.counts[f"{prefix}:{labels[label]}"] += value
@@ -189,7 +195,7 @@ class Window:
 
     def figures(self) -> dict[str, Any]:
         """What happened lately, in JSON's types: `counts` and `buckets` in the last `window_s`,
-        `minute`, `models` and `workers` in the last LONG_WINDOW_S; `gauges` as they are."""
+        `minute`, `models`, `workers` and `keys` in the last LONG_WINDOW_S; `gauges` as they are."""
         now_s, last = self._readings[-1]
         recent_s, recent = next(r for r in self._readings if now_s - r[0] <= WINDOW_S)
         return {
@@ -208,6 +214,7 @@ class Window:
             "gauges": last.gauges,
             "models": _rows(last.models, self._readings[0][1].models),
             "workers": _rows(last.workers, self._readings[0][1].workers),
+            "keys": _rows(last.keys, self._readings[0][1].keys),
         }
 
 
@@ -256,6 +263,7 @@ class Together:
         self.gauges: dict[str, float] = {}
         self.models: dict[str, Counter[str]] = {}
         self.workers: dict[str, Counter[str]] = {}
+        self.keys: dict[str, Counter[str]] = {}
         self._buckets: dict[str, Counter[float]] = {}
         for figures in said:
             try:
@@ -272,7 +280,7 @@ class Together:
             name: {math.inf if bound is None else _finite(bound): _finite(n) for bound, n in rows}
             for name, rows in figures["buckets"].items()
         }
-        told = {"models": self.models, "workers": self.workers}
+        told = {"models": self.models, "workers": self.workers, "keys": self.keys}
         rows = [
             (of_all, str(name), {str(kind): _finite(n) for kind, n in counts.items()})
             for which, of_all in told.items()

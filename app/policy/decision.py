@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from app.core.key_rules import Spending
 from app.core.loads import Load, Reservation
 from app.core.overlaps import Overlaps
 from app.core.trust import Trust
@@ -41,7 +42,8 @@ class RouteRequest:
     began_ms: when it was sent, or else came in, by the Redis clock; None: that is not known yet.
     session: "" for none. keeps_session: where it went is remembered in any case, as other
     namespaces have the same model. tenant, priority: used if it has to wait. holder: who sent it:
-    a key, or else an address. retry: it takes the place of what earlier tries with its id hold.
+    a key, or else an address. owner: the key that alone may end it; "": anybody may. retry: it
+    takes the place of what earlier tries with its id hold.
     balancer_id: the same if a balancer sends a request again; "" for none.
     local_only: no other worker computes its prompt, or hands any of it on.
     is_blind: its tokens are not known, and isl_tokens is a guess. part_tokens: of the longest
@@ -65,6 +67,7 @@ class RouteRequest:
     session: str = ""
     keeps_session: bool = False
     tenant: str = ""
+    owner: str = ""
     priority: str = "normal"
     holder: str = ""
     retry: bool = False
@@ -78,6 +81,8 @@ class RouteRequest:
     context_tokens: int = 0
     output_tokens: int = 1
     part_tokens: int = 0
+    spending: Spending | None = None
+    """From the limits of its key; None: there are none."""
     asked_blocks: int | None = None
     """Leading blocks that were asked before, as its first decision found; None: there was none."""
 

@@ -132,6 +132,10 @@ class Decider:
         for pending in batch:
             # A sender's clock may be ahead.
             pending.query.began_ms = min(pending.query.began_ms or view.now_ms, view.now_ms)
+            if pending.request.spending is not None:
+                self._replica.limiter.let_in(pending.request)
+                if pending.request.spending.refused is not None:
+                    pending.fail(pending.request.spending.refused)
         undecided = _wanted(batch)
         if self._waiting is not None and (view.somebody_waits or self._waiting.somebody):
             undecided = await self._split_waiting(undecided, view)

@@ -51,6 +51,12 @@ class DegradedMode:
         for pending in batch:
             if pending.answer.done():
                 continue
+            spending = pending.request.spending
+            if spending is not None:
+                self._replica.limiter.let_in(pending.request)
+                if spending.refused is not None:
+                    pending.fail(spending.refused)
+                    continue
             if view is None:
                 pending.fail(NoWorkers(f"no worker has been seen yet: {reason}"))
                 continue

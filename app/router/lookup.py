@@ -61,6 +61,11 @@ class LookUp:
         """
         runner, fleet, keyspace = self._replica.runner, self._replica.fleet, self._replica.keyspace
         chains = [query.request.chain for query in queries]
+        limited = []
+        for query in queries:  # a loop, as that calls nothing where no key has limits
+            spending = query.request.spending
+            if spending is not None and not spending.is_let_in:
+                limited.append(query)
         while True:
             shards = fleet.shards or (await runner.one(self._loads)).shards or 1
             recall = self._history.recall(queries)
@@ -70,6 +75,8 @@ class LookUp:
                 self._replica.telemetry.seconds_of("look_up").time(),
                 self._reports.riding() as trip,
             ):
+                # Only now, so that what the trip settles is told before it.
+                asking = self._replica.limiter.asking(limited) if limited else None
                 overlaps, replies = await overlap.match(
                     runner,
                     keyspace,
@@ -77,6 +84,7 @@ class LookUp:
                     shards,
                     along=[
                         *trip.calls,
+                        *([asking.call] if asking else ()),
                         reservations.changes(keyspace, self.columns),
                         *recall,
                         *predicting.values(),
@@ -85,7 +93,11 @@ class LookUp:
                     boundaries=self._boundaries,
                 )
                 trip.replies = replies[: len(trip.calls)]
-            snapshot, *others = replies[len(trip.calls) :]
+            del replies[: len(trip.calls)]
+            if asking is not None:
+                asking.told(replies.pop(0))
+                limited = []
+            snapshot, *others = replies
             recalled = others[: len(recall)]
             told = iter(others[len(recall) :])
             predicted = dict(zip(predicting, told, strict=False))

@@ -79,6 +79,8 @@ class Trip:
     calls: list[Call[Any]]
     counts: bool = False
     """Whether the last call tells what requests have used."""
+    settles: bool = False
+    """Whether the last call, or the one before that, settles limits."""
     replies: list[Any] | None = None
 
     @property
@@ -240,7 +242,8 @@ class Reports:
     def riding(self) -> Iterator[Trip]:
         """What is to be told, for the caller to send before its own calls in one round trip: so
         those see what was released. The caller sets the replies."""
-        if not self._reports and not self._replica.tally.is_due:
+        replica = self._replica
+        if not (self._reports or replica.tally.is_due or replica.limiter.is_due):
             yield Trip([], [], [])
             return
         with self._underway(self._take(), []) as trip:
@@ -254,10 +257,10 @@ class Reports:
         others = [report for report in reports if report.event is not _Event.END]
         told = [some for some in (others, ends) if some]
         extending = [reservations.extend(self._replica.keyspace, some) for some in extensions]
-        count = self._replica.tally.take()
+        count, settle = self._replica.tally.take(), self._replica.limiter.take()
         calls: list[Call[Any]] = [*map(self._call, told), *extending]
-        calls += [count] if count else []
-        trip = Trip(told, extensions, calls, counts=count is not None)
+        calls += [call for call in (settle, count) if call is not None]
+        trip = Trip(told, extensions, calls, count is not None, settle is not None)
         ids = trip.ids
         self._away |= ids
         try:
@@ -283,6 +286,9 @@ class Reports:
         if trip.counts:
             is_counted = trip.replies is not None and isinstance(trip.replies[-1], bool)
             self._replica.tally.told(is_counted=is_counted)
+        if trip.settles:
+            settled = None if trip.replies is None else trip.replies[-1 - trip.counts]
+            self._replica.limiter.told(settled)
         if trip.replies is None:
             # Whoever sent it was cancelled: it is told once more before the replica ends.
             for report in (report for some in trip.told for report in some):

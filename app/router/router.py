@@ -19,6 +19,7 @@ from app.core.errors import (
     RoutingError,
 )
 from app.core.failures import Failure
+from app.core.key_rules import Spending
 from app.core.keys import Keyspace
 from app.core.outcomes import Ending
 from app.core.settings.router import RouterSettings
@@ -35,6 +36,7 @@ from app.router.fleet import Fleet
 from app.router.history import History
 from app.router.known_chains import KnownChains
 from app.router.learned import LearnedWorkers
+from app.router.limiter import Limiter
 from app.router.lookup import LookUp
 from app.router.maintenance import Maintenance
 from app.router.metrics import Telemetry
@@ -44,7 +46,7 @@ from app.router.recent import Recent
 from app.router.replica import Replica
 from app.router.reports import Reports
 from app.router.sleep import waking
-from app.router.tally import Tally
+from app.router.tally import UsageTally
 from app.router.vouching import Signs, Vouching
 from app.router.waiting import Waiting
 from app.state import leases, reservations
@@ -71,13 +73,15 @@ class Router:
         fleet: Fleet,
         telemetry: Telemetry,
         signs: Signs | None = None,
-        tally: Tally | None = None,
+        tally: UsageTally | None = None,
+        limiter: Limiter | None = None,
     ) -> None:
-        """signs: None: a worker whose agent is away is as good as gone. tally: of the whole
-        replica; None: there is no other namespace."""
+        """signs: None: a worker whose agent is away is as good as gone. tally, limiter: of the
+        whole replica; None: there is no other namespace."""
         if tally is None:
-            tally = Tally(keyspace, settings.usage_days, lambda: fleet.redis_now_ms)
-        replica = Replica(runner, keyspace, settings, fleet, telemetry, tally)
+            tally = UsageTally(keyspace, settings.usage_days, lambda: fleet.redis_now_ms)
+        self.limiter = limiter or Limiter(keyspace)
+        replica = Replica(runner, keyspace, settings, fleet, telemetry, tally, self.limiter)
         self.fleet = fleet
         self.telemetry = telemetry
         self._policy = settings.policy
@@ -140,7 +144,7 @@ class Router:
         began_ms = self.fleet.redis_now_ms if request.began_ms is None else request.began_ms
         # A balancer sends the same bytes again, and in them the time when they were first sent.
         nonce = f".{random_hex(4)}" if request.balancer_id else ""
-        query = Query(request, _tag(request.balancer_id), began_ms, nonce=nonce)
+        query = Query(request, _tag(request.balancer_id, request.owner), began_ms, nonce=nonce)
         pending = Pending(query, answer)
         try:
             decision = await self._decided(pending)
@@ -159,12 +163,32 @@ class Router:
                 self.abandon(answer.result())
             raise
         finally:
+            if request.spending is not None and not request.carried:
+                self._spent(request, request.spending, is_routed=outcome == "routed")
             self.telemetry.decisions_of(request.policy, outcome).inc()
             ended = time.perf_counter() if pending.queued is None else pending.queued.since_s
             self.telemetry.decision_seconds.observe(ended - started)
             # They hold the error, which refers to this frame, and that to the whole request.
             del answer, pending
         return decision
+
+    def _spent(self, request: RouteRequest, spending: Spending, *, is_routed: bool) -> None:
+        """Settle a request that somebody else carries, as estimated: nobody tells what it uses."""
+        prompt = request.isl_tokens if is_routed else 0
+        output = spending.tokens - prompt if is_routed else 0
+        cached = prompt - spending.uncached if is_routed else 0
+        self.limiter.ended(spending, prompt, cached, output)
+
+    async def let_in(self, spending: Spending) -> None:
+        """Let a request in that any worker may answer, as nothing is decided for it. Raises
+        RateLimited."""
+        request = RouteRequest("", [], output_tokens=0, spending=spending)
+        asking = self.limiter.asking([Query(request, "")])
+        (reply,) = await self._runner.run_each([asking.call])
+        asking.told(reply)
+        self.limiter.let_in(request)
+        if spending.refused is not None:
+            raise spending.refused
 
     async def _decided(self, pending: Pending) -> Decision:
         if self._has_ended:
@@ -210,7 +234,7 @@ class Router:
         that, in the line as that request would. Raises NoWorkers, AllWorkersBusy if
         too many wait, and RouterOverloaded."""
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        tag = _tag("")
+        tag = _tag("", "")
         request = waking(asks, self._policy, tag)
         pending = Pending(Query(request, tag), answer, for_any=True)
         try:
@@ -233,6 +257,10 @@ class Router:
             self.telemetry.decisions_of(request.policy, NoWorkers.outcome).inc()
             raise
         return size
+
+    async def is_foreign(self, request_id: str, owner: str) -> bool:
+        """Whether that is the id of another owner's reservation. Raises RedisUnavailable."""
+        return await reservations.is_foreign(self._runner, self.keyspace, request_id, owner)
 
     async def prefill_complete(self, request_id: str) -> bool:
         """False if there is no such reservation. Raises RedisUnavailable, WrongVersion."""
@@ -362,8 +390,11 @@ class Router:
             self._waiting.look_again()
 
 
-def _tag(balancer_id: str) -> str:
-    """16 hex digits that nobody else can guess; the same for the same balancer_id."""
+def _tag(balancer_id: str, owner: str) -> str:
+    """16 hex digits that nobody else can guess; the same for the same balancer_id. Those of an
+    owner's requests end in its mark."""
+    mark = reservations.owner_mark(owner) if owner else ""
     if not balancer_id:
-        return random_hex(8)
-    return hashlib.blake2b(balancer_id.encode(), digest_size=8).hexdigest()
+        return random_hex(8 - len(mark) // 2) + mark
+    size = 8 - len(mark) // 2
+    return hashlib.blake2b(balancer_id.encode(), digest_size=size).hexdigest() + mark

@@ -19,7 +19,7 @@ several requests. A replica that is killed loses what ended within that time."""
 DAY_MS = 24 * HOUR_MS
 
 
-class Tally:
+class UsageTally:
     """Adds up what was used until Redis is told, which takes each sum once, however often it is
     sent. One for all namespaces of a replica; each round trip may take its call along."""
 

@@ -58,6 +58,21 @@ class UsageRow(NamedTuple):
     by_router: int
 
 
+class AdmitRow(NamedTuple):
+    key: str
+    asks: int
+    held: int
+    concurrent: int
+    requests: str
+    tokens: str
+    uncached: str
+    num_requests: int
+    num_tokens: int
+    num_uncached: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
 class ReleaseRow(NamedTuple):
     id: str
     attempt: str
@@ -72,5 +87,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "extend": ExtendRow._fields,
     "prefill_complete": PrefillCompleteRow._fields,
     "release": ReleaseRow._fields,
+    "admit": AdmitRow._fields,
     "count": UsageRow._fields,
 }

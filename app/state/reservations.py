@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 from app.core.errors import NamespaceMissing, WrongVersion
@@ -15,8 +18,9 @@ from app.core.types import Incarnation, parse_incarnation
 from app.core.verdicts import MarksByWorker, parse_marks
 from app.state.columns import Columns, parse_load
 from app.state.records import ExtendRow, PrefillCompleteRow, ReleaseRow, ReserveRow
-from app.state.scripts import Call, call, command
+from app.state.scripts import Call, ScriptRunner, call, command
 
+_TAGGED = re.compile(r" \d+-([0-9a-f]+)")
 CARRIED_MS = 10_000
 """How long what a door carries stays reserved after the door was last heard of."""
 
@@ -214,6 +218,30 @@ def settle(keyspace: Keyspace, attempts: Sequence[str]) -> list[Call[int]]:
         command("settle", "ZREM", keyspace["fetches"], *attempts, parse=int),
         command("settle", "HDEL", keyspace["fetching"], *attempts, parse=int),
     ]
+
+
+@lru_cache(maxsize=4096)
+def owner_mark(owner: str) -> str:
+    """8 hex digits, in which the tags end of the reservations that belong to a key."""
+    return hashlib.blake2b(owner.encode(), digest_size=4).hexdigest()
+
+
+async def is_foreign(runner: ScriptRunner, keyspace: Keyspace, request_id: str, owner: str) -> bool:
+    """Whether there is a reservation under that id, or that of its request, which does not belong
+    to `owner`. Raises RedisUnavailable."""
+    name, _, tag = request_id.rpartition("~")
+    if name:
+        return not tag.endswith(owner_mark(owner))
+    held = command("reservations", "HGET", keyspace["reservations"], request_id, parse=_text)
+    inc = await runner.one(held)
+    requests = f"{keyspace['requests:']}{inc}"
+    record = await runner.one(command("requests", "HGET", requests, request_id, parse=_text))
+    tagged = _TAGGED.search(record)
+    return tagged is not None and not tagged[1].endswith(owner_mark(owner))
+
+
+def _text(reply: bytes | None) -> str:
+    return (reply or b"").decode(errors="replace")
 
 
 def expire(keyspace: Keyspace, limit: int) -> Call[int]:

@@ -72,6 +72,7 @@ SCRIPTS = {
     "router": {
         "announce",
         "beat",
+        "admit",
         "count",
         "drain",
         "sample",

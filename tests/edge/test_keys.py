@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from app.core.errors import ConfigError, Unauthorized
+from app.core.key_rules import Rate
 from app.edge import watched_files
 from app.edge.watched_files import WatchedFiles
 from app.http.keys import Keys, check_open
@@ -70,13 +71,25 @@ async def test_a_file_of_keys_is_read_again_when_it_changes(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("one two three\n", "line 1 has 3 words"),
-        ("one first\ntwo metrics\n", "line 2 has 'metrics' in the place of a key"),
-        ("operator\n", "line 1 has 'operator' in the place of a key"),
+        ("one two three\n", "line 1: 'three' is none of metrics, operator, tenant="),
+        ("one first\ntwo metrics\n", "line 2: it has 'metrics' in the place of a key"),
+        ("one tokens=2M/m\n", "line 1: it has 'tokens=2M/m' in the place of a key"),
+        ("one first\ntwo\n", "line 2: it needs `<name> <key>`: was it cut?"),
+        ("operator\n", "line 1: it needs `<name> <key>`"),
         ("\udcff\n", "can't decode"),
-        ("one first\n" + 40 * "\0" + "\n", "line 2 has characters that are not printed"),
-        ("o\0n\0e\0 \0k\0\n\0", "line 1 has characters that are not printed"),
-        ("one pasted\u200bkey\n", "line 1 has characters that are not printed"),
+        ("one first\n" + 40 * "\0" + "\n", "line 2: it has characters that are not printed"),
+        ("o\0n\0e\0 \0k\0\n\0", "line 1: it has characters that are not printed"),
+        ("one pasted\u200bkey\n", "line 1: it has characters that are not printed"),
+        ("one k requests=600\n", "'requests=600': needs a number by second"),
+        ("one k requests=0/m\n", "'requests=0/m': needs a number by second"),
+        ("one k tokens=2m/m\n", "'tokens=2m/m': needs a number by second"),
+        ("one k concurrent=0\n", "'concurrent=0': needs a number from 1"),
+        ("one k priority=low\n", "'priority=low' is none of .*, priority<=, "),
+        ("one k models=a,,b\n", "'models=a,,b': needs names or patterns"),
+        ("one k isolate=maybe\n", "'isolate=maybe': needs yes or no"),
+        ("one k tenant=\n", "'tenant=': needs 1 to 64 visible"),
+        ("one k metrics operator\n", "role comes twice"),
+        ("one k requests=1/m\none l requests=2/m\n", "line 2: 'one' has other limits"),
         ("#" * 1_050_000, "over 1048576 bytes"),
     ],
 )
@@ -259,7 +272,7 @@ async def test_sighup_reads_the_keys_again_and_ends_nothing(
     one_redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys"
-    file.write_text("first\n")
+    file.write_text("one first\n")
     options = [f"--redis-url={one_redis_server.url}", "--port=0", f"--api-key-file={file}"]
     process = Process("router", *options)
     try:
@@ -269,8 +282,25 @@ async def test_sighup_reads_the_keys_again_and_ends_nothing(
                 return (await client.get("/v1/models", headers=[bearer(key)])).is_success
 
             assert await opened("first")
-            file.write_text("second\n")
+            file.write_text("one second\n")
             process.popen.send_signal(signal.SIGHUP)
             await eventually(lambda: opened("second"), bool)
     finally:
         process.end()
+
+
+def test_what_is_behind_a_key_are_its_rules(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "ann k1 tenant=acme requests=600/m tokens=2M/m uncached=500k/h concurrent=64\n"
+        "bob k2 operator priority<=normal models=llama-*,qwen isolate=yes\n"
+        "ann k3 tenant=acme requests=600/m tokens=2M/m uncached=500k/h concurrent=64\n"
+    )
+    ann, bob = Keys("", str(file)).rules.values()
+    assert (ann.tenant, ann.requests, ann.tokens) == ("acme", Rate(600, 60), Rate(2_000_000, 60))
+    assert (ann.uncached, ann.concurrent, ann.is_client) == (Rate(500_000, 3600), 64, True)
+    assert (bob.priority, bob.models, bob.isolate) == ("normal", ("llama-*", "qwen"), True)
+    assert [bob.highest(one) for one in ("high", "normal", "low")] == ["normal", "normal", "low"]
+    assert [bob.may_ask(one) for one in ("llama-8b", "qwen", "qwen2")] == [True, True, False]
+    assert not bob.is_client
+    assert [rate.burst for rate in (Rate(600, 60), Rate(10, 1), Rate(1, 86_400))] == [100, 10, 1]

@@ -91,7 +91,7 @@ async def test_a_router_without_workers_has_metrics_too(client: httpx.AsyncClien
     text = (await client.get("/metrics")).text
     outcomes = set(re.findall(r'decisions_total{outcome="(\w+)",policy="latency"} 0.0', text))
     refused = {"no_workers", "too_large", "all_busy", "overloaded"}
-    assert outcomes == refused | {"gone", "superseded", "failed"}
+    assert outcomes == refused | {"gone", "superseded", "failed", "limited"}
 
 
 async def test_decisions_are_counted_by_policy_and_outcome(

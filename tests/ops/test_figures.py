@@ -120,6 +120,23 @@ def counted(*counts: tuple[str, dict[str, str], float], ttft: tuple[int, int] = 
     return Together([window.figures()])
 
 
+def of_key(name: str, key: str, value: float, **labels: str) -> tuple[str, dict[str, str], float]:
+    return f"key_{name}", {"key": key} | labels, value
+
+
+def test_a_key_is_named_that_floods_or_is_over_its_limits() -> None:
+    tokens = [of_key("tokens", key, n, kind="prompt") for key, n in (("ann", 90), ("bob", 10))]
+    waited = of_key("waited_seconds", "bob", 2.0)
+    asked = [of_key("requests", "bob", 30, ended="ok"), of_key("limited", "bob", 9, limit="tokens")]
+    found = {c.about: c.found for c in holding(counted(*tokens, waited, *asked))}
+    assert found == {
+        "KvrouteKeyFloods": "90% of the prompt tokens are ann's, and others wait",
+        "KvrouteKeyLimited": "30% of the requests of bob are over its limits",
+    }
+    assert not [*holding(counted(*tokens))], "nobody waits"
+    assert not [*holding(counted(tokens[0], waited))], "there is no other key"
+
+
 def requests(outcome: str, times: int, code: int = 200) -> tuple[str, dict[str, str], float]:
     return "door_requests", {"model": "m", "outcome": outcome, "code": str(code)}, times
 

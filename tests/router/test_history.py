@@ -17,9 +17,10 @@ from app.local.redis_server import EmbeddedRedis
 from app.policy.record import DecisionRecord, decode
 from app.router.fleet import Fleet
 from app.router.history import MAX_UNWRITTEN, History
+from app.router.limiter import Limiter
 from app.router.metrics import Telemetry
 from app.router.replica import Replica
-from app.router.tally import Tally
+from app.router.tally import UsageTally
 from app.state.connect import connect
 from app.state.decisions import FIELD, MAX_WRITTEN
 from app.state.scripts import Call, ScriptRunner
@@ -35,7 +36,8 @@ def history_of(redis: Any, runner: ScriptRunner | None = None, **settings: Any) 
             RouterSettings(**settings),
             Fleet(redis, KEYS, timeout_s=5),
             Telemetry(),
-            Tally(KEYS, 35, lambda: None),
+            UsageTally(KEYS, 35, lambda: None),
+            Limiter(KEYS),
         )
     )
 

@@ -19,10 +19,11 @@ from app.core.types import SequenceHash
 from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet
 from app.router.history import History
+from app.router.limiter import Limiter
 from app.router.maintenance import RETIRE_GRACE_MS, Maintenance
 from app.router.metrics import Telemetry
 from app.router.replica import Replica
-from app.router.tally import Tally
+from app.router.tally import UsageTally
 from app.state import reservations
 from app.state.client import RedisClient
 from app.state.connect import connect
@@ -45,7 +46,8 @@ def maintenance_of(
         RouterSettings(namespace=NAMESPACE),
         fleet or Fleet(redis, KEYS, 5.0),
         telemetry or Telemetry(),
-        Tally(KEYS, 35, lambda: None),
+        UsageTally(KEYS, 35, lambda: None),
+        Limiter(KEYS),
     )
     history = History(replica)
     if predicted is not None:

@@ -34,9 +34,9 @@ class DoorSettings(CommonSettings):
     )
     api_key_file: str = setting(
         "",
-        "File with further keys: one on each line, `NAME KEY` or only the key; `NAME KEY metrics` "
-        "is one as --metrics-key, and `NAME KEY operator` opens the console too. "
-        "It is read again when it changes, and on SIGHUP.",
+        "File with further keys, one on each line: `NAME KEY`, behind them `metrics` for one as "
+        "--metrics-key or `operator` for one that opens the console too, and limits such as "
+        "requests=600/m. It is read again when it changes, and on SIGHUP.",
         often=True,
     )
     metrics_key: str = setting(

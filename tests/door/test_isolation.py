@@ -1,0 +1,206 @@
+"""A key has to do with its own requests, models, tenant and cache alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from app.core.settings.router import RouterSettings
+from app.edge.app import create_app
+from app.local.redis_server import EmbeddedRedis
+from tests.door.conftest import replica, sick_worker, until_serving
+from tests.eventually import eventually
+from tests.fake_worker import NAMESPACE
+from tests.fakes.engine import FakeEngine
+
+PATH = "/v1/completions"
+PROMPT = [*range(1, 101)]
+KEYS_FILE = """
+ops o operator
+ann a
+bob b tenant=acme priority<=normal models=m*
+eve e models=other-*
+iso i isolate=yes
+any y tenant=*
+scraper s metrics
+"""
+
+
+def key(of: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {of}"}
+
+
+@pytest.fixture
+async def engine(redis: Redis) -> AsyncIterator[FakeEngine]:
+    async with sick_worker(redis, "a") as one:
+        yield one
+
+
+@pytest.fixture
+async def door(
+    one_redis_server: EmbeddedRedis, engine: FakeEngine, tmp_path: Path
+) -> AsyncIterator[httpx.AsyncClient]:
+    (tmp_path / "keys").write_text(KEYS_FILE)
+    async with replica(one_redis_server.url, api_key_file=str(tmp_path / "keys")) as door:
+        door.headers.update(key("o"))
+        await until_serving(door, 1)
+        del door.headers["authorization"]
+        yield door
+
+
+async def route(door: httpx.AsyncClient, of: str, **more: Any) -> httpx.Response:
+    return await door.post("/v1/route", json={"token_ids": PROMPT} | more, headers=key(of))
+
+
+@pytest.mark.parametrize("end", ["DELETE", "prefill_complete", "source_complete", "worker_failed"])
+async def test_only_the_key_of_a_request_ends_it(door: httpx.AsyncClient, end: str) -> None:
+    reply = (await route(door, "a", request_id="r1")).json()
+
+    async def ended(of: str, name: str) -> bool:
+        path = f"/v1/requests/{name}"
+        if end in ("DELETE", "worker_failed"):
+            asked = {"worker_failed": "true"} if end == "worker_failed" else {}
+            answer = await door.delete(path, params=asked, headers=key(of))
+        else:
+            answer = await door.post(f"{path}/{end}", headers=key(of))
+        assert answer.status_code == 200, answer.text
+        return bool(answer.json()["found"])
+
+    names = ("r1", reply["reservation_id"])
+    assert [await ended("b", name) for name in names] == [False, False]
+    forged = names[1][:-8] + "00000000"
+    assert not await ended("b", forged)
+    if end != "source_complete":
+        assert await ended("a", "r1")
+
+
+async def test_a_key_takes_no_reservation_of_another_by_its_id(door: httpx.AsyncClient) -> None:
+    await route(door, "a", request_id="r1")
+    await route(door, "b", request_id="r1", retry=True)
+    workers = (await door.get("/v1/workers", headers=key("o"))).json()["workers"]
+    assert [one["active_requests"] for one in workers] == [2]
+    await route(door, "a", request_id="r1", retry=True)
+    workers = (await door.get("/v1/workers", headers=key("o"))).json()["workers"]
+    assert [one["active_requests"] for one in workers] == [2]
+
+
+@pytest.mark.parametrize(
+    ("of", "asked", "field"),
+    [
+        ("a", {"exclude": ["a:0"]}, "exclude"),
+        ("a", {"policy": "random"}, "policy"),
+        ("a", {"explain": True}, "explain"),
+        ("a", {"tenant": "acme"}, "tenant"),
+        ("b", {"tenant": "ann"}, "tenant"),
+        ("b", {"priority": "high"}, "priority"),
+        ("e", {}, "lora_name"),
+        ("b", {"lora_name": "other-1"}, "lora_name"),
+    ],
+)
+async def test_what_a_key_may_not_ask_for_is_refused_by_name(
+    door: httpx.AsyncClient, of: str, asked: dict[str, Any], field: str
+) -> None:
+    reply = await route(door, of, **asked)
+    assert (reply.status_code, reply.json()["error"]["field"]) == (403, field), reply.text
+    assert (await route(door, "b", tenant="acme", priority="low")).status_code == 200
+    assert (await route(door, "y", tenant="whoever")).status_code == 200
+    if "lora_name" not in asked and field != "lora_name":
+        assert (await route(door, "o", **asked)).status_code in (200, 503)
+
+
+async def test_headers_set_neither_tenant_nor_priority_above_a_keys_own(
+    door: httpx.AsyncClient, redis: Redis
+) -> None:
+    headers = {"x-tenant-id": "acme", "x-priority": "high"}
+    for of, tenant in (("a", "ann"), ("b", "acme"), ("o", "acme"), ("y", "acme")):
+        asked = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
+        reply = await door.post(PATH, json=asked, headers=key(of) | headers)
+        assert reply.status_code == 200, reply.text
+
+        async def tenants(of: str = of) -> dict[str, list[str]]:
+            found = (await door.get("/v1/usage?by=tenant", headers=key("o"))).json()
+            return {row["name"]: row["requests"] for row in found["rows"]}
+
+        assert tenant in await eventually(tenants, lambda found, tenant=tenant: tenant in found)
+
+
+async def test_a_key_lists_and_asks_for_its_models_alone(door: httpx.AsyncClient) -> None:
+    asked = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
+    listed = {
+        of: [card["id"] for card in (await door.get("/v1/models", headers=key(of))).json()["data"]]
+        for of in "abe"
+    }
+    assert listed == {"a": ["m"], "b": ["m"], "e": []}
+    without = {name: value for name, value in asked.items() if name != "model"}
+    for path, body in (
+        (PATH, asked),
+        (PATH, without),
+        ("/tokenize", asked),
+        ("/tokenize", without),
+    ):
+        assert (await door.post(path, json=body, headers=key("e"))).status_code == 404, path
+    count = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    reply = await door.post("/v1/messages/count_tokens", json=count, headers=key("e"))
+    assert reply.status_code == 404
+    assert (await door.get("/v1/models/m", headers=key("e"))).status_code == 404
+    assert (await door.get("/v1/models/m", headers=key("b"))).status_code == 200
+    assert (await door.post(PATH, json=asked, headers=key("b"))).status_code == 200
+
+
+async def test_an_isolated_tenant_shares_no_cache_and_nobody_can_look_into_it(
+    door: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    asked = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
+
+    async def salt_sent(of: str, **more: Any) -> str | None:
+        reply = await door.post(PATH, json=asked | more, headers=key(of))
+        assert reply.status_code == 200, reply.text
+        assert "x-kvroute-overlap" not in reply.headers
+        salt: str | None = engine.bodies[-1].get("cache_salt")
+        return salt
+
+    assert await salt_sent("i") == "isolated:iso:"
+    assert await salt_sent("i", cache_salt="own") == "isolated:iso:own"
+    assert await salt_sent("a") is None
+    assert await salt_sent("a", cache_salt="own") == "own"
+    forged = await door.post(PATH, json=asked | {"cache_salt": "isolated:iso:"}, headers=key("a"))
+    assert (forged.status_code, forged.json()["error"]["param"]) == (400, "cache_salt")
+    hashes = {"local_hashes": [1, 2], "num_tokens": 8}
+    for path in ("/v1/route", "/find_best_worker"):
+        reply = await door.post(path, json=hashes, headers=key("a"))
+        assert (reply.status_code, reply.json()["error"]["field"]) == (403, "local_hashes")
+    reply = await route(door, "a", cache_namespace="isolated:iso:")
+    assert (reply.status_code, reply.json()["error"]["field"]) == (422, "cache_salt")
+
+
+async def test_no_path_opens_to_a_key_that_is_forged_revoked_or_of_another_place(
+    door: httpx.AsyncClient, tmp_path: Path, one_redis_server: EmbeddedRedis
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(KEYS_FILE.replace("ann a\n", "ann new\n"))
+    await eventually(
+        lambda: door.get("/v1/models", headers=key("new")), lambda reply: reply.is_success
+    )
+    described = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
+    open_paths = ("/health", "/readiness", "/", "/console")
+    paths = [
+        (method.upper(), re.sub(r"\{[^}]*\}", "x", path))
+        for path, methods in described.description["paths"].items()
+        for method in methods
+        if path not in open_paths and path != "/metrics"
+    ]
+    assert len(paths) > 20
+    for of in ("a", "forged", "s", "a b", "A"):  # revoked, forged, for metrics alone
+        for method, path in paths:
+            reply = await door.request(method, path, headers=key(of))
+            assert reply.status_code == 401, (of, method, path, reply.status_code)
+    for method, path in paths:
+        if path.startswith("/console/api/") or path == "/v1/usage":
+            reply = await door.request(method, path, headers=key("b"))
+            assert reply.status_code == 401, (method, path)

@@ -1,0 +1,278 @@
+"""Limits of keys hold over all replicas, whatever becomes of replicas and Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from app.core.key_rules import KeyRules, parse_rules
+from app.local.redis_server import EmbeddedRedis
+from app.router import limiter
+from app.state.connect import connect
+from tests.door.conftest import replica, sick_worker, until_serving
+from tests.e2e.engines import Process
+from tests.eventually import eventually
+from tests.fake_worker import KEYS, NAMESPACE
+from tests.fakes.engine import FakeEngine
+from tests.fakes.faults import Faults
+from tests.redis_servers import stopped
+
+PATH = "/v1/completions"
+OPERATOR = {"authorization": "Bearer o"}
+
+
+def body(tokens: int = 20, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": [*range(1, tokens + 1)], "max_tokens": 8} | more
+
+
+def keys_file(folder: Path, *limits: str, more: str = "") -> str:
+    file = folder / "keys"
+    file.write_text(f"ops o operator\nann a {' '.join(limits)}\n{more}")
+    return str(file)
+
+
+@asynccontextmanager
+async def replicas(
+    server: EmbeddedRedis, count: int, file: str, **settings: Any
+) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """Clients, with the limited key, of so many replicas in this process."""
+    async with AsyncExitStack() as stack:
+        doors = [
+            await stack.enter_async_context(replica(server.url, api_key_file=file, **settings))
+            for _ in range(count)
+        ]
+        for door in doors:
+            door.headers.update(OPERATOR)
+            await until_serving(door, 1)
+            door.headers.update({"authorization": "Bearer a"})
+        yield doors
+
+
+@contextmanager
+def processes(server: EmbeddedRedis, count: int, file: str) -> Iterator[list[Process]]:
+    flags = (f"--redis-url={server.url}", f"--namespace={NAMESPACE}", f"--api-key-file={file}")
+    with ExitStack() as stack:
+        started = [Process("router", *flags, "--port=0") for _ in range(count)]
+        for one in started:
+            stack.callback(lambda one=one: one.popen.poll() is None and one.end())
+        yield started
+
+
+async def test_four_replicas_and_64_clients_get_what_one_bucket_holds(
+    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
+) -> None:
+    file, lasts_s = keys_file(tmp_path, "requests=600/m"), 4.0
+    let_in: list[float] = []
+
+    async def insist(door: httpx.AsyncClient, until_s: float) -> None:
+        while time.monotonic() < until_s:
+            reply = await door.post(PATH, json=body())
+            if reply.status_code == 200:
+                let_in.append(time.monotonic())
+                continue
+            assert reply.status_code == 429, reply.text
+            await asyncio.sleep(int(reply.headers["retry-after-ms"]) / 1000)
+
+    async with sick_worker(redis, "a"), replicas(one_redis_server, 4, file) as doors:
+        began_s = time.monotonic()
+        until_s = began_s + lasts_s
+        await asyncio.gather(*(insist(doors[n % 4], until_s) for n in range(64)))
+        took_s = time.monotonic() - began_s
+    # How many a slow machine asks for is another question.
+    assert 20 <= len(let_in) <= 100 + 10 * took_s + 1
+
+
+async def test_no_more_than_its_places_are_taken_while_a_replica_is_killed(
+    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
+) -> None:
+    file, peaks, served = keys_file(tmp_path, "concurrent=8"), [0], [0]
+    async with (
+        sick_worker(redis, "a") as a,
+        sick_worker(redis, "b") as b,
+        httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client,
+    ):
+
+        def seen(_: object) -> Faults:
+            peaks.append(a.running + b.running)
+            return Faults(token_s=0.02)
+
+        a.choose = b.choose = seen
+        with processes(one_redis_server, 3, file) as routers:
+            urls = [one.url for one in routers]
+            for url in urls:
+                async with httpx.AsyncClient(base_url=url, headers=OPERATOR) as operator:
+                    await until_serving(operator, 2)
+
+            async def insist(number: int, until_s: float) -> None:
+                while time.monotonic() < until_s:
+                    url = urls[number % len(urls)] + PATH
+                    with suppress(httpx.TransportError):
+                        asked = body(stream=True)
+                        reply = await client.post(url, json=asked, headers={"x-api-key": "a"})
+                        served[0] += reply.status_code == 200
+                    await asyncio.sleep(0.01)
+
+            until_s = time.monotonic() + 4.0
+            insisting = [asyncio.create_task(insist(n, until_s)) for n in range(24)]
+            await asyncio.sleep(2.0)
+            routers[2].end(signal.SIGKILL)
+            urls.pop()
+            await asyncio.gather(*insisting)
+            before = served[0]
+            assert before > 2
+            # Its places come back.
+            held = f"{KEYS['limits:']}ann"
+
+            async def lost() -> int:
+                fields = await redis.hgetall(held)
+                now_ms = 1000 * (await redis.time())[0]
+                return sum(
+                    int(value.split()[0])
+                    for name, value in fields.items()
+                    if name.startswith(b"held ") and int(value.split()[1]) > now_ms
+                )
+
+            await eventually(lost, lambda number: number == 0, within_s=30.0)
+    assert 1 <= max(peaks) <= 8
+
+
+async def test_tokens_are_settled_by_what_engines_say_and_hang_ups_at_once(
+    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
+) -> None:
+    file = keys_file(tmp_path, "tokens=6M/d", "uncached=6M/d", "concurrent=50")
+    name, used, computed = f"{KEYS['limits:']}ann", 0, 0
+    async with sick_worker(redis, "a") as a, replicas(one_redis_server, 2, file) as doors:
+        began_s = time.monotonic()
+        for number in range(40):
+            reply = await doors[number % 2].post(PATH, json=body(300, max_tokens=200))
+            usage = reply.json()["usage"]
+            used += usage["prompt_tokens"] + usage["completion_tokens"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            computed += usage["prompt_tokens"] - cached
+
+        async def taken() -> float:
+            level, _ = (await redis.hget(name, "tokens")).split()
+            return 1_000_000 - float(level)
+
+        settled = await eventually(taken, lambda found: found < 1.02 * used)
+        refilled = 6e6 / 86_400 * (time.monotonic() - began_s)
+        assert used * 0.98 - refilled <= settled
+        uncached = 1_000_000 - float((await redis.hget(name, "uncached")).split()[0])
+        assert computed < used / 10, "all but the first prompt was cached"
+        assert computed * 0.98 - refilled <= uncached <= computed * 1.02
+        a.faults = Faults(token_s=1.0)
+        before = await taken()
+        async with doors[0].stream("POST", PATH, json=body(300, stream=True)) as reply:
+            await anext(reply.aiter_bytes())
+
+        async def hung_up() -> bool:
+            held = [v for k, v in (await redis.hgetall(name)).items() if k.startswith(b"held ")]
+            return all(value.split()[0] == b"0" for value in held)
+
+        await eventually(hung_up)
+        assert await taken() - before < 320
+
+
+@pytest.mark.parametrize("words", [("requests=60/h",), ("tokens=600/h",), ("concurrent=1",)])
+async def test_who_is_refused_is_told_when_to_come_again_in_the_form_of_the_path(
+    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    file = keys_file(tmp_path, *words)
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    async with sick_worker(redis, "a") as a, replicas(one_redis_server, 1, file) as [door]:
+        if words[0] == "concurrent=1":
+            a.faults = Faults(token_s=5.0)
+            held = asyncio.create_task(door.post(PATH, json=body()))
+            await eventually(lambda: _running(a))
+        else:
+            firsts = [await door.post(PATH, json=body(150)) for _ in range(11)]
+            assert firsts[0].status_code == 200
+            shown = firsts[0].headers
+            if words[0] == "requests=60/h":
+                assert shown["x-ratelimit-limit-requests"] == "60"
+                assert shown["x-ratelimit-remaining-requests"] == "9"
+                assert 50 < float(shown["x-ratelimit-reset-requests"].rstrip("s")) <= 60
+        refused = await door.post(PATH, json=body())
+        assert refused.status_code == 429, refused.text
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert words[0].partition("=")[0] in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        refused = await door.post("/v1/messages", json=chat)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(refused.headers["retry-after-ms"]) > 0
+        if words[0] == "requests=60/h":
+            assert refused.headers["anthropic-ratelimit-requests-remaining"] == "0"
+            assert refused.headers["anthropic-ratelimit-requests-reset"].endswith("Z")
+        routed = await door.post("/v1/route", json={"token_ids": [*range(1, 200)]})
+        assert (routed.status_code, routed.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        if words[0] != "tokens=600/h":
+            reply = await door.post("/tokenize", json={"model": "m", "prompt": "x"})
+            assert reply.status_code == 429
+        if words[0] == "concurrent=1":
+            held.cancel()
+            await asyncio.gather(held, return_exceptions=True)
+            a.faults = Faults()
+            await eventually(lambda: _status(door), lambda status: status == 200)
+
+
+async def _running(engine: FakeEngine) -> int:
+    return engine.running
+
+
+async def _status(door: httpx.AsyncClient) -> int:
+    return (await door.post(PATH, json=body())).status_code
+
+
+async def test_without_redis_replicas_keep_to_their_part_and_to_what_they_hold(
+    own_redis_server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limiter, "SETTLED_S", 0.2)
+    file = keys_file(tmp_path, "requests=600/m", "concurrent=2")
+    async with (
+        connect(own_redis_server.url) as redis,
+        sick_worker(redis, "a") as a,
+        replicas(own_redis_server, 2, file, redis_timeout_ms=200) as doors,
+    ):
+        assert [await _status(door) for door in doors] == [200, 200]
+        a.faults = Faults(token_s=0.2)
+        held = asyncio.create_task(doors[0].post(PATH, json=body()))
+        await eventually(lambda: _running(a))
+        with stopped(own_redis_server.pid):
+            # One place is free, but who may have it cannot be known.
+            assert [await _status(door) for door in doors] == [429, 429]
+            assert (await held).status_code == 200
+            assert await _status(doors[0]) == 200
+            assert await _status(doors[1]) == 429
+        await eventually(lambda: _status(doors[1]), lambda status: status == 200)
+
+
+async def test_a_key_without_limits_asks_nothing_of_redis_for_them(
+    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
+) -> None:
+    file = keys_file(tmp_path)
+    async with sick_worker(redis, "a"), replicas(one_redis_server, 1, file) as [door]:
+        reply = await door.post(PATH, json=body())
+    assert reply.status_code == 200
+    assert not [name for name in reply.headers if "ratelimit" in name]
+    assert not await redis.keys(f"{KEYS['limits:']}*")
+
+
+def test_each_bucket_of_a_replica_alone_is_its_part_of_the_whole() -> None:
+    rules: KeyRules = parse_rules("ann", ["requests=600/m"], ())
+    assert rules.requests is not None
+    alone = limiter._Alone(rules.requests, 4, 25.0, 0.0)
+    taken = 0
+    for step in range(1000):
+        if not alone.wait_s(1, step / 100):
+            alone.level -= 1
+            taken += 1
+    assert taken == pytest.approx(25 + 600 / 60 / 4 * 10, abs=1)
