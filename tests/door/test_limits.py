@@ -10,7 +10,9 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 from redis.asyncio import Redis
 
@@ -230,6 +232,35 @@ async def _running(engine: FakeEngine) -> int:
 
 async def _status(door: httpx.AsyncClient) -> int:
     return (await door.post(PATH, json=body())).status_code
+
+
+@pytest.mark.parametrize("which", ["openai", "anthropic"])
+async def test_clients_wait_as_they_are_told_and_go_on(
+    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path, which: str
+) -> None:
+    file = keys_file(tmp_path, "requests=60/m")  # ten at once, and then one a second
+    said: dict[str, Any] = {"model": "m", "max_tokens": 4}
+    said["messages"] = [{"role": "user", "content": "hi"}]
+    async with sick_worker(redis, "a"), replicas(one_redis_server, 1, file) as [door]:
+        url, options = str(door.base_url).rstrip("/"), {"api_key": "a", "max_retries": 9}
+        refused = 0
+
+        async def hears(reply: httpx.Response) -> None:
+            nonlocal refused
+            refused += reply.status_code == 429
+
+        async with httpx.AsyncClient(event_hooks={"response": [hears]}) as http:
+            if which == "openai":
+                opened: Any = openai.AsyncOpenAI(base_url=f"{url}/v1", http_client=http, **options)
+                ask = opened.chat.completions.create
+            else:
+                opened = anthropic.AsyncAnthropic(base_url=url, http_client=http, **options)
+                ask = opened.messages.create
+            began_s = time.monotonic()
+            answers = await asyncio.gather(*(ask(**said) for _ in range(13)))
+    assert len(answers) == 13
+    assert 3 <= refused <= 13, "each waited for as long as it was told"
+    assert time.monotonic() - began_s >= 2.0
 
 
 async def test_without_redis_replicas_keep_to_their_part_and_to_what_they_hold(
