@@ -251,9 +251,10 @@ async def test_clients_wait_as_they_are_told_and_go_on(
         else:
             opened = anthropic.AsyncAnthropic(base_url=url, **options)
             ask = opened.messages.create
-        began_s = time.monotonic()
-        answers = await asyncio.gather(*(ask(**said) for _ in range(13)))
-        took_s = time.monotonic() - began_s
+        async with opened:
+            began_s = time.monotonic()
+            answers = await asyncio.gather(*(ask(**said) for _ in range(13)))
+            took_s = time.monotonic() - began_s
 
         async def used() -> dict[str, Any]:
             [row] = (await door.get("/v1/usage", headers=OPERATOR)).json()["rows"]
