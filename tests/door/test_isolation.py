@@ -191,7 +191,7 @@ async def test_no_path_opens_to_a_key_that_is_forged_revoked_or_of_another_place
     open_paths = ("/health", "/readiness", "/", "/console")
     paths = [
         (method.upper(), re.sub(r"\{[^}]*\}", "x", path))
-        for path, methods in described.description["paths"].items()
+        for path, methods in described.openapi()["paths"].items()
         for method in methods
         if path not in open_paths and path != "/metrics"
     ]
