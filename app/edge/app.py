@@ -325,7 +325,7 @@ class Application(FastAPI):
         ended_by: BaseException | None = None
         try:
             client.key_name = replica.keys.check(path, scope["headers"])
-            scope[RULES] = client.rules
+            scope[RULES] = client.rules = replica.keys.rules.get(client.key_name)
             if path.startswith(CONSOLE_DATA):
                 asks_for_keys = bool(replica.keys) or replica.settings.no_auth
                 check_origin(scope["headers"], asks_for_keys=asks_for_keys)

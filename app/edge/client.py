@@ -53,6 +53,8 @@ class Client(http.Client):
         super().__init__(scope, receive, send)
         scope[CLIENT] = self
         self.replica = replica
+        self.rules: KeyRules | None = None
+        """Of the key that it came with; None: it may ask for anything."""
         self._began_s = time.monotonic()
         self._record: RequestRecord | None = None
         self._waits_since_s = 0.0
@@ -67,15 +69,9 @@ class Client(http.Client):
         return self.replica.settings.stalled_s
 
     @property
-    def rules(self) -> KeyRules | None:
-        """Of the key that it came with; None: it may ask for anything."""
-        return self.replica.keys.rules.get(self.key_name)
-
-    @property
     def is_of_client(self) -> bool:
         """Whether its key has to do with its own requests alone."""
-        rules = self.rules
-        return rules is not None and rules.is_client
+        return self.rules is not None and self.rules.is_client
 
     @property
     def record(self) -> RequestRecord:
